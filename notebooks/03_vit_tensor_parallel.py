@@ -23,7 +23,7 @@
 # **You will be able to** write a tensor-parallel MLP; count what a block sends and keeps; decide whether your interconnect is
 # fast enough; find a missing all-reduce by comparing gradients; say when 2D and 3D layouts pay.
 #
-# **You should know** notebook 00 (all-reduce and its two halves, latency α, bandwidth B, ρ), and from 02 that a backward computes input gradients
+# **You should know** notebook 00 (all-reduce in a ring and in two halves, latency α, bandwidth B, ρ), and from 02 that a backward computes input gradients
 # and weight gradients. In 02 we called them I and W.
 #
 # **Time.** 30 minutes to read, under 2 minutes to run, 90 minutes for the exercises.
@@ -45,7 +45,6 @@ import torch, torch.distributed as dist, torch.nn.functional as F
 import hpnb
 from hpnb import comm, lesson, plot, theory
 from hpnb.lesson.exercises import vit_tensor_parallel as exercises
-from hpnb.lesson.exercises import vit_tensor_size
 from hpnb.lesson.figures import grid_steps, vit_tensor as figures
 from hpnb.lesson.programs import device_timing, step_timing, vit_tensor
 from hpnb.lesson.programs import vit_tensor_predictions as predictions
@@ -80,7 +79,7 @@ here = lesson.banner(N, model=NAME, data=leaves.describe(), sizes=sizes)
 # nothing to send                              all-reduce: add the terms
 # ```
 #
-# The first leaves its output sharded by columns, as the second wants its input. So an MLP, z = GELU(x A) B, needs no communication in the middle if A is sharded by columns and B by rows:
+# The first layer leaves its output sharded by columns, and the second wants its input sharded like that. So an MLP, z = GELU(x A) B, needs no communication in the middle if A is sharded by columns and B by rows:
 #
 # ```text
 #             column-parallel                  row-parallel
@@ -266,9 +265,9 @@ lesson.check(exercises.column_row, mlp)
 #
 # $$ \frac{\text{compute time}}{\text{communication time}} = \frac{4.5\,h}{(t-1)\,\rho} $$
 #
-# Batch size cancels, and sequence length almost does: attention's scores, left out here, add a share of s/6h. So **no batch helps**: only a wider model, fewer ranks or a faster interconnect. Replace the two `None`s in the next cell by your guesses: the bytes and the ratio.
+# Batch size cancels, and sequence length almost does: attention's scores, left out here, add a share of s/6h. So **no batch helps**: only a wider model, fewer ranks or a faster interconnect. Replace the two `None`s below by your guesses of the bytes and the ratio.
 #
-# From here on we use the library. `parallelize(model, mesh.tp, mode="1d")` replaces the linear layers by sharded ones; what we have so far is called 1D. The cell measures the latency α, the bandwidth B (here no matrix) and the matmul rate; ρ is the rate over the bandwidth. Then it trains a sharded and a serial ViT for three steps, in float64.
+# From here on we use the library. `parallelize(model, mesh.tp, mode="1d")` replaces the linear layers by sharded ones, as above. The cell measures the latency α, the bandwidth B (here no matrix) and the matmul rate; ρ is the rate over the bandwidth. Then it trains a sharded and a serial ViT for three steps, in float64.
 
 # %%
 card = lesson.machine_card(N)
@@ -289,7 +288,7 @@ lesson.claim("The sharded ViT equals one process", parity.equal)
 # %% [markdown]
 # ### Overlap in the backward
 #
-# In the forward a rank has nothing to do during an all-reduce, because the next layer needs the sum. In the backward it has the weight gradient. The layer after f can start the all-reduce of its input gradient, compute the weight gradient, and then wait.
+# If a layer multiplies all tokens at once, a rank has nothing to do during the forward's all-reduce, because the next layer needs the sum. In the backward it has the weight gradient. The layer after f can start the all-reduce of its input gradient, compute the weight gradient, and then wait.
 #
 # ```text
 # compute        grad_output A_r^T  |  x^T grad_output (weight gradient)  |  earlier layers
@@ -325,6 +324,13 @@ def compare_with_blocking():
 
 
 # %% [markdown]
+# <details><summary>Can the forward overlap, too?</summary>
+#
+# Yes, with smaller products. Split the tokens into pieces. While the sum of one piece is sent, the rank multiplies the next piece.
+# Only the last piece's sum is exposed. This is called *async TP*. Its price is more and smaller products and messages.
+# Megatron-Core has it as `--tp-comm-overlap`, PyTorch's compiler as `_micro_pipeline_tp`. Our library does not do it.
+# </details>
+#
 # The library also postpones fc2's weight gradient until fc1's all-reduce has started, so both weight gradients run beside it. We record one block; the lanes marked tp show communication. It is *exposed* while the rank computes nothing.
 
 # %%
@@ -353,7 +359,7 @@ lesson.show(columns=columns, key="03.slower", title="What the formula leaves out
 lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 
 # %% [markdown]
-# The bytes are exact: <data value="03.block-bytes">4.46 MB</data> leave each rank. On <data value="03.hardware">2 CPU cores</data> the block took <data value="03.block.makespan">53.0 ms</data>; <data value="03.exposed.share">8.72 %</data> of that is exposed communication. Computing covered <data value="03.overlapped">72.9 %</data> of the communication, all of it in the backward.
+# The bytes are exact: <data value="03.block-bytes">4.46 MB</data> leave each rank. On <data value="03.hardware">2 CPU cores</data> the block took <data value="03.block.makespan">119 ms</data>; <data value="03.exposed.share">28.4 %</data> of that is exposed communication. Computing covered <data value="03.overlapped">26.0 %</data> of the communication, all of it in the backward.
 #
 # <details><summary>How to read the figure</summary>
 #
@@ -362,14 +368,14 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # The thin slices of forward after the last all-reduce are a bias and the residual. The last slices of input gradient are attention's norm.
 # </details>
 #
-# The formula is for 2-byte numbers. Our float32 halves it, and attention's scores add 1 %, so it predicts <data value="03.ratio.predicted">9.31</data>.
-# The run has <data value="03.ratio">2.82</data>, because it has costs that the formula leaves out.
+# The formula is for 2-byte numbers. Our float32 halves it, and attention's scores add 1 %, so it predicts <data value="03.ratio.predicted">16.2</data>.
+# The run has <data value="03.ratio">1.65</data>, because it has costs that the formula leaves out.
 #
 # <details><summary>Three factors between the formula and the run</summary>
 #
-# - Computing took <data value="03.slower.compute.recorded-predicted">1.54</data> times as long as its matrix products would at the card's rate. That includes norms, GELU, residuals and slower products; the run does not separate them.
-# - Latency makes the all-reduces <data value="03.slower.latency.recorded-predicted">1.52</data> times as long as their bytes alone.
-# - Waiting and other costs multiply that by <data value="03.slower.sums.recorded-predicted">3.34</data>. A part is that the rank which comes first waits for the other; the run does not explain the rest.
+# - Computing took <data value="03.slower.compute.recorded-predicted">0.980</data> times as long as its matrix products would at the card's rate. That includes norms, GELU, residuals and slower products; the run does not separate them.
+# - Latency makes the all-reduces <data value="03.slower.latency.recorded-predicted">1.37</data> times as long as their bytes alone.
+# - Waiting and other costs multiply that by <data value="03.slower.sums.recorded-predicted">6.99</data>. A part is that the rank which comes first waits for the other; the run does not explain the rest.
 # </details>
 #
 # <details><summary>On a laptop</summary>
@@ -385,7 +391,7 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # On InfiniBand NDR with 50 GB/s, ρ is 8,000, and they want h above 12,400.
 # </details>
 #
-# Call the ratio r. Without overlap a rank computes r/(1+r) of the time, half of it at r = 1. The weight gradients are a third of the computing, and overlap can cover as much communication. At r = 1 a rank then computes at most 60 % of the time.
+# Call the ratio r. Without overlap a rank computes r/(1+r) of the time, half of it at r = 1. Weight gradients are a third of the computing time, so overlap hides at most that much communication. At r = 1 a step then takes 1 + 1 - 1/3 = 5/3 of the computing time, and a rank computes 60 % of it.
 #
 # **Takeaway.** Ask for r ≥ 1: h above (t-1)ρ/4.5. Only the fastest links give that. They connect the GPUs of one *node*, which is one machine.
 #
@@ -448,15 +454,15 @@ lesson.field_guide.add(symptom, instrument, cause, notebook="03")  # table of sy
 # The faulty run starts with the right loss, which falls from <data value="03.loss.first">1.10</data> to <data value="03.loss.last">0.846</data>; the right
 # run ends at <data value="03.right-loss">0.839</data>.
 #
-# The first figure compares rank 0's gradients in the first step with those of one process, in the order in which the backward
-# computes them. In float64 rounding stays far below 1e-9. From the loss towards the input, all gradients are right until the backward leaves the faulty MLP. Even its fc1 and fc2 are right, because their
+# The upper figure compares rank 0's gradients in the first step with those of one process, in the order in which the backward
+# computes them. From the loss towards the input, all gradients are right until the backward leaves the faulty MLP. Even its fc1 and fc2 are right, because their
 # gradients need no sum. The norm before the MLP, which Hugging Face calls `layernorm_after`, is the first that receives only this rank's term. Its error is the largest,
 # <data value="03.worst.left-out-in-layer-2:.2f">0.64</data>, against <data value="03.worst.right:.0e">2e-14</data> at most in the right run. Modules nearer the input also receive the residual connection's right gradient, so their error is smaller.
 #
-# Norms and embeddings are replicated, but their gradients now differ from rank to rank. In the second figure the copies diverge (norm of the difference over
-# rank 0's norm), so the model that rank 0 saves is not the model that was trained.
+# Norms and embeddings are replicated, but their gradients now differ from rank to rank. In the lower figure the copies diverge: the distance is the length of the difference vector over the length of rank 0's weights.
+# So the model that rank 0 saves is not the model that was trained.
 #
-# **Takeaway.** A missing sum in the forward changes the loss at once, in the backward only gradients. So compare gradients with one process before you trust a parallel layer.
+# **Takeaway.** A missing sum in the forward changes the loss at once. In the backward it changes only gradients. So compare gradients with one process before you trust a parallel layer.
 #
 # ### Exercise 2: read a cliff
 #
@@ -507,16 +513,18 @@ verdict
 # %% [markdown]
 # ## Sequence parallelism: the same bytes, less memory
 #
-# Between two pairs x is replicated: every rank computes the same norm and keeps the same inputs. In 16 bits
+# Between two pairs of sharded layers x is replicated: every rank computes the same norm and keeps the same inputs. In 16 bits
 # a block keeps 32 b s h bytes, without attention's scores. Of these, 24 b s h belong to attention and the MLP and are sharded. The other
 # 8 b s h, inputs and outputs of two norms, are replicated. Can we shard them, too?
 #
 # An all-reduce is a reduce-scatter and an all-gather. After the reduce-scatter each rank has the sum for 1/t of the tokens. Norm, dropout and residual work on one token at a time, so they run there. We all-gather when the next column-parallel layer needs all tokens.
 #
-# ```text
-# 1D:     ... fc2 --> all-reduce ------> norm (m, h) -------------------> q, k, v ...
-# 1D+SP:  ... fc2 --> reduce-scatter --> norm (m/t, h) --> all-gather --> q, k, v ...
-# ```
+# | on a rank | 1D, as so far | 1D+SP |
+# |---|---|---|
+# | norm, residual | (m, h) | (m/t, h) |
+# | ↓ forward / backward | none / all-reduce | all-gather / reduce-scatter |
+# | attention, MLP | (m, 3h/t), (m, 4h/t) | the same |
+# | ↓ forward / backward | all-reduce / none | reduce-scatter / all-gather |
 #
 # Megatron-LM calls this *sequence parallelism*. The library shards all m tokens of the batch. We count for
 # <data value="03.padded.tokens">1,071</data> tokens, which <data value="03.padded.ranks">2</data> does not divide, so it pads.
@@ -549,7 +557,7 @@ lesson.claim("SP keeps less", counted["1D+SP keeps (B)"] < counted["1D keeps (B)
 # `--sequence-parallel`.
 # </details>
 #
-# **Takeaway.** Sequence parallelism sends the same bytes and keeps less. Four reduce-scatters and four all-gathers replace four all-reduces, and the all-reduce of norm gradients is added.
+# **Takeaway.** Sequence parallelism sends the same bytes and keeps less. It adds one small all-reduce, of norm gradients.
 #
 # ### Exercise 3: norms on a part of the tokens
 #
@@ -592,7 +600,7 @@ lesson.check(exercises.sequence_parallel, block)
 # %% [markdown]
 # ## Grids: 2D, 2.5D and 3D
 #
-# In 1D on 64 ranks, a rank computes 1/16 of what it computes on 4, but sends 31 % more, because
+# In 1D on 64 ranks, a rank computes 1/16 of what it computes on 4. But it sends 31 % more, because
 # every rank needs all of x. A grid of ranks shards x as well. Here W is a weight matrix, and q x q ranks make a grid. On 2 x 2 ranks, the
 # rank in row i and column j stores block ij of x, W and y = x W:
 #
@@ -698,7 +706,7 @@ lesson.check(exercises.summa, panel)
 # few percent in the run below.
 # </details>
 #
-# A grid's bytes fall as t grows, but it sends weights, too. We check exactness and bytes on eight CPU processes; 2D needs a square number.
+# A grid's bytes fall as t grows, but it sends weights, too. We check exactness and bytes on eight CPU processes, without 2D, which needs a square number.
 
 # %%
 question = f"8 ranks, 32 x {TINY.tokens} tokens, h = {TINY.hidden}: fewest bytes?"
@@ -706,11 +714,12 @@ rule = ("1d+sp", "2.5d", "3d")
 lesson.predict("03.modes", question, None, kind="ranking", rule_of_thumb=rule)
 predicted, counted, off, kept = {}, {}, {}, {}
 block = TINY.block(32, bytes_per_value=4)
+two = ViTSize(hidden=64, layers=2, heads=8, mlp=256, patch=8, image=32)  # layers
 with hpnb.Ranks(8, device="cpu") as eight:
     for mode, depth in {"1d+sp": 1, "2.5d": 2, "3d": 1}.items():
         grid, sp = mode.removesuffix("+sp"), mode.endswith("+sp")  # sequence parallel
         layout = grid, sp, depth
-        off[mode] = max(eight.run(vit_tensor.worst_gradient_error, TINY, *layout))
+        off[mode] = max(eight.run(vit_tensor.worst_gradient_error, two, *layout))
         task = TINY, 32, torch.float32, *layout
         counted[mode], kept[mode] = eight.run(vit_tensor.measure_block, *task)[0]
         predicted[mode] = theory.block_sent(block, grid, 8, depth, sp).bytes()
@@ -724,7 +733,7 @@ ranking = sorted(predicted, key=predicted.get)
 lesson.reveal("03.modes", counted, predicted=ranking, source="counted")
 
 # %% [markdown]
-# **Takeaway.** A grid shards activations everywhere and sends weights as well. The fewest bytes come from <data value="03.modes">2.5d</data> here.
+# **Takeaway.** A grid shards all activations and sends weights as well. The fewest bytes come from <data value="03.modes">2.5d</data> here.
 #
 # ## When does each mode win?
 #
@@ -750,30 +759,36 @@ columns |= {"calls": predictions.calls_of_modes(size, modes)}
 title = "8 times the tokens take far less than 8 times as long"
 options = {"predicted": first, "measured": small, "columns": columns}
 lesson.show(**options, unit="s", key="03.race", title=title)
-predictions.record_race(seconds, predicted, vit_tensor_size.TASKS, card, card4)
 halves = four.run(vit_tensor.time_halves, size, few, wide.dtype)[0]
-title = "Two halves beside one all-reduce, alone"
-lesson.show(measured=halves, unit="s", key="03.halves", title=title)
+lesson.show(measured=halves, unit="s", key="03.halves", title="One all-reduce, alone")
+predictions.record_race(seconds, predicted, halves, card, card4)  # for the text
 lesson.claim("8 times the tokens: less than 8 times", (max(growth.values()), "<", 8))
 lesson.claim("1D is faster with few tokens", (small["1d"], "<", small["2d"]))
+lesson.claim("SP is slower than 1D", (small["1d+sp"], ">", small["1d"]))
 vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 
 # %% [markdown]
-# With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">46.4 ms</data>, <data value="03.too-low.1d">1.94</data> times the prediction; with sequence parallelism it took <data value="03.race.1d+sp.measured">74.6 ms</data> or <data value="03.too-low.1d+sp">2.55</data> times,
-# and 2D <data value="03.race.2d.measured">99.5 ms</data> or <data value="03.too-low.2d">1.64</data> times. The prediction leaves out the time of norms, launches and waiting. This run does not say why the ratios differ.
+# With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">64.6 ms</data>, which is <data value="03.too-low.1d">1.27</data> times its prediction. With sequence parallelism it took <data value="03.race.1d+sp.measured">98.8 ms</data> (<data value="03.too-low.1d+sp">1.71</data> times),
+# and 2D <data value="03.race.2d.measured">149 ms</data> (<data value="03.too-low.2d">1.44</data> times). The prediction leaves out the time of norms, launches and waiting. This run does not say why the ratios differ.
 #
-# Here four ranks share the cores of <data value="03.hardware">2 CPU cores</data>, so they also wait for a core: α is <data value="03.alpha.four">876 µs</data> on the new card and <data value="03.alpha.first">218 µs</data> on this page's first. Compare modes with each other; four devices would take other times.
+# Here four ranks share <data value="03.hardware">2 CPU cores</data>, so they also wait for a core: α is <data value="03.alpha.four">1.14 ms</data> on the new card and <data value="03.alpha.first">221 µs</data> on this page's first.
 #
-# Sequence parallelism took <data value="03.sp-longer">28.1 ms</data> longer than 1D, and latency alone predicts <data value="03.norms">5.26 ms</data>.
+# <details><summary>Which matmul rate do we predict with?</summary>
+#
+# A card times one product of a few milliseconds, during which a rank mostly keeps a core. A block lasts longer, and ranks take turns on the cores.
+# So we predict with the card's rate times cores over ranks, here <data value="03.rate">7.57 GFLOP/s</data>.
+# </details>
+#
+# Sequence parallelism took <data value="03.sp-longer">34.2 ms</data> longer than 1D, and latency alone predicts <data value="03.norms">6.84 ms</data>.
 #
 # <details><summary>Why is sequence parallelism slower here?</summary>
 #
-# By theory the two halves of an all-reduce take as long as the whole: in a ring of four, 2 (4 - 1) = 6 steps of one latency α. So the prediction adds only the latencies of the all-reduce of norm gradients.
+# By theory the two halves of an all-reduce take as long as the all-reduce. In a ring of four, both take 2 (4 - 1) = 6 steps, and each step one latency α. So the prediction adds only the latencies of the all-reduce of norm gradients.
 #
-# Timed alone, an all-reduce took <data value="03.halves.all-reduce.measured">8.69 ms</data>, its two halves <data value="03.halves.reduce-scatter-all-gather.measured">12.5 ms</data>. A block has four of them. What this does not explain of the difference, the run does not explain.
+# Timed alone, an all-reduce took <data value="03.halves.all-reduce.measured">7.52 ms</data>, its two halves <data value="03.halves.reduce-scatter-all-gather.measured">11.4 ms</data>. A block has four such pairs, so this makes <data value="03.four-halves">15.4 ms</data> of the <data value="03.sp-longer">34.2 ms</data>. The run does not explain the rest.
 # </details>
 #
-# Eight times the tokens took <data value="03.race.2d.measured-growth">1.55</data> times as long in 2D and <data value="03.race.1d.measured-growth">2.45</data> times in 1D. So a large part of each time does not depend on tokens. In 1D's prediction, <data value="03.latency">87.8 %</data> of the time with few tokens is latency, much of it the wait for a core.
+# Eight times the tokens took <data value="03.race.2d.measured-growth">1.54</data> times as long in 2D and <data value="03.race.1d.measured-growth">2.69</data> times in 1D. So a large part of each time does not depend on tokens. In 1D's prediction, <data value="03.latency">53.7 %</data> of the time with few tokens is latency, much of it the wait for a core.
 #
 # <details><summary>Which latency, and what would help?</summary>
 #
@@ -783,22 +798,22 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 #
 # On four ranks 1D wins by bytes, too: 2D sends fewer only above 12 h tokens, here <data value="03.tokens.even">3,072</data>, and we had at most <data value="03.tokens.many">1,088</data>.
 #
-# The next cell draws a map. It predicts which mode *communicates* for the shortest time on 64 ranks and InfiniBand NDR, with 10 µs of latency and no launch costs. Its axes are tokens of the batch for each of the 64 ranks, and the hidden size; 2.5D has 4 x 4 x 4 ranks.
+# The next cell maps which mode is predicted to *communicate* for the shortest time on 64 ranks and InfiniBand NDR, with 10 µs of latency and no launch costs. Its axes are tokens of the batch over 64, and the hidden size; 2.5D has 4 x 4 x 4 ranks. The last line opens an *explorer*, a simulated block with knobs.
 
 # %%
 links = theory.LINKS["InfiniBand NDR"], theory.Link(0, 50e9)  # one without latency
 tokens, hidden = figures.map_axes()  # powers of 2 and three sizes between them
-best, free = (theory.cheapest_modes(tokens, hidden, 64, link, 4) for link in links)
+best, free = (theory.cheapest_modes(tokens, hidden, 64, to, depth=4) for to in links)
 columns = {"of the map (%)": figures.mode_shares(best)}
 columns |= {"without latency (%)": figures.mode_shares(free)}
 columns |= {"latencies a block": predictions.latencies_of_modes(64, {"2.5d": 4})}
 lesson.show(columns=columns, key="03.map", title="Where each mode wins, predicted")
-title = "Predicted for 64 ranks: 3D or 2.5D communicates for the shortest time"
+title = "Predicted for 64 ranks: mostly 3D or 2.5D communicates for the shortest time"
 lesson.show(figures.cheapest_mode(tokens, hidden, best, title=title, ranks=64))
 lesson.explorers.tensor_modes()
 
 # %% [markdown]
-# In this range 3D takes <data value="03.map.3d.of-the-map">66.2 %</data> of the map, 2.5D <data value="03.map.2.5d.of-the-map">32.6 %</data> and 1D <data value="03.map.1d.of-the-map">1.13 %</data>, a corner. 1D sends no weights, so it wins where tokens are few: by bytes, 3D beats it above 0.28 h tokens in the batch. 2.5D sends more weights than 3D and fewer activations, so it wins with many tokens. 2D never wins: 3D sends fewer of both, with a tenth of the latencies.
+# 3D takes <data value="03.map.3d.of-the-map">66.2 %</data> of the map, 2.5D <data value="03.map.2.5d.of-the-map">32.6 %</data> and 1D <data value="03.map.1d.of-the-map">1.13 %</data>, a corner. 1D sends no weights, so it wins where tokens are few: by bytes, 3D beats it above 0.28 h tokens in the batch. 2.5D sends more weights than 3D and fewer activations, so it wins with many tokens. 2D never wins: 3D sends fewer of both, with a tenth of the latencies.
 #
 # <details><summary>Why latency favours 3D</summary>
 #
@@ -843,8 +858,8 @@ lesson.explorers.tensor_modes()
 #
 # 1. Compute: 6 FLOPs a parameter and token, divided over all GPUs. Each computes `job.rate` FLOPs a second.
 # 2. Tensor parallelism: four all-reduces a layer over t ranks, of `2 * job.tokens / d * job.hidden` bytes along `job.link`, not overlapped.
-# 3. Data parallelism: the part of the gradient all-reduce that the backward does not hide. It has `2 * job.parameters / t` bytes in 24
-#    gradient buckets over d ranks. The backward is two thirds of the sum of 1 and 2.
+# 3. Data parallelism: the part of the gradient all-reduce that the backward does not hide. It has `2 * job.parameters / t` bytes over d ranks, sent in 24
+#    equal buckets while the backward runs. The backward is two thirds of the sum of 1 and 2.
 #
 # The check allows 1 % above the shortest step that fits.
 # </details>
@@ -885,14 +900,14 @@ lesson.check(exercises.choose_ranks, choose)
 # %% [markdown]
 # ## What to remember
 #
-# - Columns first, then rows: the pair needs one all-reduce forward and one backward. A block needs four.
+# - Columns first, then rows. A block needs four all-reduces.
 # - Compute over communication is r = $4.5\,h/((t-1)\rho)$. No batch changes it.
-# - Overlap the input gradient's all-reduce with weight gradients. The forward's all-reduces stay exposed.
-# - A missing backward all-reduce leaves the loss healthy. Compare gradients with one process, from the loss down.
+# - Overlap the input gradient's all-reduce with weight gradients. The forward's all-reduces stay exposed, unless tokens are sent in pieces.
+# - A missing backward all-reduce leaves the loss healthy. Compare gradients with one process.
 # - Sequence parallelism sends the same bytes and keeps less, for one more small all-reduce.
-# - Grids send fewer bytes in large batches, 3D on 64 ranks above 0.28 h tokens, but make many small calls.
+# - Grids send fewer bytes in large batches, but make many small calls.
 #
-# **When not to use this.** Use replicas if the model fits and each GPU has many times ρ tokens. From ρ tokens on, computing lasts as long as the gradients' bytes travel, but in 01's run a free step took far more. Otherwise share matrices inside a node, with r ≥ 1, so that half of the time is computing. With few tokens a smaller r can still beat replicas (exercise 5), so predict both. Across nodes, try pipelines before a grid.
+# **When not to use this.** Use replicas if the model fits and each GPU has many times ρ tokens. By formula, with ρ tokens the backward lasts as long as the gradients' all-reduce. In notebook 01's run it took many more tokens until the all-reduce cost no time. Otherwise share matrices inside a node, with r ≥ 1, so that half of the time is computing. With few tokens a smaller r can still beat replicas (exercise 5), so predict both. Across nodes, try pipelines before a grid.
 #
 # **Where to look.**
 #

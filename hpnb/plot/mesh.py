@@ -47,6 +47,7 @@ class _Plan:
         room = WIDTH - LEFT - RIGHT
         self.wide = min(1.15, (room - apart * (side_by_side - 1)) / columns - gap)
         self.gap = gap
+        self.ground = HOST.color if hosts else CARD
         self.hang = DEPTH * (n_inner + 0.6) if side_by_side > 1 else 0.0
         down = TALL + self.hang + (0.3 if hosts else 0.2)
         block = down * n_middle + 0.25 if self.stacked else down
@@ -154,6 +155,10 @@ def _links(ax: Axes, layout: Layout, plan: _Plan) -> None:
         top = at[a][1] + TALL / 2
         under = top + DEPTH * (layout.coordinates(a)[plan.inner] + 1)
         start, end = at[a][0] + wide * 0.08, at[b][0] - wide * 0.08
+        # A drop that crosses the line of an earlier pair interrupts it: they are two groups.
+        (gap,) = ax.plot([start, start], [top, under - 0.06], color=plan.ground, zorder=3,
+                         linewidth=8.0 * min(1.0, wide), solid_capstyle="butt")  # fmt: skip
+        gap.set_label("gap")
         link(plan.middle, [start, start, end, end], [top, under, under, top])
 
 

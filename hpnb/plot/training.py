@@ -58,7 +58,7 @@ def drift(
         below.append(Series(run, x, floored, look[run], label=f"distance {run}"))
     keys = [Key(OpStyle(MARK.color, "", mark or "mark", MARK.line), "line")] if len(marks) else []
     heading = title if title is not None else f"the loss, and how far apart {between} are"
-    words = f"distance between {between}, relative norm"
+    words = f"relative distance between {between}"
     fig = curves([CurvePanel(above, height=1.35, title="loss"),
                   CurvePanel(below, log="y", height=1.55, title=words, xlabel="step")],
                  title=heading, more_keys=keys)  # fmt: skip

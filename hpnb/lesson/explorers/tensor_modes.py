@@ -67,6 +67,7 @@ def mode_readings(
     activations = activation_bytes(block, *shape)
     states = 16.0 * block.parameters * (depth if grid_mode == "2.5d" else 1) / ranks
     took = block_seconds(block, grid_mode, ranks, LINKS[link], _RATE, depth, sequence_parallel)
+    one_dimension = block_seconds(block, "1d", ranks, LINKS[link], _RATE)
     readings = {
         "block (s)": took.total,
         "compute / sending": took.compute / took.communication,
@@ -79,15 +80,15 @@ def mode_readings(
         from hpnb import plot
 
         sides = " x ".join(map(str, grid_sides(grid_mode, ranks, depth)))
-        timelines, names = [block_timeline(block, mode, ranks, LINKS[link])], [f"{mode}, {sides} ranks"]
+        timelines = [block_timeline(block, mode, ranks, LINKS[link])]
+        names = [f"{mode}, {sides} ranks: sends for {number(took.communication, 's')}"]
         if mode != "1d":
             timelines.append(block_timeline(block, "1d", ranks, LINKS[link]))
-            names.append("1d")
+            names.append(f"1d: sends for {number(one_dimension.communication, 's')}")
         figure = plot.timeline(
             *timelines,
             names=names,
             bubble=None,
-            exposed=True,
             text=not fast,
             axis_labels={0: "each rank"},
             title=f"h = {hidden:,}, {batch} x {sequence:,} tokens, {ranks} ranks on {link}: "

@@ -25,7 +25,7 @@ from hpnb.plot.curves import (
     set_ticks,
     write_values,
 )
-from hpnb.plot.grammar import ALARM, CATEGORY, INK, SOFT, STYLE, OpStyle
+from hpnb.plot.grammar import ALARM, CATEGORY, INK, SOFT, STYLE, OpStyle, mix
 from hpnb.plot.memory import CAPACITY, draw_bands, draw_capacity
 from hpnb.plot.timeline import timeline
 from hpnb.plot.units import byte_count, bytes_unit, number, seconds, time_unit
@@ -154,7 +154,9 @@ SPENT: Mapping[str, OpStyle] = {
 PARTS: Mapping[str, OpStyle] = {
     "before the update": OpStyle(STYLE["F"].color, "", "forward, backward and communication"),
     "update": OpStyle(STYLE["W"].color, "..", "update"),
-    "exposed after the update": OpStyle(STYLE["send"].color, "xx", "exposed after the update"),
+    "exposed after the update": OpStyle(
+        mix(STYLE["send"].color, INK, 0.35), "xx", "exposed after the update"
+    ),
 }
 
 
@@ -204,6 +206,7 @@ def launch_floor(
     x = np.geomspace(min(tokens), max(tokens), 80)
     total = "launching + computing" if adds else "the longer of both"
     fit = Key(OpStyle(SOFT, "", "lines: from the lowest and the last point"), "words")
+    ranges = Key(OpStyle(SOFT, "", "bars: fastest to slowest repeat"), "words")
     law = floor + slope * x if adds else np.maximum(floor, slope * x)
     look = looks(["measured", "launching", "computing", total])
     series = [
@@ -216,7 +219,7 @@ def launch_floor(
         series, f"forward and backward ({unit})", log="xy", height=2.2, xlabel="tokens of a rank"
     )
     title = "Launching sets the time of small steps, computing that of large ones"
-    fig = curves([panel], title=title, more_keys=[fit])
+    fig = curves([panel], title=title, more_keys=[fit, ranges])
     (ax,) = fig.axes
     rule(ax, chosen, "this page", SOFT)
     note(ax, "this page", chosen, 0.04, (-4, 0), "right", SOFT)

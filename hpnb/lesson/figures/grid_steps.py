@@ -68,7 +68,9 @@ def grid_steps(
         look = OpStyle(COLORS[direction], "", "", LINES.get(op, "-"))
         keys.append(Key(look, "line", f"{names(first) if names else axis}: {style_of(op).label}"))
         if any(call.root >= 0 for calls in steps for call in calls if (call.axis, call.op) == (axis, op)):
-            keys.append(Key(OpStyle(mix(COLORS[direction], CARD, 0.62), "", ""), "flat", "its root"))
+            root = "from" if op in ("broadcast", "scatter") else "to"
+            fill = OpStyle(mix(COLORS[direction], CARD, 0.62), "", "")
+            keys.append(Key(fill, "flat", f"{root} this rank"))
     grids = min(MOST, len(steps))
     wide = (WIDTH - 0.5 - BETWEEN * (grids - 1)) / grids
     cell = min(0.62, wide / columns, 3.4 / rows)  # inches

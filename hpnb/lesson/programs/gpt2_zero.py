@@ -41,6 +41,7 @@ from hpnb.lesson.programs.gpt2_zero_predictions import gather_bandwidth as gathe
 from hpnb.lesson.programs.gpt2_zero_predictions import predict_memories as predict_memories
 from hpnb.lesson.programs.gpt2_zero_predictions import predict_parts as predict_parts
 from hpnb.lesson.programs.gpt2_zero_predictions import price_of_bytes as price_of_bytes
+from hpnb.lesson.programs.gpt2_zero_predictions import record_prices as record_prices
 from hpnb.mesh import Axis
 from hpnb.models import GPT2Size, anatomy
 from hpnb.record import MemoryProfile, MemoryRecorder, Timeline
@@ -232,12 +233,15 @@ def measure_in_turn(
     Memory is the same each time, and recorded in the first round.
 
     Args:
-        rounds: by default two; one where ranks share a GPU and compute by turns, which nothing disturbs.
+        rounds: by default two; one on a CPU, where building a model takes longer than a step, and where ranks
+            share a GPU and compute by turns, which nothing disturbs.
     """
-    rounds = rounds or (1 if pool.choice.shares_gpus else 2)
+    on_cpu = pool.choice.device == "cpu"
+    rounds = rounds or (1 if on_cpu or pool.choice.shares_gpus else 2)
+    repeats = 3 if on_cpu else 2
 
     def measure(config: ZeroConfig, first: bool) -> StepMeasurement:
-        return pool.run(measure_step, size, rows, dtype, config, bucket_mb, memory=first)[0]
+        return pool.run(measure_step, size, rows, dtype, config, bucket_mb, repeats, first)[0]
 
     runs = {config: measure(config, True) for config in configs}
     for _ in range(rounds - 1):

@@ -16,6 +16,7 @@ import torch
 
 from hpnb import theory
 from hpnb.lesson.machine_card import MachineCard
+from hpnb.lesson.values import record
 from hpnb.models import GPT2Size
 from hpnb.record import Event, Timeline
 from hpnb.theory import Link, StepMemory
@@ -216,6 +217,34 @@ def gather_bandwidth(size: GPT2Size, rows: int, ranks: int, flops: float = 400e1
     """Bytes/s at which an all-gather of a block's bfloat16 weights takes as long as the block's forward."""
     block = size.block(rows)
     return 2 * block.parameters * (ranks - 1) / ranks * flops / block.forward_flops
+
+
+def record_prices(size: GPT2Size, rows: int, ranks: int, link: Link, flops: float = 400e12) -> None:
+    """Record under 05.xl-price what sharding, recomputation and offloading save and add: simulated, in
+    bfloat16.
+
+    ZeRO-3 in place of ZeRO-0, ZeRO-3 with and without recomputation, and the optimizer state of one GPU in
+    CPU memory, over 25 GB/s each way.
+    """
+    forward = size.layers * size.block(rows).forward_flops / flops
+    alone = forward, 2 * forward, 0.0
+    stored, sharded, recomputed = (
+        predict_memory(size, rows, torch.bfloat16, c, ranks).peak
+        for c in (ZeroConfig(0), ZeroConfig(3), ZeroConfig(3, -1))
+    )
+    zero_0, zero_3 = (
+        exposed_seconds(size, torch.bfloat16, z, alone, ranks, link.bandwidth, 25.0) for z in (0, 3)
+    )
+    parameters = size.parameters()
+    offloaded = 4 * parameters / 25e9 + 28 * parameters / CPU_MEMORY_RATE
+    prices = {
+        "shard": (stored - sharded, zero_3 - zero_0),
+        "recompute": (sharded - recomputed, forward),
+        "offload": (12 * parameters, offloaded),
+    }
+    for name, (saved, added) in prices.items():
+        record(f"05.xl-price.{name}.saved", saved, "B")
+        record(f"05.xl-price.{name}", {"added": added, "each": added / (saved / 1e9)}, "s")
 
 
 def gather_timeline(gathers: theory.GatherTimeline, uses: Sequence[int], ranks: int) -> Timeline:

@@ -146,6 +146,26 @@ def record_ratios(
     return growth, rise, ratio, near
 
 
+def record_pipeline(
+    share: float,
+    busy: float,
+    predicted: Mapping[str, float],
+    simulated: Mapping[str, Sequence[float]],
+    measured: Mapping[str, float],
+) -> None:
+    """Record under 04.pipeline a step along pp three times, and what is not compute of the busiest rank.
+
+    Args:
+        share: predicted seconds of this compute.
+        busy: recorded seconds of it, which a simulated step has, too.
+        predicted, simulated, measured: as in `record_ratios`.
+    """
+    steps = {"predicted": predicted["pp"], "simulated": simulated["pp"][0], "measured": measured["pp"]}
+    for source, step in steps.items():
+        rest = step - (share if source == "predicted" else busy)
+        record(f"04.pipeline.{source}", {"step": step, "rest": rest}, "s")
+
+
 def _data_parallel(
     size: ViTSize, images: int, dtype: torch.dtype, bucket_mb: float
 ) -> tuple[Backward, Timeline]:

@@ -14,28 +14,41 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from hpnb import theory
-from hpnb.lesson.exercises.vit_tensor_size import TensorTask
+from hpnb.lesson.exercises.vit_tensor_size import TASKS
 from hpnb.lesson.machine_card import MachineCard
 from hpnb.lesson.programs.vit_tensor import ModeSeconds, mean_seconds
 from hpnb.lesson.values import record
 from hpnb.models import ViTSize
+from hpnb.ranks import usable_cores
 from hpnb.record import Timeline
 from hpnb.theory import Block
 
 
 def predict_modes(measured: ModeSeconds, card: MachineCard, dtype: torch.dtype) -> ModeSeconds:
-    """The same by `theory.block_seconds`: matmuls at the card's rate, messages on its link, no overlap."""
+    """The same by `theory.block_seconds`: matmuls at the card's rate, messages on its link, no overlap.
+
+    Each rank computes for its share of the time, by `core_share`.
+    """
+    rate = core_share(card) * card.matmul
     return {
         (size, images): {
-            mode: _predict_block(size.block(images, dtype.itemsize), mode, card) for mode in modes
+            mode: _predict_block(size.block(images, dtype.itemsize), mode, card, rate) for mode in modes
         }
         for (size, images), modes in measured.items()
     }
 
 
-def _predict_block(block: Block, mode: str, card: MachineCard) -> float:
+def core_share(card: MachineCard) -> float:
+    """The part of the time for which a rank has a core: below 1 where ranks are more than the CPU's cores.
+
+    The card's rate is that of a short product, during which a rank mostly has a core to itself.
+    """
+    return min(1.0, usable_cores() / card.ranks) if card.device == "cpu" else 1.0
+
+
+def _predict_block(block: Block, mode: str, card: MachineCard, rate: float) -> float:
     grid = mode.removesuffix("+sp")
-    return theory.block_seconds(block, grid, card.ranks, card.link, card.matmul, 1, mode != grid).total
+    return theory.block_seconds(block, grid, card.ranks, card.link, rate, 1, mode != grid).total
 
 
 def calls_of_modes(size: ViTSize, modes: Sequence[str]) -> dict[str, int]:
@@ -72,7 +85,7 @@ def slower_than_predicted(recorded: Timeline, block: Block, card: MachineCard) -
 def record_race(
     seconds: ModeSeconds,
     predicted: ModeSeconds,
-    jobs: Mapping[str, TensorTask],
+    halves: Mapping[str, float],
     card: MachineCard,
     four: MachineCard,
 ) -> None:
@@ -81,17 +94,21 @@ def record_race(
     Also the tokens of the timed blocks, and seconds of a job of exercise 5.
 
     Args:
+        halves: seconds of an all-reduce, and of its two halves, as `vit_tensor.time_halves` has them.
         card, four: of the page's first ranks, and of the four.
     """
     (size, few), (_, many) = min(seconds, key=lambda key: key[1]), max(seconds, key=lambda key: key[1])
     measured, expected = seconds[size, few], predicted[size, few]
     record("03.too-low", {mode: measured[mode] / expected[mode] for mode in measured})
-    all_reduce = four.predicted(0)  # of no bytes: 6 steps of a ring
-    record("03.latency", 100 * 4 * all_reduce / expected["1d"], "%")
-    record("03.norms", all_reduce, "s")
+    latencies = four.predicted(0)  # of no bytes: 6 steps of a ring
+    record("03.latency", 100 * 4 * latencies / expected["1d"], "%")
+    record("03.norms", latencies, "s")
     record("03.sp-longer", measured["1d+sp"] - measured["1d"], "s")
     record("03.alpha", {"first": card.link.latency, "four": four.link.latency}, "s")
     record("03.tokens", {"few": few * size.tokens, "many": many * size.tokens})
     record("03.tokens", {"hidden": size.hidden, "even": 12 * size.hidden})  # 2D sends fewer bytes above
-    job = jobs["few tokens, a slow link"]
+    job = TASKS["few tokens, a slow link"]
     record("03.job", {f"t{t}": job.step_seconds(t) for t in (1, 16)}, "s")
+    all_reduce, both_halves = halves.values()
+    record("03.four-halves", 4 * (both_halves - all_reduce), "s")
+    record("03.rate", core_share(four) * four.matmul, "FLOP/s")

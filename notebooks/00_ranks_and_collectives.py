@@ -139,8 +139,8 @@ x
 #
 # Ranks send in pairs or, more often, by a *collective*: an operation that all ranks of a group call together. A *group* is a list of ranks with message channels of its own; the default
 # group is all ranks. The table is for n ranks and a tensor of S bytes. Its last column is the least that every rank must
-# send. Only in a broadcast need ranks not send equally. There n-1 ranks receive S bytes each, so (n-1) S bytes are sent in
-# all, and the column has the mean, (n-1)/n S.
+# send. Only in a broadcast need ranks not send equally. There n-1 ranks receive S bytes each, and the column has the sum of these
+# bytes divided by n.
 #
 # | collective | input of each rank | each rank gets | bytes that leave a rank |
 # |---|---|---|---|
@@ -478,11 +478,11 @@ question = "100 all-reduces of 80 kB instead of one of 8 MB: how many times as l
 lesson.predict("00.many-calls", question, guess=None, rule_of_thumb=1)
 
 # %% [markdown]
-# On <data value="00.card.hardware">2 CPU cores</data> the fit gives a latency of <data value="00.card.latency">1.93 ms</data>, a bandwidth of <data value="00.card.bandwidth">219 MB/s</data> and a
-# knee at <data value="00.card.knee">1.69 MB</data>. On average the dots are at <data value="00.fit.left:.2f">1.11</data> times the curve left of the knee, and at
-# <data value="00.fit.right:.2f">1.00</data> times the curve right of it.
+# On <data value="00.card.hardware">2 CPU cores</data> the fit gives a latency of <data value="00.card.latency">541 µs</data>, a bandwidth of <data value="00.card.bandwidth">387 MB/s</data> and a
+# knee at <data value="00.card.knee">838 kB</data>. On average the dots are at <data value="00.fit.left:.2f">1.38</data> times the curve left of the knee, and at
+# <data value="00.fit.right:.2f">1.19</data> times the curve right of it.
 #
-# A byte costs <data value="00.card.rho:,.0f">71</data> FLOP here. On an H200 it costs <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data> over NVLink and
+# A byte costs <data value="00.card.rho:,.0f">32</data> FLOP here. On an H200 it costs <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data> over NVLink and
 # <data value="00.rho.ethernet-10-gb.at-published-rates">791,000 FLOP/B</data> over 10 Gb Ethernet. With 16,384 tokens on each rank, $2\rho / (3T)$ is then
 # <data value="00.share.nvlink-4:.2f">0.09</data> over NVLink and <data value="00.share.ethernet-10-gb:.0f">32</data> over Ethernet.
 #
@@ -523,11 +523,11 @@ lesson.reveal("00.many-calls", took_100 / took, predicted=expected_100 / expecte
 lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">", took))
 
 # %% [markdown]
-# One call took <data value="00.calls.1-call-of-8-mb.measured">27.9 ms</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">786 ms</data>:
-# <data value="00.many-calls:.1f">28.2</data> times as long for the same bytes. Each small call lies left of the knee and pays the latency again. That is why notebook 01
+# One call took <data value="00.calls.1-call-of-8-mb.measured">43.1 ms</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">1.01 s</data>:
+# <data value="00.many-calls:.1f">23.5</data> times as long for the same bytes. Each small call lies left of the knee and pays the latency again. That is why notebook 01
 # collects gradients in *buckets*, each of many tensors that go in one call.
 #
-# The formula says <data value="00.many-calls.predicted:.1f">18.3</data>. The one call took <data value="00.off.one:.2f">0.42</data> times its prediction, and the hundred took <data value="00.off.hundred:.2f">0.65</data> times
+# The formula says <data value="00.many-calls.predicted:.1f">10.4</data>. The one call took <data value="00.off.one:.2f">1.26</data> times its prediction, and the hundred took <data value="00.off.hundred:.2f">2.84</data> times
 # theirs. If the machine was busier during the fit, both predictions are too long by the same factor, and their ratio is
 # still right. If only α or only B is wrong, the ratio is wrong too. So trust the formula for which of the two is slower,
 # and measure how much slower it is.
@@ -697,11 +697,11 @@ waiting, moving = wait["rank 1 late"], move["rank 1 late"]
 lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", moving))
 
 # %% [markdown]
-# Rank 1 slept 100 ms longer, so the others waited <data value="00.bar.rank-1-late.measured-wait">99.8 ms</data> in an all-reduce. Then the bytes moved in
-# <data value="00.bar.rank-1-late.measured-move">27.6 ms</data>. A faster link shortens only the move: on simulated NVLink it takes <data value="00.replay.nvlink-4.move">44.7 µs</data>. The
-# wait stays at <data value="00.replay.nvlink-4.wait">99.7 ms</data>, because a replay keeps the recorded compute times.
+# Rank 1 slept 100 ms longer, so the others waited <data value="00.bar.rank-1-late.measured-wait">100 ms</data> in an all-reduce. Then the bytes moved in
+# <data value="00.bar.rank-1-late.measured-move">19.5 ms</data>. A faster link shortens only the move: on simulated NVLink it takes <data value="00.replay.nvlink-4.move">44.7 µs</data>. The
+# wait stays at <data value="00.replay.nvlink-4.wait">100 ms</data>, because a replay keeps the recorded compute times.
 #
-# For the move the formula says <data value="00.bar.at-once.predicted-move">66.5 ms</data>. It counts until the slowest rank is done, and the table has medians over all ranks.
+# For the move the formula says <data value="00.bar.at-once.predicted-move">34.3 ms</data>. It counts until the slowest rank is done, and the table has medians over all ranks.
 #
 # <details><summary>A copy that looked like a link</summary>
 #
@@ -713,9 +713,9 @@ lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", movin
 #
 # <details><summary>How long does an 8 MB all-reduce take, then?</summary>
 #
-# Until the slowest rank is done, the one call of the previous section took <data value="00.calls.1-call-of-8-mb.measured">27.9 ms</data>, and the 8.4 MB of the fit took
-# <data value="00.fit.large">65.9 ms</data>. Over all ranks, the median move took <data value="00.bar.at-once.measured-move">32.3 ms</data> at once, <data value="00.bar.after-a-pause.measured-move">24.8 ms</data> after a pause and
-# <data value="00.bar.rank-1-late.measured-move">27.6 ms</data> with rank 1 late. Ranks that share cores add noise to each of these times, so the times do not show what a
+# Until the slowest rank is done, the one call of the previous section took <data value="00.calls.1-call-of-8-mb.measured">43.1 ms</data>, and the 8.4 MB of the fit took
+# <data value="00.fit.large">38.9 ms</data>. Over all ranks, the median move took <data value="00.bar.at-once.measured-move">22.9 ms</data> at once, <data value="00.bar.after-a-pause.measured-move">20.1 ms</data> after a pause and
+# <data value="00.bar.rank-1-late.measured-move">19.5 ms</data> with rank 1 late. Ranks that share cores add noise to each of these times, so the times do not show what a
 # pause does.
 #
 # On GPUs there are also *cold starts*. After a pause, the code that launches a call has left the caches, and GPUs and
@@ -794,8 +794,7 @@ lesson.check(exercises.straggler, straggler)
 # %% tags=["raises-exception"]
 def mismatched():
     gradients, metrics = Mesh(Layout(dp=N)).dp, Mesh(Layout(tp=N)).tp  # same ranks
-    gradient = torch.full((1,), 100.0, device=hpnb.device())
-    metric = torch.ones(1, device=hpnb.device())
+    gradient, metric = torch.tensor([[100.0], [1.0]], device=hpnb.device())
     if hpnb.rank() == 0:
         comm.all_reduce(gradient, gradients).item()
         comm.all_reduce(metric, metrics).item()

@@ -145,6 +145,8 @@ def choices(
               series_of(labels[0], at.values(), _MEASURED, "dots")]  # fmt: skip
     series += [series_of(labels[1], hollow.values(), _PREDICTED, "hollow")] if predicted_points else []
     keys = [each.key for each in (*series[1:], series[0])]
+    if predicted_points:
+        keys.append(Key(OpStyle(_PREDICTED.color, "", "error of the prediction", "-"), "line"))
     keys += [Key(CAPACITY, "line", f"memory budget {byte_count(capacity)}")] if capacity else []
     keys += [Key(_GOAL, "line", goal[1])] if goal else []
     heading = title if title is not None else "memory and speed of layouts"
@@ -224,6 +226,10 @@ def _name_points(
         return (mark[0] - left) / (right - left) * wide, (mark[1] - low) / (high - low) * tall
 
     taken: list[Rect] = [(x - 4, y - 4, x + 4, y + 4) for x, y in map(in_points, marks)]
+    for x, y in (in_points(points[name]) for name in picks):  # the rings
+        turns = [math.pi * k / 8 for k in range(16)]
+        ring = [(x + 8 * math.cos(turn), y + 8 * math.sin(turn)) for turn in turns]
+        taken += [(a - 1, b - 1, a + 1, b + 1) for a, b in ring]
     labels: list[Rect] = []  # words over words cannot be read: worse than words over a line
     dots = {name: in_points(point) for name, point in points.items()}
     crowd = {n: sum(math.dist(at, other) < 60 for other in dots.values()) for n, at in dots.items()}
@@ -247,6 +253,9 @@ def _name_points(
             wide_box = (box[0] - _APART, box[1], box[2] + _APART, box[3])
             covered += 50 * _count_overlaps([wide_box, *crossed], labels) if labels else 0
             covered += sum(math.dist(p, at) < 5 for n, at in dots.items() if n != name for p in thread)
+            apart = {n: _gap_to(box, at) for n, at in dots.items()}
+            if not thread and any(gap < apart[name] + 2 for n, gap in apart.items() if n != name):
+                covered += 30  # it would read as the name of another dot
             spots.append((covered, len(spots), dx, dy, box, thread, crossed))
             if not covered:
                 break
@@ -261,6 +270,11 @@ def _name_points(
         if thread:
             ends = [(left + a / wide * (right - left), low + b / tall * (high - low)) for a, b in thread]
             ax.plot(*zip(*ends, strict=True), color=SOFT, linewidth=0.7, zorder=2)
+
+
+def _gap_to(box: Rect, point: tuple[float, float]) -> float:
+    (x, y), (left, low, right, high) = point, box
+    return math.dist(point, (min(max(x, left), right), min(max(y, low), high)))
 
 
 def _offsets(length: float, depth: float, reach: float, ring: float) -> list[tuple[float, float]]:

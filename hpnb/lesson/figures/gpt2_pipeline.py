@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from hpnb.lesson.programs.step_timing import median_by
 from hpnb.plot.canvas import SMALL, TEXT, Box, Key, boxes, new_figure, panel_title, text_inches
 from hpnb.plot.curves import CurvePanel, Look, Series, curves, note
-from hpnb.plot.grammar import ALARM, AXIS, INK, SERIES, SOFT, STYLE, OpStyle, mix
+from hpnb.plot.grammar import AXIS, INK, SERIES, SOFT, STYLE, OpStyle, mix
 from hpnb.plot.lanes import Lanes, chunks, draw
 from hpnb.plot.timeline import describe
 from hpnb.plot.units import number, time_unit
@@ -86,7 +86,6 @@ def skyline(
     names = {rank: f"rank {rank}" for cut in cuts.values() for rank in cut.step.ranks}
     fig, axes = new_figure([inches for lane in lanes for inches in (_TALL, lane.height)], title=title or "",
                            legend=keys, left=_LEFT, right=_RIGHT, gap=0.5, head=0.27)  # fmt: skip
-    largest = max(sum(costs[a:b]) for cut in cuts.values() for a, b in pairwise(_ends(cut.counts)))
     inch = (fig.get_figwidth() - _LEFT - _RIGHT) / (longest / scale)
     for i, (name, cut) in enumerate(cuts.items()):
         above, below = axes[2 * i : 2 * i + 2]
@@ -94,7 +93,7 @@ def skyline(
         what = "each stage" if unit else "sums of layers timed alone"
         panel_title(above, words, f"numbers: {what}, in {layer_unit}")
         _draw_layers(above, costs, kinds, loss, tall, text)
-        _draw_stages(above, costs, cut, tall, largest)
+        _draw_stages(above, costs, cut, tall)
         above.set_ylabel(layer_unit or "")
         above.xaxis.set_visible(text)  # ticks are slow to draw
         two = any(len(chunks(cut.step.by_rank[rank])) > 1 for rank in cut.step.ranks)
@@ -127,11 +126,8 @@ def _draw_layers(
     ax.set(xlim=(0, len(costs)), ylim=(0, 1.38 * max(costs) / tall))
 
 
-def _draw_stages(ax: Axes, costs: Sequence[float], cut: PipelineCut, tall: float, largest: float) -> None:
-    """Cut lines, whose stage each is, and what it takes.
-
-    The cut's largest stage is bold, and in the colour of alarm if no cut has a larger one.
-    """
+def _draw_stages(ax: Axes, costs: Sequence[float], cut: PipelineCut, tall: float) -> None:
+    """Cut lines, whose stage each is, and what it takes: the cut's largest stage is bold."""
     ends = _ends(cut.counts)
     tallest = max(sum(costs[start:end]) for start, end in pairwise(ends)) * (1 - 1e-9)
     room = (ax.figure.get_figwidth() - _LEFT - _RIGHT) / len(costs)  # type: ignore[union-attr]
@@ -140,11 +136,10 @@ def _draw_stages(ax: Axes, costs: Sequence[float], cut: PipelineCut, tall: float
     labels = []
     for stage, (start, end) in enumerate(pairwise(ends)):
         load, wide = sum(costs[start:end]), (end - start) * room
-        alarm = load >= largest * (1 - 1e-9)
         words = number(load / tall)
         size = TEXT if text_inches(words, TEXT, "bold") < wide else SMALL - 1.0
         ax.annotate(words, ((start + end) / 2, 1.32 * max(costs) / tall), ha="center", va="top", size=size,
-                    color=ALARM if alarm else INK, weight="bold" if load >= tallest else "normal",
+                    color=INK, weight="bold" if load >= tallest else "normal",
                     annotation_clip=False)  # fmt: skip
         rank = f"rank {rank_of.get(stage, stage)}"
         labels.append(rank if text_inches(rank) + 0.08 < wide else rank.replace("rank ", "r"))

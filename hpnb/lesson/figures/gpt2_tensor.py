@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.text import Annotation
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike, NDArray
 
@@ -67,10 +68,26 @@ def stacked(
     (ax,) = fig.axes
     if limit is not None:
         ax.axvline(limit / panel.scale, color=ALARM, linestyle="--", linewidth=1.6)
+        for number in ax.texts:
+            _keep_on_its_side(number, limit / panel.scale)
     for label in ax.get_yticklabels():
         label.set_fontweight("bold" if label.get_text() == chosen else "normal")
     fig.set_label(f"Lengths of bars in {ax.get_xlabel()}")
     return fig
+
+
+def _keep_on_its_side(number: Annotation, limit: float) -> None:
+    """Write the number of a bar that ends a little before the limit inside the bar.
+
+    To the right of the line it would read as being over the limit.
+    """
+    ax, end = number.axes, number.xy[0]
+    assert ax is not None
+    wide = text_inches(number.get_text(), SMALL) + 5 / 72
+    inch = (ax.get_xlim()[1] - ax.get_xlim()[0]) / (ax.get_position().width * ax.figure.get_size_inches()[0])  # type: ignore[union-attr]
+    if end <= limit < end + wide * inch:
+        number.set(position=(-3, 0), ha="right", zorder=7)
+        number.set_bbox({"facecolor": CARD, "edgecolor": "none", "pad": 1.0})
 
 
 def loss_bytes(counted: Mapping[int, Sequence[float]], ranks: int, title: str | None = None) -> Figure:
@@ -130,7 +147,8 @@ def losses_and_streams(
         )
         for head, by_run in words.items()
     ]  # fmt: skip
-    fig = curves(panels, title=title or "")
+    heading = title or "All losses fall alike; the residual stream gives the fault away"
+    fig = curves(panels, title=heading)
     upper, lower = fig.axes
     upper.tick_params(labelbottom=False)
     lower.set_ylim(bottom=0)

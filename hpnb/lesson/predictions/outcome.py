@@ -154,7 +154,7 @@ def _read_ranking(outcome: Outcome, order: tuple[str, ...], who: str) -> str:
         text = f"{who} puts {order[0]} first, which costs {number(100 * regret, '%')} more than {best}"
     pairs = list(combinations(order, 2))
     right = sum(costs[a] <= costs[b] for a, b in pairs)
-    return text + (f", and has {right} of {len(pairs)} pairs in order" if pairs else "")
+    return text + (f", and {right} of the {len(pairs)} pairs that it names are in order" if pairs else "")
 
 
 # --- the file ----------------------------------------------------------------------------------

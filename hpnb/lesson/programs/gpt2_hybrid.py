@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, repeat
+from itertools import chain, combinations, repeat
 from typing import Any
 from unittest.mock import patch
 
@@ -278,6 +278,18 @@ def run_layout(
     v, m = layout.chunks_per_rank, layout.count_microbatches(samples // layout.dp)
     ran = schedule or schedules.make(layout.schedule, layout.pp * v, m, v)
     return LayoutRun(layout, records, ran, link, sent, peak)
+
+
+def pairs_in_order(ranking: Sequence[str], took: Mapping[str, float]) -> tuple[int, int, float]:
+    """How well a predicted ranking orders layouts.
+
+    Returns:
+        (pairs in the right order, all pairs, by what share the layout that is put first takes longer in the
+        worst of the other pairs).
+    """
+    gaps = [took[first] / took[second] - 1 for first, second in combinations(ranking, 2)]
+    wrong = [gap for gap in gaps if gap > 0]
+    return len(gaps) - len(wrong), len(gaps), max(wrong, default=0.0)
 
 
 def replay_on_links(

@@ -135,8 +135,11 @@ def bytes_around_blocks(size: GPT2Size, batch: int, dtype: torch.dtype) -> float
 def recompute_shares(size: GPT2Size, rows: int) -> dict[str, tuple[float, float]]:
     """{what is recomputed: (its share of a step's FLOPs by the formula, as counted)}, of blocks alone.
 
-    On the CPU, where attention with dropout is product by product and every product is counted.
+    On the CPU, where attention with dropout is product by product and every product is counted. Rank 0 counts
+    for all: other ranks return nothing.
     """
+    if hpnb.rank() > 0:
+        return {}
     block, flops = size.block(rows), {}
     for what in ("", "attention", "full"):
         counts = []

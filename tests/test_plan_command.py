@@ -357,6 +357,20 @@ def test_the_search_takes_the_fastest_of_all_that_fit() -> None:
     assert len({(p.layout.dp, p.layout.pp, p.layout.tp, p.layout.zero_stage) for p in best}) == 10
 
 
+def test_of_layouts_that_are_as_fast_one_is_printed() -> None:
+    """ZeRO 1 and 2 take the same time, whatever the microbatches are that their GPUs add up."""
+    result = search(task_of("gpt2-xl", 8, batch=64), progress=False)
+    best = result.best(10)
+    first = best[0]
+    alike = [plan for plan in result.plans if plan.step == pytest.approx(first.step, rel=1e-6)]
+    assert {plan.layout.zero_stage for plan in alike} == {1, 2}
+    assert first.layout.microbatch_size == max(plan.layout.microbatch_size or 1 for plan in alike)
+    assert first.bytes == min(
+        p.bytes for p in alike if p.layout.microbatch_size == first.layout.microbatch_size
+    )
+    assert len({f"{plan.step:.6g}" for plan in best}) == len(best)
+
+
 def test_a_layout_is_one_word_there_and_back() -> None:
     task = task_of("gpt2-xl", 8, batch=32)
     for layout in candidates(task):
@@ -532,7 +546,7 @@ def test_a_model_that_train_does_not_build_gets_its_plugin(
     Config("llama", vocab_size=300, max_position_embeddings=64, **sizes).save_pretrained(tmp_path)
     file = tmp_path / "run.toml"
     words = (str(tmp_path), "--gpus", "2", "--batch", "8", "--explain", "dp1-pp2-1f1b-mb2")
-    words = (*words, "--picture", str(tmp_path / "plan.png"))
+    words += ("--picture", str(tmp_path / "plan.png"))
     assert main(options(*words)) == 0
     out = capsys.readouterr().out
     sentence = out.splitlines()[-1]

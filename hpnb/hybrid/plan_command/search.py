@@ -66,16 +66,16 @@ class Search:
 
     def best(self, count: int, variants: bool = False) -> list[Plan]:
         """The fastest; unless `variants`, of the same sizes and ZeRO stage only the fastest, and of layouts
-        with the same times and memory (ZeRO 1 and 2 with several microbatches) only the first."""
+        with the same times (ZeRO 1 and 2) only the first, which takes the least memory."""
         chosen: dict[object, Plan] = {}
         seen: set[tuple[float, ...]] = set()
         for plan in self.plans:
-            one, numbers = plan.layout, (*plan.parts.values(), *plan.memory.values())
+            one, times = plan.layout, tuple(_digits(seconds) for seconds in plan.parts.values())
             if variants:
                 chosen[plan.code] = plan
-            elif numbers not in seen:
+            elif times not in seen:
                 chosen.setdefault((one.dp, one.pp, one.cp, one.tp, one.ep, one.zero_stage), plan)
-            seen.add(numbers)
+            seen.add(times)
             if len(chosen) == count:
                 break
         return list(chosen.values())
@@ -140,7 +140,11 @@ def divisors(number: int) -> list[int]:
 
 
 def search(task: PlanTask, progress: bool = True) -> Search:
-    """Predict all candidates. A bar appears where it takes longer than two seconds, on a terminal alone."""
+    """Predict all candidates. A bar appears where it takes longer than two seconds, on a terminal alone.
+
+    Of layouts that are as fast, the first has the fewest microbatches, since what a microbatch costs beyond its
+    work is not all predicted, and then the least memory.
+    """
     result, limit = Search(), usable_bytes(task)
     silent = not (progress and sys.stderr.isatty())
     for layout in tqdm(candidates(task), "layouts", unit="", delay=2, leave=False, disable=silent):
@@ -155,8 +159,13 @@ def search(task: PlanTask, progress: bool = True) -> Search:
             result.refused[NO_MEMORY] += 1
             continue
         result.plans.append(make_plan(task, layout))
-    result.plans.sort(key=lambda plan: plan.step)
+    result.plans.sort(key=lambda plan: (_digits(plan.step), task.microbatches(plan.layout), plan.bytes))
     return result
+
+
+def _digits(seconds: float) -> float:
+    """To six digits: sums of the same parts may differ in the last."""
+    return float(f"{seconds:.6g}")
 
 
 # --- what would work ---------------------------------------------------------------------------------

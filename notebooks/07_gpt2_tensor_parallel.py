@@ -564,8 +564,8 @@ lesson.field_guide.add(
 lesson.field_guide.show()
 
 # %% [markdown]
-# The loss gives no alarm. Training lowers it by <data value="07.gained:.2f">0.86</data>. Wrong masks change the test loss by <data value="07.faults.a-seed-each.test-loss-minus-rank-states:.4f">-0.0000</data> and <data value="07.faults.one-seed.test-loss-minus-rank-states:.4f">0.0002</data> on average,
-# with standard errors of <data value="07.faults.a-seed-each.standard-error:.4f">0.0005</data> and <data value="07.faults.one-seed.standard-error:.4f">0.0001</data>.
+# The loss gives no alarm. Training lowers it by <data value="07.gained:.2f">0.86</data>. Wrong masks change the test loss by <data value="07.faults.a-seed-each.test-loss-minus-rank-states:.5f">-0.00001</data> and <data value="07.faults.one-seed.test-loss-minus-rank-states:.5f">0.00022</data> on average,
+# with standard errors of <data value="07.faults.a-seed-each.standard-error:.5f">0.00053</data> and <data value="07.faults.one-seed.standard-error:.5f">0.00009</data>.
 #
 # Three instruments see the fault. With rank states the copies of the residual stream are equal bit for bit, and with a
 # seed each their relative distance after the last step is at least <data value="07.faults.a-seed-each.last-residual-stream-lowest:.3f">0.265</data>.

@@ -20,7 +20,8 @@ from typing import Literal
 
 AXES = ("dp", "pp", "tp")
 TP_MODES = ("1d", "2d", "2.5d", "3d")
-CP_MODES = ("ring", "ulysses")
+CP_MODES = ("ring", "all-gather", "ulysses")
+CP_MODES_IN_WORDS = "'ring', 'all-gather' or 'ulysses'"
 Recomputation = Literal[False, "full", "attention"]
 
 
@@ -153,7 +154,7 @@ class ParallelLayout(Layout):
             softmax and its products ("attention").
         sequence_parallel: split along the tokens what lies between the tensor-parallel matrices (1d only).
         tp_mode, tp_depth: "1d", "2d", "2.5d" or "3d" tensor parallelism, and the depth of "2.5d".
-        context_parallel: how attention runs over cp, "ring" or "ulysses".
+        context_parallel: how attention runs over cp, "ring", "all-gather" or "ulysses".
         order: the axes from the outermost to the innermost.
 
     What does not compose is refused by whoever runs the layout, since that depends on the model as well.
@@ -191,7 +192,7 @@ class ParallelLayout(Layout):
         if self.tp_mode not in TP_MODES:
             raise ValueError(f"tp_mode={self.tp_mode!r}; use one of {', '.join(TP_MODES)}")
         if self.context_parallel not in CP_MODES:
-            raise ValueError(f"context_parallel={self.context_parallel!r}; use 'ring' or 'ulysses'")
+            raise ValueError(f"context_parallel={self.context_parallel!r}; use {CP_MODES_IN_WORDS}")
 
     @property
     def mesh_layout(self) -> Layout:

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 import hpnb
-from hpnb.context_parallel import Ring, Visibility, ring_attention, ulysses_attention
+from hpnb.context_parallel import (
+    Ring,
+    Visibility,
+    all_gather_attention,
+    ring_attention,
+    ulysses_attention,
+)
 from hpnb.theory import Link, context
 from hpnb.theory.context import Attention, BothWays
 
@@ -22,8 +28,9 @@ def count_bytes(shape: Attention, mode: str) -> tuple[float, float]:
     sizes = [(shape.batch, heads, local, shape.head_size) for heads in (shape.heads, *2 * [shape.kv_heads])]
     q, k, v = (torch.randn(size).to(DTYPES[shape.bytes_per_value]).requires_grad_() for size in sizes)
     with hpnb.record.traffic() as traffic:
-        if mode == "ring":
-            out = ring_attention(q, k, v, Ring.of(axis, local, zigzag=True), visible, 0.5)
+        if mode != "ulysses":
+            attend = ring_attention if mode == "ring" else all_gather_attention
+            out = attend(q, k, v, Ring.of(axis, local, zigzag=True), visible, 0.5)
         else:
             out = ulysses_attention(q, k, v, axis, visible, 0.5)
         forward = traffic.total
@@ -49,7 +56,10 @@ def pools() -> Any:
     ],
 )
 def test_bytes_are_those_that_are_sent(pools: Any, ranks: int, shape: Attention) -> None:
-    for mode, predict in (("ring", context.ring_bytes), ("ulysses", context.ulysses_bytes)):
+    predictions = {
+        "ring": context.ring_bytes, "all-gather": context.all_gather_bytes, "ulysses": context.ulysses_bytes,
+    }  # fmt: skip
+    for mode, predict in predictions.items():
         for counted in pools[ranks].run(count_bytes, shape, mode):
             assert counted == pytest.approx(predict(shape, ranks))
 
@@ -84,6 +94,8 @@ def test_without_computing_all_messages_are_exposed_and_with_much_only_the_last(
     much = context.ring_exposed(shape, ranks, link, BothWays(1.0, 1.0))
     assert much.forward == 0
     assert much.backward == pytest.approx(1e-5 + gradients / 1e9)
+    gathered = context.all_gather_exposed(shape, ranks, link)  # three messages of three steps
+    assert gathered.total == pytest.approx(3 * 3 * 1e-5 + context.all_gather_bytes(shape, ranks).total / 1e9)
     ulysses = context.ulysses_exposed(shape, ranks, link)
     assert ulysses.total == pytest.approx(2 * 4 * 3 * 1e-5 + context.ulysses_bytes(shape, ranks).total / 1e9)
 

@@ -1,4 +1,4 @@
-"""Causal attention over a long sequence: hpnb's ring and Ulysses beside PyTorch's context_parallel.
+"""Causal attention over a long sequence: hpnb's three ways beside PyTorch's context_parallel.
 
     python -m hpnb.bench context --ranks 2 --length 8192
 
@@ -21,7 +21,14 @@ import torch.nn.functional as F
 import hpnb
 from hpnb.bench import torch_context_parallel
 from hpnb.bench.results import LayoutResult, ProgramResult, take_turns
-from hpnb.context_parallel import Ring, Visibility, ring_attention, token_places, ulysses_attention
+from hpnb.context_parallel import (
+    Ring,
+    Visibility,
+    all_gather_attention,
+    ring_attention,
+    token_places,
+    ulysses_attention,
+)
 from hpnb.context_parallel.shard_sequence import split_sequence
 from hpnb.ranks.devices import usable_cores
 
@@ -92,12 +99,13 @@ def _measure(size: Size, rounds: int) -> LayoutResult:
     ring = Ring.of(axis, size.length // axis.size, zigzag=True)
     attends: dict[str, Callable[..., torch.Tensor]] = {
         "hpnb ring": lambda q, k, v: ring_attention(q, k, v, ring, causal, scale),
+        "hpnb all-gather": lambda q, k, v: all_gather_attention(q, k, v, ring, causal, scale),
         "hpnb ulysses": lambda q, k, v: ulysses_attention(q, k, v, axis, causal, scale),
     }
     steps: dict[str, Callable[[], Tensors]] = {}
     places: dict[str, torch.Tensor] = dict.fromkeys((TORCH, TORCH_RING), ring.places(device))
     for name, attend in attends.items():
-        chunks = split_sequence(size.length, axis.size, zigzag=name == "hpnb ring")
+        chunks = split_sequence(size.length, axis.size, zigzag=name != "hpnb ulysses")
         places[name] = token_places(chunks[axis.rank], device)
         local = tuple(t[:, :, places[name]].contiguous() for t in full)
         steps[name] = partial(_step, local, attend)

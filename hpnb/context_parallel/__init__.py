@@ -8,10 +8,12 @@ visibility       which keys a query sees, and which blocks are computed
 blockwise        attention to one block of keys, and how two blocks are merged
 fused            the same by PyTorch's fused kernels
 ring             keys and values travel, queries stay
+all_gather       every rank has all keys and values for the time of an attention
 ulysses          all-to-all: heads are sharded instead of tokens
 parallelize      a model of transformers, its batches and its loss
 """
 
+from hpnb.context_parallel.all_gather import all_gather_attention
 from hpnb.context_parallel.blockwise import block_forward, merge_blocks
 from hpnb.context_parallel.fused import BlockAttention
 from hpnb.context_parallel.parallelize import ContextParallel, parallelize
@@ -26,6 +28,7 @@ __all__ = [
     "ContextParallel",
     "Ring",
     "Visibility",
+    "all_gather_attention",
     "block_forward",
     "merge_blocks",
     "parallelize",

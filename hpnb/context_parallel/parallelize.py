@@ -24,17 +24,18 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from hpnb.comm import gather_slices
+from hpnb.context_parallel.all_gather import all_gather_attention
 from hpnb.context_parallel.ring import Ring, ring_attention
 from hpnb.context_parallel.shard_sequence import shard_batch, token_mask
 from hpnb.context_parallel.ulysses import refuse_heads, ulysses_attention
 from hpnb.context_parallel.visibility import Visibility
 from hpnb.data.tokenizer import IGNORE_INDEX
+from hpnb.layout import CP_MODES, CP_MODES_IN_WORDS
 from hpnb.mesh import Axis, Mesh, axis_of
 from hpnb.models.compare_parts import skip_first_step_check
 from hpnb.models.model_anatomy import Anatomy, Inputs, WrappedAnatomy, wrap_anatomy
 from hpnb.models.registry import anatomy, is_known
 
-MODES = ("ring", "ulysses")
 _numbers = itertools.count()
 
 
@@ -44,15 +45,16 @@ def parallelize(model: nn.Module, axis: Axis | Mesh, mode: str = "ring") -> Cont
     Args:
         model: a causal language model of transformers, also one that is sharded by tensor parallelism.
         axis: the context axis, `mesh.cp`; of a mesh that one is taken.
-        mode: "ring" (keys and values travel; zigzag shards) or "ulysses" (all-to-all over heads).
+        mode: "ring" (keys and values travel; zigzag shards), "all-gather" (every rank gathers them; zigzag
+            shards) or "ulysses" (all-to-all over heads).
 
     Raises:
         TypeError: a model of another kind, or one whose attention transformers cannot exchange.
         ValueError: an unknown mode, dropout in the attention, or fewer heads than ranks of "ulysses".
     """
     axis = axis_of(axis, "cp")
-    if mode not in MODES:
-        raise ValueError(f"no context-parallel mode {mode!r}; use 'ring' or 'ulysses'")
+    if mode not in CP_MODES:
+        raise ValueError(f"no context-parallel mode {mode!r}; use {CP_MODES_IN_WORDS}")
     context = ContextParallel(axis, mode)
     if axis.size == 1:
         return context
@@ -62,7 +64,7 @@ def parallelize(model: nn.Module, axis: Axis | Mesh, mode: str = "ring") -> Cont
     heads = getattr(model.config, "num_attention_heads", axis.size)
     if mode == "ulysses" and heads < axis.size:  # fewer on a rank, by tensor parallelism, the forward refuses
         raise ValueError(refuse_heads(heads, axis.size))
-    name = f"hpnb_{mode}_{next(_numbers)}"
+    name = f"hpnb_{mode.replace('-', '_')}_{next(_numbers)}"
     AttentionInterface.register(name, context.attend)
     _exchange_attention(model, name)
     skip_first_step_check(model)
@@ -91,7 +93,7 @@ class ContextParallel:
     keeps_mask = False
 
     def __init__(self, axis: Axis, mode: str) -> None:
-        self.axis, self.mode, self.zigzag = axis, mode, mode == "ring"
+        self.axis, self.mode, self.zigzag = axis, mode, mode != "ulysses"
         self.in_batch: torch.Tensor | None = None
         self.token_mask: torch.Tensor | None = None
         self._packed = False  # whether the batch at hand has positions of its own
@@ -141,12 +143,13 @@ class ContextParallel:
                     "leave them out of the batch, or use cp_size=1"
                 )
             visible = self._with_texts(visible, position_ids, ring, query.size(0))
-        if self.mode == "ring":
+        if self.mode == "ulysses":
+            out = ulysses_attention(query, key, value, self.axis, visible, scale, softcap)
+        else:
             width = max(key.size(-1), value.size(-1))  # latent attention's differ, and travel as one tensor
             q, k, v = (F.pad(t, (0, width - t.size(-1))) for t in (query, key, value))
-            out = ring_attention(q, k, v, ring, visible, scale, softcap)[..., : value.size(-1)]
-        else:
-            out = ulysses_attention(query, key, value, self.axis, visible, scale, softcap)
+            over_ranks = ring_attention if self.mode == "ring" else all_gather_attention
+            out = over_ranks(q, k, v, ring, visible, scale, softcap)[..., : value.size(-1)]
         return out.transpose(1, 2), None
 
     def _with_texts(

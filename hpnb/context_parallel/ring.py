@@ -40,7 +40,7 @@ from torch.autograd.function import once_differentiable
 from hpnb.context_parallel.blockwise import merge_blocks
 from hpnb.context_parallel.fused import BlockAttention
 from hpnb.context_parallel.shard_sequence import Chunk, split_sequence, token_places
-from hpnb.context_parallel.visibility import Pair, Visibility, find_pairs
+from hpnb.context_parallel.visibility import Pair, Visibility, find_pairs, find_pairs_with_all
 from hpnb.mesh import Axis
 from hpnb.record.recorder import begin_communication
 
@@ -70,6 +70,11 @@ class Ring:
     ) -> list[Pair]:
         """This rank's queries with the keys of rank `source`, where they see any; see `find_pairs`."""
         return find_pairs(self.chunks[self.axis.rank], self.chunks[source], visible, device, fused)
+
+    def pairs_with_all(self, visible: Visibility, device: torch.device, fused: bool = False) -> list[Pair]:
+        """This rank's queries with the keys of all ranks in the order of the sequence."""
+        length = max(chunk.stop for chunks in self.chunks for chunk in chunks)
+        return find_pairs_with_all(self.chunks[self.axis.rank], length, visible, device, fused)
 
     def pass_on(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start to send `tensor` to the next rank; call the result for what the rank before has sent."""
@@ -148,11 +153,7 @@ class _RingAttention(torch.autograd.Function):
         for step in range(ranks):
             arriving = ring.pass_on(block) if step < ranks - 1 else None
             for pair in ring.pairs((rank - step) % ranks, visible, q.device, fused):
-                keys, values = block[:, pair.samples, :, pair.keys]
-                here = pair.samples, slice(None), pair.queries
-                out[here], lse[here] = merge_blocks(
-                    out[here], lse[here], *attention.forward(pair, q[here], keys, values)
-                )
+                merge_pair(attention, pair, q, block, out, lse)
             if arriving is not None:
                 block = arriving()
         out = out.to(q.dtype)
@@ -175,12 +176,7 @@ class _RingAttention(torch.autograd.Function):
             coming = ring.pass_on(dblock) if step > 1 else None
             local = torch.zeros_like(block, dtype=lse.dtype)
             for pair in ring.pairs((rank - step) % ranks, visible, q.device, fused):
-                there = slice(None), pair.samples, slice(None), pair.keys
-                here = there[1], slice(None), pair.queries
-                pieces = attention.backward(pair, dout[here], q[here], *block[there], out[here], lse[here])
-                dq[here] += pieces[0]
-                for gradient, piece in zip(local[there], pieces[1:], strict=True):
-                    gradient += piece
+                add_gradients(attention, pair, dout, q, block, out, lse, dq, local)
             if step == 0:
                 home = local  # stays: it is added when the others' sum comes home
             else:
@@ -190,3 +186,36 @@ class _RingAttention(torch.autograd.Function):
         if ranks > 1:
             home = home + ring.pass_on(dblock)()
         return dq.to(q.dtype), home[0].to(k.dtype), home[1].to(v.dtype), None, None, None
+
+
+# --- one pair of a chunk of queries and a chunk of keys ----------------------------------------------------
+
+
+def merge_pair(
+    attention: BlockAttention, pair: Pair, q: torch.Tensor, block: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:  # fmt: skip
+    """Merge the attention of one pair into out (B, H, s_q, d) and lse (B, H, s_q).
+
+    Args:
+        q: (B, H, s_q, d).
+        block: keys and values, (2, B, H_kv, s_k, d).
+    """
+    keys, values = block[:, pair.samples, :, pair.keys]
+    here = pair.samples, slice(None), pair.queries
+    forward = attention.forward(pair, q[here], keys, values)
+    out[here], lse[here] = merge_blocks(out[here], lse[here], *forward)
+
+
+def add_gradients(
+    attention: BlockAttention, pair: Pair, dout: torch.Tensor, q: torch.Tensor, block: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor, dq: torch.Tensor, dblock: torch.Tensor,
+) -> None:  # fmt: skip
+    """Add the gradients of one pair to dq and dblock, given out and lse over all keys."""
+    there = slice(None), pair.samples, slice(None), pair.keys
+    here = there[1], slice(None), pair.queries
+    keys, values = block[there]
+    pieces = attention.backward(pair, dout[here], q[here], keys, values, out[here], lse[here])
+    dq[here] += pieces[0]
+    for gradient, piece in zip(dblock[there], pieces[1:], strict=True):
+        gradient += piece

@@ -150,15 +150,45 @@ def find_pairs(
     pairs: list[Pair] = []
     for queries, rows in _with_slices(here):
         for keys, columns in _with_slices(there):
-            if visible.sees_nothing(queries, keys):
-                continue
-            if fused and visible.runs is not None:
-                pairs += _pairs_of_texts(visible.runs, queries, rows, keys, columns)
-                continue
-            is_triangle = fused and visible.is_triangle(queries, keys)
-            mask = None if is_triangle else visible.mask(queries, keys, rows, device)
-            pairs.append(Pair(rows, columns, mask, is_triangle))
+            pairs += _pairs_of_chunks(queries, rows, keys, columns, visible, device, fused)
     return _join(_join(pairs, "keys"), "queries") if fused else pairs
+
+
+def find_pairs_with_all(
+    here: tuple[Chunk, ...], length: int, visible: Visibility, device: torch.device, fused: bool = False
+) -> list[Pair]:
+    """Chunks of queries with the keys of a whole sequence, which lie in its order.
+
+    Of each chunk those are a block before it, which a window shortens, a triangle, and what comes after.
+    """
+    pairs: list[Pair] = []
+    for queries, rows in _with_slices(here):
+        first = 0 if visible.window is None else max(0, queries.start - visible.window + 1)
+        before, after = Chunk(first, queries.start - first), Chunk(queries.stop, length - queries.stop)
+        for keys in (before, queries, after):
+            columns = slice(keys.start, keys.stop)
+            if keys.size:
+                pairs += _pairs_of_chunks(queries, rows, keys, columns, visible, device, fused)
+    return _join(pairs, "keys") if fused else pairs
+
+
+def _pairs_of_chunks(
+    queries: Chunk, rows: slice, keys: Chunk, columns: slice, visible: Visibility, device: torch.device,
+    fused: bool,
+) -> Iterator[Pair]:  # fmt: skip
+    """A chunk of queries with a chunk of keys, which is the same one or has no token in common with it.
+
+    Args:
+        rows, columns: where they lie in the shards.
+    """
+    if visible.sees_nothing(queries, keys):
+        return
+    if fused and visible.runs is not None:
+        yield from _pairs_of_texts(visible.runs, queries, rows, keys, columns)
+        return
+    is_triangle = fused and visible.is_triangle(queries, keys)
+    mask = None if is_triangle else visible.mask(queries, keys, rows, device)
+    yield Pair(rows, columns, mask, is_triangle)
 
 
 def _pairs_of_texts(

@@ -57,8 +57,8 @@ def loss_of_sums(sums: torch.Tensor, axis: Axis) -> torch.Tensor:
     total = comm.all_reduce(comm.replicate(sums, axis), axis)  # a sum in the backward too
     num_experts = len(total) // 2
     probabilities, counts, tokens = total.split([num_experts, num_experts, 1])
-    loss: torch.Tensor = num_experts * (counts.detach() * probabilities).sum()
-    return loss / tokens[0].detach().clamp(min=1).square()
+    loss: torch.Tensor = (counts.detach() * probabilities).sum() / tokens[0].detach().clamp(min=1).square()
+    return num_experts * loss
 
 
 def real_tokens(logits: torch.Tensor, input_ids: Any, attention_mask: Any) -> torch.Tensor | None:

@@ -50,7 +50,8 @@ class HybridParallelPlugin(PluginOptions):
         pp_style: a schedule's name (`hpnb.pipeline_parallel.schedules`).
         num_model_chunks: pipeline stages on each rank. "zb-v" and "dualpipe-v" always have two.
         tp_mode, tp_depth: "1d", "2d", "2.5d" or "3d", and the depth of "2.5d".
-        context_parallel: how attention runs over cp: "ring" or "ulysses" (`hpnb.context_parallel`).
+        context_parallel: how attention runs over cp: "ring", "all-gather" or "ulysses"
+            (`hpnb.context_parallel`).
         ep_size: ranks over which a mixture's experts are sharded, taken from dp x cp
             (`hpnb.expert_parallel`).
         selection_bias_rate: how far a step moves the routers' selection bias towards equal loads; 0 is not,

@@ -1,12 +1,13 @@
-"""Context parallelism: what a ring and Ulysses send for one causal attention, and what of it is exposed.
+"""Context parallelism: what its three ways send for one causal attention, and what of it is exposed.
 
 A batch of b sequences of s tokens has H heads of d values for queries and G heads for keys and values, in w
 bytes a value. Its tokens are sharded over p ranks, in a zigzag for the ring. Bytes that leave a rank:
 
-    ring      forward   (p-1) 2 b (s/p) G d w                          keys and values, p - 1 times
-              backward  the same, and (p-1) 2 b (s/p) G d max(w, 4)    their gradients, in float32 or wider
-    Ulysses   forward   (p-1)/p 2 b (s/p) (H + G) d w                  q, k, v and the output, all-to-all
-              backward  the same                                       their gradients
+    ring        forward   (p-1) 2 b (s/p) G d w                          keys and values, p - 1 times
+                backward  the same, and (p-1) 2 b (s/p) G d max(w, 4)    their gradients, in float32 or wider
+    all-gather  the same  in one all-gather, one more and a reduce-scatter
+    Ulysses     forward   (p-1)/p 2 b (s/p) (H + G) d w                  q, k, v and the output, all-to-all
+                backward  the same                                       their gradients
 
 Ulysses repeats keys and values to H heads where p does not divide G, and pads heads to a multiple of p.
 
@@ -17,8 +18,8 @@ sends for free beyond
     s/p = w rho G/H tokens a rank,      rho = FLOP/s over bytes/s                  (`tokens_to_overlap`)
 
 The backward computes 10 d FLOPs a pair: scores once more, and four gradients. Nothing overlaps with its last
-message, which brings the gradients home, nor with Ulysses' all-to-alls. This is what `hpnb.context_parallel`
-does. Liu et al. 2023 (arXiv 2310.01889); Jacobs et al. 2023 (arXiv 2309.14509).
+message, which brings the gradients home. No message of the all-gather or of Ulysses overlaps. This is what
+`hpnb.context_parallel` does. Liu et al. 2023 (arXiv 2310.01889); Jacobs et al. 2023 (arXiv 2309.14509).
 """
 
 from __future__ import annotations
@@ -81,6 +82,11 @@ def ring_bytes(attention: Attention, ranks: int) -> BothWays:
     return BothWays((ranks - 1) * blocks, (ranks - 1) * (blocks + gradients))
 
 
+def all_gather_bytes(attention: Attention, ranks: int) -> BothWays:
+    """Bytes that leave a rank where all gather all keys and values: those of a ring."""
+    return ring_bytes(attention, ranks)
+
+
 def ulysses_bytes(attention: Attention, ranks: int) -> BothWays:
     """Bytes that leave a rank for Ulysses.
 
@@ -127,6 +133,13 @@ def ring_exposed(attention: Attention, ranks: int, link: Link, step: BothWays) -
         sent = blocks * (k < ranks - 1) + gradients * (k > 1)
         backward += max(0.0, sent - step.backward)
     return BothWays(forward, backward)
+
+
+def all_gather_exposed(attention: Attention, ranks: int, link: Link) -> BothWays:
+    """Seconds by which the messages prolong an attention: all of their time."""
+    blocks, gradients = (ranks * nbytes for nbytes in _block_bytes(attention, ranks))
+    gather = seconds("all_gather", blocks, ranks, link)
+    return BothWays(gather, gather + seconds("reduce_scatter", gradients, ranks, link))
 
 
 def ulysses_exposed(attention: Attention, ranks: int, link: Link) -> BothWays:

@@ -142,8 +142,8 @@ def divisors(number: int) -> list[int]:
 def search(task: PlanTask, progress: bool = True) -> Search:
     """Predict all candidates. A bar appears where it takes longer than two seconds, on a terminal alone.
 
-    Of layouts that are as fast, the first has the fewest microbatches, since what a microbatch costs beyond its
-    work is not all predicted, and then the least memory.
+    Of layouts that are as fast, the first has the fewest microbatches, since what one costs beyond its work
+    is not all predicted, and then the least memory.
     """
     result, limit = Search(), usable_bytes(task)
     silent = not (progress and sys.stderr.isatty())

@@ -23,7 +23,7 @@
 # itself; only attention needs all of them.
 #
 # **You will be able to** compute a softmax in pieces; write a ring attention; balance causal work; predict how many bytes a
-# ring and Ulysses send, and roughly which of the two slows a step down less; find positions that are wrong on every rank.
+# ring and Ulysses send, and which of the two slows a step down less; find positions that are wrong on every rank.
 #
 # **You should know** attention with a causal mask, notebook 00 for the machine card and all-to-all, 04 for the plugin, and
 # the last section of 07, which runs Ulysses and a ring once.
@@ -59,10 +59,12 @@ from hpnb.theory.context import Attention
 N = min(4, hpnb.ranks.default_ranks())
 pool = hpnb.Ranks(N)  # these ranks stay to the end
 text = hpnb.data.text("train", block=64)  # packed into sequences of 64 tokens
-batches = list(itertools.islice(hpnb.data.Loader(text, 8), 30))  # the same on all ranks
+loader = hpnb.data.Loader(text, 8)
 model = "attention alone, then a small GPT-2"
 here = lesson.banner(N, model=model, data=text.describe())
 card = lesson.machine_card(N)  # measured in notebook 00, or now
+steps = long_contexts.training_steps(here.device)
+batches = list(itertools.islice(loader, steps))  # the same on all ranks
 shapes = long_contexts.timed_shapes(here.device)  # an attention for each length
 kept_size, DTYPE = long_contexts.kept_size(here.device)
 
@@ -228,16 +230,16 @@ seen = sum(share for _, share in steps[0]) / N
 lesson.reveal("10.rank-0", 100 * seen, source="counted")
 
 # %% [markdown]
-# Four ranks give the attention of one process. But the shares of visible pairs differ: on rank 0,
+# The shares of visible pairs differ: on rank 0,
 # <data value="10.rank-0">13.3 %</data> are visible, and on all ranks together about half. Our `attend_block` computes all pairs and then masks.
 # Real kernels skip invisible blocks, and rank 0 would be idle after step 0.
 #
 # ### The backward
 #
 # The backward of a block needs its keys and values once more, so they travel around the ring again. The gradient of a block
-# is a sum over all queries, and these are on all ranks. So the sum travels behind its block: each rank adds the term of its
-# own queries and sends the sum on. For the block of rank r, rank r + 1 starts the sum. After p - 1 messages the sum is
-# back on rank r, which adds its own term last.
+# is a sum over all queries, and each rank has a term of it, from its own queries. For the block of rank r, rank r + 1
+# starts the sum with its term and sends it on, one step after the block. Each next rank adds its term. After p - 1
+# messages the sum arrives on rank r, which adds its own term last.
 #
 # ```text
 # forward    k, v of (s/p tokens)        p - 1 messages
@@ -247,7 +249,7 @@ lesson.reveal("10.rank-0", 100 * seen, source="counted")
 #
 # In 16 bits, a running sum over many ranks would lose digits, hence float32. `hpnb.context_parallel` does all this in an
 # autograd function, `ring_attention`. Its argument `Ring` says which tokens each rank has, and `Visibility` which keys a query
-# sees. We check output and gradients, and count bytes.
+# sees.
 
 
 # %%
@@ -352,8 +354,7 @@ lesson.claim("Each step after the first has half of its pairs", shares == {0.5})
 # %% [markdown]
 # The last of the contiguous parts has <data value="10.last:.2f">1.74</data> times the mean; for p ranks it is nearly 2 - 1/p. The fullest striped part has
 # <data value="10.striped:.2f">1.05</data> times the mean. A zigzag is even in total,
-# and also in each step: after step 0, exactly half of the pairs of a step are visible, on every rank. That matters, because
-# ranks wait for each other in each step. Our ring ran in a zigzag without any change.
+# and also in each step, in which ranks wait for each other: after step 0, exactly half of the pairs of a step are visible, on every rank.
 #
 # <details><summary>Its masks are simple, too</summary>
 #
@@ -373,8 +374,9 @@ lesson.claim("Each step after the first has half of its pairs", shares == {0.5})
 # <details><summary>Hint</summary>
 #
 # Take rows of `ranks` chunks. Two rows are a zigzag, so only an odd number of rows is hard, and 3 rows at the end
-# solve it. Pair chunks of the first two rows so that sorted sums rise by about 1, like the third row. For 3
-# ranks: 0 with 5, 1 with 3 and 2 with 4 give 5, 4 and 6.
+# solve it. For 3 ranks, rows are 0 1 2, 3 4 5 and 6 7 8. In the first two rows, pair 0 with 5, 1 with 3 and 2 with 4: the
+# sums are 5, 4 and 6. Give the pair with the largest sum the smallest chunk of the third row, and so on. Which pairs do
+# this for any number of ranks?
 # </details>
 
 
@@ -478,9 +480,9 @@ lesson.claim("The formula counts every byte", counted == predicted)
 # heads Ulysses sends <data value="10.sent.ulysses-8-kv-heads.counted">98.3 kB</data> and the
 # ring <data value="10.sent.ring-8-kv-heads.counted">295 kB</data>. Grouped queries help the ring: with 1 kv head it sends
 # <data value="10.sent.ring-1-kv-heads.counted">36.9 kB</data>. Ulysses needs a kv head for every rank. Our code repeats the one head to 8 and saves
-# nothing. For 4 ranks, 4 copies would do, and send <data value="10.sent.ulysses-4-kv-heads.counted">73.7 kB</data>.
+# nothing.
 #
-# Both work in a model, too. `HybridParallelPlugin` of notebook 04 shards the batch, gives each token its
+# In a model, notebook 04's `HybridParallelPlugin` shards the batch, gives each token its
 # position, and sums gradients over cp. We train a small GPT-2 for three steps: in both ways, and in one
 # process.
 
@@ -499,7 +501,7 @@ def train_boosted(mode):
         booster.backward(loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(loss.item())  # the plugin's loss is that of all tokens
     return torch.tensor(losses, dtype=torch.float64)
 
 
@@ -530,7 +532,8 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 #
 # hpnb: `HybridParallelPlugin(cp_size=4, context_parallel="ring")`, or `"ulysses"`. Megatron-Core:
 # `--context-parallel-size 4` with `--cp-comm-type p2p` for the ring and `a2a` for Ulysses. accelerate:
-# `ParallelismConfig(cp_size=4)`, which needs FSDP2 and uses PyTorch's ring. transformers: pass it to
+# `ParallelismConfig(cp_size=4)`, which needs FSDP2 and uses PyTorch's `context_parallel`. Both gather k and v by default, the third way of the next section; for a ring, accelerate
+# has `TorchContextParallelConfig(cp_comm_strategy="alltoall")`, and PyTorch `set_rotate_method("alltoall")`. transformers: pass accelerate's configuration to
 # `TrainingArguments(parallelism_config=...)`. DeepSpeed has Ulysses in `deepspeed.sequence.layer`. PyTorch:
 #
 # ```python
@@ -558,20 +561,22 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 #
 # $$ \frac{s}{p} = w\,\rho\,\frac{G}{H} \text{ tokens a rank.} $$
 #
-# An H100 with 400 TFLOP/s in attention and an InfiniBand NDR card of 50 GB/s has ρ = 8,000. With 2 bytes a value and G = H,
+# An H100 with 400 TFLOP/s in attention and a network of 50 GB/s (InfiniBand NDR) has ρ = 8,000. With 2 bytes a value and G = H,
 # it needs 16,000 tokens a rank. With G = H/8 it needs 2,000.
 #
-# <details><summary>And in the backward?</summary>
+# The backward's last message brings gradients home. Nothing is left to compute meanwhile, so it is always exposed.
+#
+# <details><summary>And the rest of the backward?</summary>
 #
 # The backward has 2.5 times the FLOPs and, in 16 bits, 3 times the bytes, so it needs 1.2 times the
-# length. Its last message, which brings gradients home, is always exposed. `theory.context` adds all this up.
+# length. `theory.context` adds all this up.
 # </details>
 #
 # In the figure below, lines are *predicted* from the machine card of notebook 00: latency, bandwidth and matmul rate.
-# It gives ρ = <data value="10.card.rho">75</data> FLOP a byte: less than above, because CPU cores compute slowly. Dots are
+# It gives ρ = <data value="10.card.rho">70</data> FLOP a byte. Dots are
 # *replayed*: we time a step's computing and each message alone, and add them up by the same rule. On shared CPU
 # cores, computing counts its CPU time. H = G = <data value="10.card.heads">8</data>, so computing covers the forward from
-# <data value="10.card.overlap">302</data> tokens a rank on.
+# <data value="10.card.overlap">282</data> tokens a rank on.
 
 # %%
 replayed = pool.run(long_contexts.replay_exposed, shapes, DTYPE, card.link)[0]
@@ -587,7 +592,10 @@ for shape in shapes:
 dots = {"ring": [times.ring for times in replayed],
         "Ulysses": [times.ulysses for times in replayed],
         "Ulysses, packed": [times.packed for times in replayed]}  # fmt: skip
+lesson.record("10.at-first", {way: seconds[0] for way, seconds in dots.items()}, "s")
+lesson.record("10.at-last", {way: seconds[-1] for way, seconds in dots.items()}, "s")
 lengths = [a.sequence for a in shapes]
+lesson.record("10.lengths", {"first": lengths[0], "last": lengths[-1]})
 tokens = theory.context.tokens_to_overlap(shapes[0], card.matmul, card.link)
 title = "A longer sequence covers a ring's messages, and none of Ulysses'"
 lesson.show(figures.exposed_times(
@@ -597,14 +605,18 @@ lesson.show(figures.exposed_times(
 # %%
 shares = [times.ring / times.messages for times in replayed]  # of message time
 lesson.record("10.share", {"first": 100 * shares[0], "last": 100 * shares[-1]}, "%")
-lesson.record("10.lengths", {"first": lengths[0], "last": lengths[-1]})
-lesson.record("10.at-first", {way: seconds[0] for way, seconds in dots.items()}, "s")
-lesson.record("10.at-last", {way: seconds[-1] for way, seconds in dots.items()}, "s")
 facts = {"overlap": round(tokens), "rho": round(card.rho), "heads": shapes[0].heads}
 lesson.record("10.card", facts)
-off = {way: max(max(p / t, t / p) for p, t in zip(predicted[way], times, strict=True))
+lesson.record("10.card.latency", card.link.latency, "s")
+off = {way: [max(p / t, t / p) for p, t in zip(predicted[way], times, strict=True)]
        for way, times in dots.items()}  # fmt: skip
-lesson.record("10.off", off)
+lesson.record("10.off", {way: max(factors) for way, factors in off.items()})
+worst = off["ring"].index(max(off["ring"]))  # here the ring's dot is farthest off
+there = long_contexts.predict_parts(shapes[worst], N, card)
+over = {part: replayed[worst].parts[part] / took for part, took in there.items()}
+lesson.record("10.farthest", {"tokens": lengths[worst], **over})
+below = [p < r for p, r in zip(dots["Ulysses, packed"], dots["ring"], strict=True)]
+lesson.record("10.packed-below", f"{sum(below)} of {len(below)}")
 parts = long_contexts.predict_parts(shapes[0], N, card)
 lesson.show(predicted=parts, measured=replayed[0].parts, unit="s", key="10.parts",
             title=f"One part alone, at {lengths[0]} tokens")  # fmt: skip
@@ -618,40 +630,46 @@ lesson.claim("At the longest sequence, the ring exposes less, even than packed",
              (dots["ring"][-1], "<", dots["Ulysses, packed"][-1]))  # fmt: skip
 
 # %% [markdown]
-# At <data value="10.lengths.first">64</data> tokens the ring exposes <data value="10.share.first">76.4 %</data> of its messages' time, and at
-# <data value="10.lengths.last">4,096</data> tokens <data value="10.share.last">11.1 %</data>. A ring on four ranks has nine messages, and of
-# nine equal ones the last is a ninth. No computing covers Ulysses' all-to-alls. At
-# <data value="10.lengths.first">64</data> tokens nearly all of their time is latency: eight take <data value="10.at-first.ulysses">14.4 ms</data>, and packed into four
-# <data value="10.at-first.ulysses-packed">5.97 ms</data>. Packing saves latency, no bytes. At <data value="10.lengths.last">4,096</data> tokens the all-to-alls take
-# <data value="10.at-last.ulysses-packed">41.5 ms</data> packed and <data value="10.at-last.ulysses">26.6 ms</data> one by one. The ring exposes <data value="10.at-last.ring">3.46 ms</data>.
+# At <data value="10.lengths.first">64</data> tokens the ring exposes <data value="10.share.first">75.6 %</data> of its messages' time, and at
+# <data value="10.lengths.last">4,096</data> tokens <data value="10.share.last">11.1 %</data>. A ring on four ranks has nine messages, here of equal size, and the
+# last one, always exposed, is a ninth of them. No computing covers Ulysses' all-to-alls. At
+# <data value="10.lengths.first">64</data> tokens nearly all of their time is latency: eight take <data value="10.at-first.ulysses">15.1 ms</data>, and packed into four
+# <data value="10.at-first.ulysses-packed">14.7 ms</data>. At <data value="10.lengths.last">4,096</data> tokens the all-to-alls take
+# <data value="10.at-last.ulysses-packed">64.6 ms</data> packed and <data value="10.at-last.ulysses">40.2 ms</data> one by one. The ring exposes <data value="10.at-last.ring">6.50 ms</data>.
 #
 # <details><summary>Why lines and dots differ</summary>
 #
-# For the ring, by a factor of up to <data value="10.off.ring:.1f">2.0</data>. At the short end we know why. A step of
-# <data value="10.lengths.first">64</data> tokens computes for <data value="10.parts.computing-of-a-step.measured">299 µs</data>, and its FLOPs say
-# <data value="10.parts.computing-of-a-step.predicted">1.67 µs</data>, because small operations don't reach the matmul rate. This slow computing
-# covers a part of each message. And a message takes <data value="10.parts.message-of-a-ring.measured">887 µs</data> where the card says
-# <data value="10.parts.message-of-a-ring.predicted">841 µs</data>.
+# **The ring**, by a factor of up to <data value="10.off.ring:.1f">4.0</data>, at <data value="10.farthest.tokens:,.0f">2,048</data> tokens. There a step computes for
+# <data value="10.farthest.computing-of-a-step:.1f">0.2</data> times as long as its FLOPs say, and a message takes <data value="10.farthest.message-of-a-ring:.1f">0.2</data> times as
+# long as the card says. The more a step computes, the more of a message it covers. At <data value="10.lengths.first">64</data> tokens a step computes for <data value="10.parts.computing-of-a-step.measured">391 µs</data>, and its FLOPs say
+# <data value="10.parts.computing-of-a-step.predicted">15.9 µs</data>, because small operations don't reach the matmul rate.
 #
-# For Ulysses, by up to <data value="10.off.ulysses:.1f">1.7</data>. The card adds up the latencies of the three messages of an all-to-all, though they start together. It
-# predicts <data value="10.parts.all-to-all.predicted">2.44 ms</data> at <data value="10.lengths.first">64</data> tokens, and
-# <data value="10.parts.all-to-all.measured">1.80 ms</data> is measured. Packing copies q, k and v into one tensor, and its messages are three
-# times as large; we haven't timed the two apart.
+# **Ulysses**, by up to <data value="10.off.ulysses:.1f">2.1</data>. The card adds up the latencies of the three messages of an all-to-all, though they start together. It
+# predicts <data value="10.parts.all-to-all.predicted">3.80 ms</data> at <data value="10.lengths.first">64</data> tokens, and
+# <data value="10.parts.all-to-all.measured">1.88 ms</data> is measured.
+#
+# **Packed Ulysses**, by up to <data value="10.off.ulysses-packed:.1f">1.6</data>. Its messages are three times as large, and
+# packing copies q, k and v into one tensor. We haven't timed the two apart, so this gap is not explained.
 # </details>
 #
 # ### Where does Ulysses win?
 #
-# By this machine's card nowhere: the ring's line is lowest at every length. For short sequences latency decides, and nine messages of a
-# ring have less of it than the all-to-alls. Where bytes count, computing already covers the ring's.
+# By this machine's card nowhere: the ring's line is lowest at every length. The dots put packed
+# Ulysses below the ring at <data value="10.packed-below">1 of 7</data> lengths: where latency decides, four all-to-alls take about as long as nine
+# messages. At lengths where bytes take longer than latency, computing already
+# covers most of the ring's messages.
 #
-# An H100's network has a latency of 10 µs, so bytes count at lengths where computing can't cover them yet. There Ulysses wins,
+# An H100's network has a latency of only 10 µs; here it is <data value="10.card.latency">1.23 ms</data>. So bytes decide already at lengths that are too short for
+# computing to cover a ring's messages. There Ulysses wins,
 # because it sends less. By the same formulas, with 8 ranks over InfiniBand and G = H, the ring exposes less only from
 # <data value="10.wins.32-kv-heads">17,178</data> tokens a rank on. With 8 of 32 kv heads it does so from <data value="10.wins.8-kv-heads">2,848</data> on.
-# w·ρ·G/H says 16,000 and 4,000. It only says where a ring's forward is covered, so it is a rough rule for which one wins.
+# w·ρ·G/H says 16,000 and 4,000: it only says where a ring's forward is covered, so it is a rough rule.
+#
+# **A third way** is one all-gather of k and v, as in Llama 3 and by default in PyTorch. It sends a ring's bytes in one call, but at most one step's computing covers them, and a rank
+# holds k and v of all tokens. With few kv heads both cost little.
 #
 # The *explorer* is this figure with knobs, for an H100. **Challenge:** on 8 ranks over InfiniBand NDR, with 32 heads, at least
-# 8 kv heads and at most 65,536 tokens, keep the exposed time of the better way below 5 % of the computing time. Its last picture
-# gives an answer.
+# 8 kv heads and at most 65,536 tokens, keep the exposed time of the better way below 5 % of the computing time.
 
 # %%
 wins = {f"{G} kv heads": ring_exposes_less_from(32, G, cp=8, link="InfiniBand NDR")
@@ -704,11 +722,12 @@ lesson.claim("Activations shrink as 1/cp, within a tenth", (worst, "<", 0.1))
 # <details><summary>What the library's ring computes a block with</summary>
 #
 # With PyTorch's *fused* attention kernels. They return the lse, and compute scores in pieces that never reach the main memory.
-# Windows and soft caps, and float64 on a GPU, go by plain matrix products, which write the scores of one pair of chunks, H (s/2p)² numbers.
+# Float64 on a GPU goes by plain matrix products, which write the scores of one pair of chunks, H (s/2p)² numbers. So do
+# models whose queries see only the nearest keys, and models that limit the size of scores.
 # </details>
 #
-# **Takeaway.** Where bandwidth decides, take Ulysses well below w·ρ·G/H tokens a rank, and a ring well above. Where latency
-# decides, or with more ranks than heads, take a ring.
+# **Takeaway.** Where bandwidth decides, take Ulysses well below w·ρ·G/H tokens a rank, and a ring well above. With more
+# ranks than heads, take a ring. Where latency decides, measure both.
 #
 # ## The silent failure
 #
@@ -773,23 +792,22 @@ lesson.field_guide.add(
 lesson.field_guide.show()
 
 # %% [markdown]
-# Both losses fall, to <data value="10.fault.positions-of-shard_batch.last-loss:.2f">5.23</data> and
-# <data value="10.fault.positions-that-restart.last-loss:.2f">5.22</data>. They differ by <data value="10.gap:.2f">0.20</data> at most, in a step that we have
-# not looked into, and you wouldn't have the first curve to compare with. Each ran once. The causal mask still tells the model
+# Both losses fall, to <data value="10.fault.positions-of-shard_batch.last-loss:.2f">5.31</data> and
+# <data value="10.fault.positions-that-restart.last-loss:.2f">5.30</data>. They differ by <data value="10.gap:.2f">0.20</data> at most, and you wouldn't have the
+# first curve to compare with. Each ran once. The causal mask still tells the model
 # which tokens come first.
 #
 # But somebody will load the checkpoint in one process, with positions 0 to 63. From the first run, that process computes the logits
 # of training, up to rounding in float32. From the second, logits are off by
-# <data value="10.fault.positions-that-restart.reloaded-logits-are-off-by:.4f">0.0048</data> of their norm.
+# <data value="10.fault.positions-that-restart.reloaded-logits-are-off-by:.4f">0.0056</data> of their norm.
 #
 # The instrument is the gradient of `wpe`. With right positions, <data value="10.fault.positions-of-shard_batch.rows-of-wpe-with-a-gradient-of-64">63</data>
 # of 64 rows get one: the last token has no target. With positions that restart, only
 # <data value="10.fault.positions-that-restart.rows-of-wpe-with-a-gradient-of-64">16</data> do. Many models have no such table, because they rotate q and k by
 # their position. There, check the cause itself: gather `position_ids` from all ranks of cp and sort them. They should be 0 to s - 1, each once.
 #
-# Labels have the same trap: the target of a rank's last token is on another rank.
-#
-# **Takeaway.** Shard tokens together with their positions and their shifted labels.
+# **Takeaway.** Shard tokens together with their positions and with their labels, which are shifted before: the target of a
+# rank's last token is on another rank.
 #
 # ## What to remember
 #
@@ -798,10 +816,9 @@ lesson.field_guide.show()
 # - Ulysses exchanges tokens for heads and back, and needs p heads or more. With enough kv heads it sends less than a ring,
 #   but nothing covers it.
 # - Zigzag gives all ranks equally many visible pairs in every step.
-# - Shard positions and labels with their tokens.
 #
 # **When not to use this.** If a sequence fits, data parallelism needs no messages inside a layer. FlashAttention or recomputation
-# may be all that you need. If weights don't fit either, add ZeRO or tensor parallelism.
+# may be all that you need.
 #
 # <details><summary>Where to look, and papers</summary>
 #
@@ -814,6 +831,5 @@ lesson.field_guide.show()
 # attention*, 2311.09431. Jacobs et al. 2023, *DeepSpeed Ulysses*, 2309.14509.
 # </details>
 #
-# **Next.** You can now shard samples, layers, matrices and tokens, and every weight works on every token.
-# [Notebook 11](11_experts.ipynb) drops that: in a mixture of experts a token visits a few experts only, and the all-to-all of
-# this page carries it there.
+# **Next.** So far, every weight works on every token. [Notebook 11](11_experts.ipynb) drops that: in a mixture of experts a
+# token visits a few experts only, and the all-to-all of this page carries it there.

@@ -66,12 +66,14 @@ batches = list(itertools.islice(hpnb.data.Loader(text, 8), 64))
 batches, held_out = batches[:60], batches[60:]
 model = "a small DeepSeek-V3 of two blocks, each with 8 experts"
 here = lesson.banner(N, model=model, data=text.describe())
+steps, few_steps = moe.training_steps(here.device)  # of the two trainings below
 
 # %% [markdown]
 # ## A router
 #
 # The router is one small matrix with a row for each expert. It gives each expert a score, also called *logit*. A softmax makes
-# them probabilities. A token goes to the k likeliest experts, and weighs their outputs by their probabilities:
+# them probabilities. A token goes to the k likeliest experts. Their k probabilities, divided by their sum, are the weights of
+# their outputs:
 #
 # ```text
 # x (n, h) ── router (E, h) ──► scores (n, E) ── softmax, k largest ──► chosen (n, k), weights (n, k)
@@ -111,6 +113,7 @@ lesson.claim("Our mixture gives what transformers' block gives", (off, "<", 1e-5
 # The block of Qwen3-MoE in transformers gives the same output. It has <data value="11.weights.all-experts.counted">36,864</data>
 # weights in its experts, and <data value="11.weights.work-on-a-token.counted">9,216</data> of them work on a token. The choice itself
 # has no gradient. The router learns because an expert's output is multiplied by its weight: if the expert helps, the gradient raises that weight.
+# With k = 1 leave the division out: it would make each weight 1, and the router would get no gradient.
 #
 # **Takeaway.** A router chooses k of E experts for each token. FLOPs follow k, memory follows E.
 #
@@ -192,7 +195,7 @@ lesson.show(predicted=predicted, counted=counted, unit="B", key="11.sent", title
 lesson.claim("The formula counts every byte", counted == predicted)
 
 # %% [markdown]
-# All three equal one process, and the formula gives every byte. Rank 0 sends the rows that it has for other ranks. Each
+# Rank 0 sends the rows that it has for other ranks. Each
 # row that it receives goes back as a result, so received rows count as sent bytes too. The backward does both once more, for
 # gradients. That is
 #
@@ -278,7 +281,7 @@ lesson.claim("Computing grows as the busiest rank's rows do",
 # %% [markdown]
 # There are as many rows as before. The busiest rank has <data value="11.layer.popular.busiest-rank-s-rows-mean-counted:.2f">2.04</data> times the mean, and
 # with even routing it still had <data value="11.layer.even.busiest-rank-s-rows-mean-counted:.2f">1.03</data>. So we predict the quotient, <data value="11.slower.predicted:.2f">1.98</data>. Replayed,
-# computing takes <data value="11.slower:.2f">1.92</data> times as long. The busiest *rank* counts: two popular
+# computing takes <data value="11.slower:.2f">1.94</data> times as long. The busiest *rank* counts: two popular
 # experts do less harm on two ranks than on one.
 #
 # **Takeaway.** All ranks wait for the busiest one. If it has twice the mean number of rows, the layer's experts take about twice
@@ -286,7 +289,7 @@ lesson.claim("Computing grows as the busiest rank's rows do",
 #
 # ## Balance, or drop
 #
-# What can we do about that? There are three answers.
+# Three things help.
 #
 # **A loss.** Let f_e be the share of tokens that chose expert e, and P_e its mean probability. The
 # *balancing loss* is $E \sum_e f_e P_e$, added to the model's loss with a small factor, such as 0.01. f is a count and has no gradient.
@@ -317,13 +320,13 @@ off = abs(right - shared[0])
 lesson.claim("The library's loss is that of all tokens", (off, "<", 1e-5))
 
 # %% [markdown]
-# The loss of all tokens is <data value="11.balance.all-tokens.loss:.2f">2.13</data>, and the library computes it from sums over all
-# ranks. The mean of the ranks' losses is <data value="11.balance.mean-of-ranks.loss:.2f">2.35</data>: a rank's few tokens
+# The loss of all tokens is <data value="11.balance.all-tokens.loss:.2f">2.25</data>, and the library computes it from sums over all
+# ranks. The mean of the ranks' losses is <data value="11.balance.mean-of-ranks.loss:.2f">2.68</data>: a rank's few tokens
 # are rarely spread evenly, even when all tokens are.
 #
-# Now we train a small DeepSeek-V3 three times for 60 steps. For its weights it has a sigmoid of each score instead of our
-# softmax, and its routers already hold a selection bias. Each block also has a *shared expert*, which works on every token. Sixty
-# steps are few, so we balance harder than usual: with a factor of 0.3 for the loss and a rate of 0.01 for the bias. `parallelize` keeps this rank's experts, and `ExpertLoads` records how many rows
+# Now we train a small DeepSeek-V3 three times for <data value="11.steps">50</data> steps. For its weights it has a sigmoid of each score instead of our
+# softmax, and its routers already hold a selection bias. Each block also has a *shared expert*, which works on every token. That is
+# a short training, so we balance harder than usual: with a factor of 0.3 for the loss and a rate of 0.01 for the bias. `parallelize` keeps this rank's experts, and `ExpertLoads` records how many rows
 # each expert gets in each step.
 
 
@@ -331,13 +334,14 @@ lesson.claim("The library's loss is that of all tokens", (off, "<", 1e-5))
 def train(way):
     mesh = Mesh(Layout(dp=N, ep=N))
     model = moe.mixture(E, K)
-    experts, logits = parallelize(model, mesh.ep), moe.router_logits(model)
+    experts = parallelize(model, mesh.ep)
+    logits = moe.router_logits(model)  # a list, which each forward fills anew
     # mesh.edp: the ranks with the same experts; with ep = dp each is alone
     replica = hpnb.DataParallel(model, mesh.dp, expert_axis=mesh.edp)
     bias = SelectionBias(model, experts, mesh.dp, 0.01) if way == "bias" else None
     loads = bias.loads if bias else ExpertLoads(experts, mesh.dp)
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
-    for batch in batches:
+    for batch in batches[:steps]:
         loss = total = replica(**moe.shard(batch, mesh.dp)).loss
         if way == "loss":
             total = loss + 0.3 * balancing_loss(logits, K, mesh.dp)
@@ -372,19 +376,20 @@ lesson.claim("Balancing saves time",
              (slower["selection bias"], "<", slower["no balancing"]))  # fmt: skip
 gap = max(last.values()) - min(last.values())
 lesson.record("11.gap", gap)
+lesson.record("11.steps", steps)
 lesson.claim("Balancing costs little loss here, if any", (gap, "<", 0.1))
 
 # %% [markdown]
-# Without balancing, the busiest expert has <data value="11.run.no-balancing.busiest-expert-mean-counted:.2f">2.88</data> times the mean load, a mean over
-# both blocks and the last ten steps, and the experts of a layer compute <data value="11.run.no-balancing.a-layer-s-computing-even-loads-replayed:.2f">2.06</data> times as long as with even
-# loads. The loss brings the load to <data value="11.run.balancing-loss.busiest-expert-mean-counted:.2f">1.65</data>, the bias to
-# <data value="11.run.selection-bias.busiest-expert-mean-counted:.2f">1.28</data>. The model's losses of the three runs lie within <data value="11.gap:.2f">0.02</data>, and each ran once. In
+# Without balancing, the busiest expert has <data value="11.run.no-balancing.busiest-expert-mean-counted:.2f">2.91</data> times the mean load, a mean over
+# both blocks and the last ten steps, and the experts of a layer compute <data value="11.run.no-balancing.a-layer-s-computing-even-loads-replayed:.2f">1.85</data> times as long as with even
+# loads. The loss brings the load to <data value="11.run.balancing-loss.busiest-expert-mean-counted:.2f">1.76</data>, the bias to
+# <data value="11.run.selection-bias.busiest-expert-mean-counted:.2f">1.50</data>. The model's losses of the three runs lie within <data value="11.gap:.2f">0.02</data>, and each ran once. In
 # long trainings, a balancing loss with a large factor makes the model worse, as Wang et al. measured. That is why DeepSeek-V3 has the bias.
 #
 # ### Capacity
 #
-# GShard and Switch fixed the shapes: each expert has *capacity* for c times the mean load. It pads if fewer rows come, and drops the last
-# ones if more come. A dropped row contributes nothing to its token. We give the trained models a capacity afterwards, and read the loss on text that they haven't
+# The early models GShard and Switch gave each expert a tensor of constant size, its *capacity*: c times the mean load. Missing
+# rows are padded, and surplus rows are dropped, the last ones first. A dropped row contributes nothing to its token. We give the trained models a capacity afterwards, and read the loss on text that they haven't
 # seen.
 
 
@@ -416,10 +421,10 @@ lesson.claim("Balance saves rows from being dropped", (few, "<", lost))
 lesson.claim("A balanced model depends more on its experts", 0 < free[0] < balanced[0])
 
 # %% [markdown]
-# With a capacity of 1.25 times the mean, the unbalanced model drops <data value="11.dropped.free">32.0 %</data> of its rows, the balanced one
-# <data value="11.dropped.bias">0.256 %</data>. The unbalanced model's loss rises by <data value="11.rise.free:.3f">0.009</data>. That is little, because its experts have learned
-# little: with the shared expert alone, its loss would rise by only <data value="11.rise.all:.3f">0.053</data>. The
-# balanced model's would rise by <data value="11.rise.bias-all:.3f">0.092</data>, so it depends more on its experts.
+# With a capacity of 1.25 times the mean, the unbalanced model drops <data value="11.dropped.free">40.3 %</data> of its rows, the balanced one
+# <data value="11.dropped.bias">2.10 %</data>. The unbalanced model's loss rises by <data value="11.rise.free:.3f">0.019</data>. That is little, because its experts have learned
+# little: with the shared expert alone, its loss would rise by only <data value="11.rise.all:.3f">0.066</data>. The
+# balanced model's would rise by <data value="11.rise.bias-all:.3f">0.076</data>, so it depends more on its experts.
 #
 # <details><summary>Padding, and layers without it</summary>
 #
@@ -524,8 +529,8 @@ lesson.claim("The bytes of experts are exact", counted["edp"] == predicted["edp"
 lesson.record("11.besides", counted["dp"] - predicted["dp"], "B")
 
 # %% [markdown]
-# Over dp go <data value="11.besides">96 B</data> besides the gradients: rank 0 broadcasts buffers, such as the
-# selection biases, and two sums make each loss a mean over all ranks.
+# Over dp go <data value="11.besides">96 B</data> besides the gradients. Rank 0 broadcasts buffers, such as the
+# selection biases, and a small all-reduce makes the loss a mean over all ranks' targets.
 #
 # <details><summary>In your tools: experts</summary>
 #
@@ -548,7 +553,7 @@ lesson.record("11.besides", counted["dp"] - predicted["dp"], "B")
 #
 # ### The silent failure
 #
-# A training loop that doesn't know of experts averages all gradients over dp. Shapes agree, so nobody complains that expert 0 gets the gradient of expert 4 mixed in. Does the loss tell? We write the
+# A training loop that doesn't know of experts averages all gradients over dp. Shapes agree, so nobody complains that expert 0 gets the gradient of expert 4 mixed in. We write the
 # loop by hand and change only the axis.
 
 
@@ -568,7 +573,7 @@ def train_by_hand(axis_of_experts):
     few = batches[0]["input_ids"][:1, :3]  # the same 3 tokens on all ranks
     # a forward and backward of these, `reduce`, and the norm of each expert's gradient
     probe = moe.probe_experts(model, reduce, mesh.ep, N, few)
-    for batch in batches[:30]:
+    for batch in batches[:few_steps]:
         loss = model(**moe.shard(batch, mesh.dp)).loss
         optimizer.zero_grad()
         loss.backward()
@@ -605,7 +610,7 @@ lesson.field_guide.add(
 lesson.field_guide.show()
 
 # %% [markdown]
-# The losses end at <data value="11.fault.reduced-over-edp.last-loss-measured:.2f">5.03</data> and <data value="11.fault.averaged-over-dp.last-loss-measured:.2f">5.08</data>.
+# The losses end at <data value="11.fault.reduced-over-edp.last-loss-measured:.2f">5.22</data> and <data value="11.fault.averaged-over-dp.last-loss-measured:.2f">5.23</data>.
 # The second curve alone looks healthy: everything but the experts is trained rightly, and these still learn something.
 #
 # The instrument is a step of a few tokens. With three tokens, <data value="11.unused">5</data> of the last
@@ -653,7 +658,7 @@ lesson.check(exercises.who_reduces, reduces)
 # ## Two microbatches at once
 #
 # Balance shortens the waiting. The messages remain. Experts wait for the dispatch, and the next layer waits for the combine, so
-# in one microbatch only the shared expert can compute meanwhile. But while one
+# in one microbatch only the shared expert could compute meanwhile. But while one
 # microbatch goes forward, another can go backward, and each computes while the other's rows travel. That is DeepSeek-V3's
 # schedule, *DualPipe*.
 #
@@ -663,8 +668,11 @@ lesson.check(exercises.who_reduces, reduces)
 # ```
 #
 # We predict it for layers of DeepSeek-V3's shape: tokens of 7,168 values, and for each token one shared expert and 8 of 256
-# experts, 2,048 wide. They run on H100s at 400 TFLOP/s with ep = 64, over InfiniBand NDR with 50 GB/s, and 4,096 tokens a microbatch.
-# The simulator starts whatever can start first. A rank has one lane for computing and one for messages.
+# experts, 2,048 wide. They run on H100s at 400 TFLOP/s, ep = 64, over InfiniBand NDR with 50 GB/s, and 4,096 tokens a microbatch.
+# Each token crosses that network 8 times. DeepSeek-V3 itself lets a token reach at most 4 nodes: it crosses the network once
+# for each, and goes on over NVLink, so at most half as much is sent.
+#
+# In the figure, digits are microbatches, and the makespan is the time until both are done.
 
 
 # %%
@@ -672,7 +680,7 @@ question = "Time of a forward and a backward together, over one after the other?
 lesson.predict("11.saved", question, unit="%", rule_of_thumb=100)
 
 
-def run_together(*chains):  # each a list of (op, seconds), which run in order
+def run_together(*chains):  # each a list of (op, microbatch, seconds), run in order
     free, ready, events = {"compute": 0.0, "link": 0.0}, [0.0] * len(chains), []
     waiting = [list(chain) for chain in chains]
     while any(waiting):
@@ -681,42 +689,43 @@ def run_together(*chains):  # each a list of (op, seconds), which run in order
             if chain:
                 lane = "link" if chain[0][0] == "all_to_all" else "compute"
                 starts[i] = max(ready[i], free[lane]), lane
-        i = min(starts, key=starts.get)
-        (start, lane), (op, took) = starts[i], waiting[i].pop(0)
+        i = min(starts, key=starts.get)  # whatever can start first
+        (start, lane), (op, microbatch, took) = starts[i], waiting[i].pop(0)
         ready[i] = free[lane] = start + took
         axis = "ep" if lane == "link" else ""
-        events.append(Event(0, 0, op, i, start, ready[i], axis))
+        events.append(Event(0, 0, op, microbatch, start, ready[i], axis))
     return Timeline(tuple(events), "simulated")
 
 
 # %%
 layer = moe.deepseek_v3_layer(4096, 64, 400e12, theory.LINKS["InfiniBand NDR"])
 attention, experts, sending = layer.values()  # seconds, forward
-message = ("all_to_all", sending)
-forward = [("F", attention), message, ("F", experts), message] * 3
-backward = [message, ("B", 2 * experts), message, ("B", 2 * attention)] * 3
-alone, both = run_together(forward + backward), run_together(backward, forward)
-lesson.show({"one after the other": alone, "together": both}, exposed=True, bubble=None,
+sends = [("all_to_all", microbatch, sending) for microbatch in (0, 1)]
+forward = [("F", 1, attention), sends[1], ("F", 1, experts), sends[1]] * 3
+backward = [sends[0], ("B", 0, 2 * experts), sends[0], ("B", 0, 2 * attention)] * 3
+apart, both = run_together(forward + backward), run_together(backward, forward)
+lesson.show({"one after the other": apart, "together": both}, exposed=True, bubble=None,
             title="Two microbatches overlap each other's messages")  # fmt: skip
-lesson.reveal("11.saved", 100 * both.makespan / alone.makespan, source="simulated")
+lesson.reveal("11.saved", 100 * both.makespan / apart.makespan, source="simulated")
+lesson.record("11.shared", 3 * 3 * experts / 9, "s")  # 1 of 9 experts, F and B
 
 # %%
 schedule = schedules.make("dualpipe-v", stages=8, microbatches=16, chunks=2)
 chunk = 3 * (attention + experts)  # seconds that three layers compute in a forward
 costs = Costs(chunk, chunk, chunk)  # gradients of inputs, of weights: as many FLOPs
-# nbytes is any number: below, each message takes s seconds, whatever its bytes are
+# of each action: what it computes between its messages, each of which takes s seconds
 segments = overlapped_pairs.even_segments(schedule, costs, layers=3, nbytes=1)
-pairs = overlapped_pairs.overlapped_pairs(schedule)  # of each rank, where they begin
-apart = (frozenset(),) * 4
-ways = {"one after the other": (apart, sending), "in pairs": (pairs, sending),
-        "no messages": (apart, 0)}  # fmt: skip
+pairs = overlapped_pairs.overlapped_pairs(schedule)  # rank: places where a pair begins
+no_pairs = (frozenset(),) * 4
+ways = {"one after the other": (no_pairs, sending), "in pairs": (pairs, sending),
+        "no messages": (no_pairs, 0)}  # fmt: skip
 steps = {name: overlapped_pairs.exposed_time(schedule, of, segments, lambda _, s=s: s)
          for name, (of, s) in ways.items()}  # fmt: skip
 simulated = {name: step.makespan for name, step in steps.items()}
 title = "dualpipe-v on 4 ranks, 16 microbatches, 24 layers"
 lesson.show(simulated=simulated, unit="s", key="11.step", title=title)
 lesson.record("11.pairs", 100 * sum(map(len, pairs)) / (8 * 16), "%")
-waits = {"apart": step_timing.exposed_seconds(alone)}
+waits = {"apart": step_timing.exposed_seconds(apart)}
 lesson.record("11.exposed", waits | {"paired": step_timing.exposed_seconds(both)}, "s")
 dualpipe = {"pp_size": 2, "ep_size": 2, "pp_style": "dualpipe-v", "num_microbatches": 4}
 paired, alone = (torch.tensor(pool.run(moe.pipeline_losses, options, batches[:3])[0],
@@ -727,12 +736,12 @@ lesson.claim("In pairs, the plugin trains as without a pipeline", (off, "<", 1e-
 
 # %% [markdown]
 # Run together, a forward and a backward need <data value="11.saved">58.5 %</data> of the time that they need one after the other. <data value="11.exposed.paired">18.3 ms</data> of their
-# messages are exposed, because nothing computes meanwhile, instead of <data value="11.exposed.apart">119 ms</data>. The layer suits this: its computing and its
-# messages take about equally long.
+# messages are *exposed*, because nothing computes meanwhile, instead of <data value="11.exposed.apart">119 ms</data>. Here the shared expert waits for the dispatch, too; it could cover
+# <data value="11.shared">8.12 ms</data> of these. The layer suits overlap: its computing and its messages take about equally long.
 #
-# Notebook 06 has a relative of DualPipe, `dualpipe-v`. Where a
-# rank has a forward and then a backward of another microbatch, the two run as a pair, unless one has to wait for the other.
-# That holds for <data value="11.pairs">70.3 %</data> of the forwards. So a simulated step takes
+# Notebook 06 has a relative of DualPipe, `dualpipe-v`. Most of the time, a rank runs a forward and directly
+# after it the backward of another microbatch. These two run as a pair. The pairs have
+# <data value="11.pairs">70.3 %</data> of the forwards; no such backward follows the others, which fill the pipeline. So a simulated step takes
 # <data value="11.step.in-pairs.simulated">5.96 s</data> instead of <data value="11.step.one-after-the-other.simulated">8.21 s</data>, and <data value="11.step.no-messages.simulated">4.06 s</data> without any messages. The library runs the
 # pairs, too, and its losses equal those without a pipeline, up to rounding in float32.
 #
@@ -748,12 +757,11 @@ lesson.claim("In pairs, the plugin trains as without a pipeline", (off, "<", 1e-
 # An expert has three matrices of h x m, and m is its *width*. A rank computes 3 x 6 k n h m FLOPs forward and backward, and sends up to 4 k n h w bytes.
 # Their ratio, 4.5 m/w, has neither k nor E in it. *Narrow experts are expensive to reach.*
 #
-# The *explorer* shows a formula with knobs. It keeps the weights of all experts
-# together constant: twice as many experts are half as wide, so a token costs half the FLOPs and as many bytes. Its imbalance
+# The *explorer* keeps the weights of all experts together constant: twice as many experts are half as wide, so a token costs half the FLOPs and as many bytes. Its imbalance
 # is the busiest rank's rows over the mean, and lengthens computing and messages alike. Its *ideal* is computing with equal loads.
 #
 # **Challenge:** over InfiniBand NDR, at least 16 experts, an imbalance of 1.2 or more, and at most 1 GB of
-# experts on a rank. Make the layer take at most 1.6 times its ideal. The last picture gives an answer.
+# experts on a rank. Make the layer take at most 1.6 times its ideal.
 
 # %%
 lesson.explorers.expert_layer()
@@ -780,6 +788,8 @@ lesson.explorers.expert_layer()
 # **When not to use this.** A dense model is simpler, if one that you can afford is good enough. If all experts fit on
 # each rank, replicate them, and nothing travels but gradients.
 #
+# <details><summary>Where to look, and papers</summary>
+#
 # **Where to look.** Here: `hpnb/expert_parallel/`, and `hpnb/theory/experts.py` for bytes. Megatron-Core:
 # `megatron/core/transformer/moe/`, with `token_dispatcher.py` and `router.py`. PyTorch: `torch._grouped_mm` for groups of any
 # size.
@@ -787,6 +797,7 @@ lesson.explorers.expert_layer()
 # **Papers.** Lepikhin et al. 2020, *GShard*, arXiv 2006.16668. Fedus, Zoph & Shazeer 2021, *Switch transformers*, 2101.03961.
 # Gale et al. 2022, *MegaBlocks*, 2211.15841. Wang et al. 2024,
 # *Auxiliary-loss-free load balancing*, 2408.15664. DeepSeek-AI 2024, *DeepSeek-V3 technical report*, 2412.19437.
+# </details>
 #
 # **Next.** This is the last page. Take a model of your own, predict its best layout with `python -m hpnb plan`, run it, and explain the
 # difference.

@@ -247,7 +247,7 @@ lesson.record("09.interleaved", tflops(interleaved, a100), "TFLOP/s")
 # so the bubble explains at best half of the error.
 # </details>
 #
-# Was 1.7B a lucky choice? We fit to each run in turn.
+# Was 1.7B a lucky choice? We fit to each in turn.
 
 
 # %%
@@ -399,17 +399,17 @@ cuts = {f"pp {p} x tp {t}": (p, t)
 question = f"One Ethernet NIC per node: which step is shortest, {', '.join(cuts)}?"
 naive = "pp 4 x tp 4", "pp 8 x tp 8", "pp 8 x tp 2", "pp 16 x tp 8", "pp 4 x tp 16"
 lesson.predict("09.cut", question, kind="ranking", rule_of_thumb=naive)
-run, networks, maps = replace(MODELS["39.1B"], batch=512), {"fast": FAST, "slow": SLOW}, {}
-clusters = {name: cluster_planning.cluster(1024, nic) for name, nic in networks.items()}
+run, links, maps = replace(MODELS["39.1B"], batch=512), {"fast": FAST, "slow": SLOW}, {}
+clusters = {name: cluster_planning.cluster(1024, nic) for name, nic in links.items()}
 plans = {name: best_by_cut(run, nodes) for name, nodes in clusters.items()}
-for name, network in networks.items():
-    maps[name] = {cut: (step(run, clusters[name], plan), cluster_memory(run, plan) < 80e9)
+for name, nodes in clusters.items():  # the slow one last: its `tied` and others remain
+    maps[name] = {cut: (step(run, nodes, plan), cluster_memory(run, plan) < 80e9)
                   for cut, plan in plans[name].items()}  # fmt: skip
     took = {cut: seconds for cut, (seconds, fits) in maps[name].items() if fits}
     (pp, tp), second, *_ = sorted(took, key=took.get)
     best, beyond = took[pp, tp], min(took[cut] for cut in took if cut[1] > 8)
     tied = [cut for cut in took if took[cut] < (1 + error / 100) * best]
-    title = f"{network}: predicted seconds of a step, {len(tied)} layouts are tied"
+    title = f"{links[name]}: predicted seconds of a step, {len(tied)} layouts are tied"
     setting = "39.1B on 1,024 A100s, 512 samples a step"
     lesson.show(figures.layout_map(maps[name], 8, title, setting, tied=error / 100))
     lesson.record(f"09.{name}", {"best": f"pp {pp} x tp {tp}", "tied": len(tied)})
@@ -417,12 +417,11 @@ for name, network in networks.items():
     lesson.record(f"09.{name}.second", 100 * (took[second] / best - 1), "%")
 seconds = {name: maps["slow"][cut][0] for name, cut in cuts.items()}
 lesson.reveal("09.cut", seconds, source="predicted")
-# the loop ended with the slow network: its `beyond`, `best` and `tied`
 lesson.claim("tp beyond a slow node's edge costs four times", (beyond, ">", 4 * best))
 lesson.claim("On it, all tied have tp 4 or 8", all(t in (4, 8) for _, t in tied))
 
 # %% [markdown]
-# The blank cells need more GPUs or samples than there are. **Memory** is the hatched border: there, too few ranks share the model. **The node's edge** is the dashed line, and tp falls off a cliff there: the best layout beyond it takes
+# **Memory** is the hatched border: there, too few ranks share the model. **The node's edge** is the dashed line, and tp falls off a cliff there: the best layout beyond it takes
 # <data value="09.fast.cliff:.1f">1.5</data> times as long as the best of all on the fast network, and <data value="09.slow.cliff:.1f">4.6</data> times on the slow one.
 #
 # Counting the best itself, <data value="09.fast.tied">8</data> layouts are within the planner's error on the fast network, and <data value="09.slow.tied">2</data> on the slow one. There
@@ -430,7 +429,7 @@ lesson.claim("On it, all tied have tp 4 or 8", all(t in (4, 8) for _, t in tied)
 
 # %%
 where, layout = {}, {}
-for name, cut in product(clusters, ((16, 1), (8, 4), (16, 4), (16, 8), (32, 8), (16, 16))):
+for name, cut in product(clusters, ((16, 1), (8, 4), (16, 8), (32, 8), (16, 16))):
     row, plan = f"{name}, pp {cut[0]} x tp {cut[1]}", plans[name][cut]
     where[row] = parts = cluster_parts(run, clusters[name], plan)
     parts["step"] = sum(parts.values())
@@ -562,9 +561,9 @@ def longer(run, nodes, plan, what):
 
 
 for who, nodes in planners.items():
-    halved = {what: cluster_planning.halve_field(nodes, FIELDS[what]) for what in FIELDS}
-    errors = {what: worst(known.tflops / tflops(known, half) for known in MEGATRON)
-              for what, half in halved.items()}  # fmt: skip
+    half = {what: cluster_planning.halve_field(nodes, FIELDS[what]) for what in FIELDS}
+    errors = {what: worst(known.tflops / tflops(known, slower) for known in MEGATRON)
+              for what, slower in half.items()}  # fmt: skip
     tested = {what: off > error for what, off in errors.items()}
     winner = {what: longer(run, plan_for[who], chosen[who], what) for what in FIELDS}
     lesson.show(columns={"worst error on the ten runs (%)": errors, "tested?": tested,
@@ -584,10 +583,9 @@ lesson.field_guide.add(
 # <data value="09.halved.right.between.worst-error-on-the-ten-runs">10.6 %</data> by the right one. So they have not tested the network. The links inside nodes are tested, though only just, with
 # <data value="09.halved.right.inside.worst-error-on-the-ten-runs">14.3 %</data>. The last column cannot warn you: the mistaken planner believes that its own
 # layout hardly needs the network. The remedy
-# is to measure an all-reduce over two nodes, with `lesson.machine_card` from 00.
+# is to measure an all-reduce over two nodes, with `lesson.machine_card`.
 #
-# **Takeaway.** Agreement says nothing about what the known runs did not use. Find the numbers that could be half as large
-# unnoticed, and measure those.
+# **Takeaway.** Agreement says nothing about what the known runs did not use.
 #
 # ### What half a link looks like
 #
@@ -707,7 +705,6 @@ for save in (10, 60, 300):
 lower = {"saves of 60 s": (spacing, [trained_share(large, T) for T in spacing])}
 simulated = {"saves of 60 s": (dots, [simulate(large, T, 3000) for T in dots])}
 title = "Failures take the time of large runs; faster saves give some of it back"
-
 mark = {"saves of 60 s": best}
 lesson.show(figures.goodput(upper, lower, simulated, mark, "16,384 GPUs", title=title))
 lesson.record("09.gone", half)
@@ -742,8 +739,7 @@ lesson.record("09.days", {"trained": days, "all": days / share}, "days")
 # Here: `help(hpnb.Booster.save)`. Megatron-LM: `--save-interval 100 --async-save`.
 # </details>
 #
-# **Takeaway.** Save every √(2DM) seconds.
-#
+
 # ### Exercise 3: how often to save
 #
 # *Core. Implement, 15 minutes.* Write `interval_of(run)`, the seconds of training between saves. `run.each`
@@ -829,9 +825,12 @@ lesson.show(columns=sent, title="Predicted bytes that leave one of 8 ranks, h = 
 # <details><summary>What the bytes are, and why some columns are equal</summary>
 #
 # The bytes are those of one layer, forward and backward, with values of 2 bytes. A rank holds the p-th part of an
-# activation. It sends that amount 4 (p-1) times under Megatron, and as often in a ring, if keys, values and their
-# gradients travel once each; notebook 10's ring sends keys and values twice. Under Ulysses it sends the amount 8 (p-1)/p
-# times, and to experts 4 k (p-1)/p times.
+# activation. Of that amount, it sends
+#
+# - under Megatron, 4p - 4 times as much;
+# - in a ring as much as that, if keys, values and their gradients travel once each (notebook 10's ring sends keys and values twice);
+# - under Ulysses, 8 - 8/p times as much;
+# - to experts, 4k - 4k/p times as much.
 #
 # Bytes grow with the number of tokens, attention's FLOPs with its square. So with long sequences there is more computing
 # behind which messages can travel.
@@ -875,7 +874,7 @@ lesson.show(columns=sent, title="Predicted bytes that leave one of 8 ranks, h = 
 
 # %%
 best_of = cluster_planning.best_layouts(("1.7B", "7.5B", "39.1B", "145.6B", "529.6B"))
-lesson.show(columns=best_of, title="Predicted best dp x pp x tp, and its MFU: A100s, HDR")
+lesson.show(columns=best_of, title="Predicted best dp x pp x tp, and MFU: A100s, HDR")
 lesson.explorers.cluster_layouts()
 
 # %% [markdown]
@@ -891,12 +890,9 @@ lesson.explorers.cluster_layouts()
 # **When not to use this.** Small models and small microbatches have costs per kernel: use 08's planner, which measures
 # them.
 #
-# <details><summary>Papers</summary>
-#
-# Narayanan et al. 2021, arXiv 2104.04473: the ten runs. Megatron-Core r0.8.0, README of July 2024: the nine runs.
+# **Papers.** Narayanan et al. 2021, arXiv 2104.04473: the ten runs. Megatron-Core r0.8.0, README of July 2024: the nine runs.
 # Korthikanti et al. 2022, 2205.05198: activation memory. Young 1974, Daly 2006: when to save. Dubey et al. 2024, *Llama 3*,
 # 2407.21783: failures.
-# </details>
 #
 # **Where to go from here.** Plan your own model with `python -m hpnb plan`, then follow `docs/train.md`.
 # Notebook 10 shards a sequence.

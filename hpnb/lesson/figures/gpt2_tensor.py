@@ -68,7 +68,7 @@ def stacked(
     (ax,) = fig.axes
     if limit is not None:
         ax.axvline(limit / panel.scale, color=ALARM, linestyle="--", linewidth=1.6)
-        for number in ax.texts:
+        for number in (text for text in ax.texts if isinstance(text, Annotation)):
             _keep_on_its_side(number, limit / panel.scale)
     for label in ax.get_yticklabels():
         label.set_fontweight("bold" if label.get_text() == chosen else "normal")

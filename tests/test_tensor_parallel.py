@@ -334,6 +334,27 @@ def test_no_targets_count_for_nothing(four: hpnb.Ranks) -> None:
     assert four.run(no_targets) == [(0.0, 0, 0.0)] * 4
 
 
+def outside_of_the_vocabulary() -> list[str]:
+    axis, said = tensor_axis(), []
+    logits = torch.randn(2, comm.split_sizes(9, axis.size)[axis.rank])
+    for target in (9, -1):
+        with pytest.raises(ValueError) as error:
+            cross_entropy(logits, torch.tensor([0, target]), axis, 9)
+        said.append(str(error.value))
+    model = parallelize(gpt2(words=9), axis)
+    with pytest.raises(ValueError) as error:
+        model(input_ids=torch.tensor([[0, 9]]))
+    return [*said, str(error.value)]
+
+
+def test_ids_outside_of_the_vocabulary_raise(four: hpnb.Ranks) -> None:
+    assert four.run(outside_of_the_vocabulary)[0] == [
+        "9 is not in the vocabulary; use targets of 0 to 8, or ignore_index=-100",
+        "-1 is not in the vocabulary; use targets of 0 to 8, or ignore_index=-100",
+        "9 is not in the vocabulary; use token ids of 0 to 8",
+    ]
+
+
 def refused_losses() -> list[str]:
     axis, said = tensor_axis(), []
     own = comm.split_sizes(9, axis.size)[axis.rank]

@@ -31,6 +31,7 @@ from hpnb.mesh import Axis
 from hpnb.models.in_place_cross_entropy import VocabShard
 from hpnb.record.recorder import communication
 from hpnb.split_sizes import split_range
+from hpnb.tensor_parallel.vocab_embedding import check_token_ids
 
 
 def cross_entropy(
@@ -54,8 +55,8 @@ def cross_entropy(
         z_loss: c above.
 
     Raises:
-        ValueError: logits that are not this rank's shard, targets of another shape, or a smoothing outside
-            of 0 to 1.
+        ValueError: logits that are not this rank's shard, targets of another shape, a smoothing outside of 0
+            to 1, or a target outside of the vocabulary (on a GPU, a device-side assertion fails instead).
     """
     first, stop = split_range(vocab_size, axis.size, axis.rank)
     if logits.size(-1) != stop - first:
@@ -70,6 +71,8 @@ def cross_entropy(
         )
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing={label_smoothing} is not a share; use 0 to 1")
+    is_token = (targets >= 0) & (targets < vocab_size) | (targets == ignore_index)
+    check_token_ids(targets, is_token, f"targets of 0 to {vocab_size - 1}, or ignore_index={ignore_index}")
     losses: torch.Tensor = _CrossEntropy.apply(
         logits.flatten(0, -2),
         targets.flatten(),

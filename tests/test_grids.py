@@ -650,6 +650,6 @@ def test_refusals(eight: hpnb.Ranks) -> None:
     )
     assert "10 inputs" in said["hidden"] or "40 outputs" in said["hidden"]
     assert "multiple of 4; 8 or 12 would work" in said["hidden"]
-    assert "layernorm_after has no weight to cut" in said["no weight"]
+    assert "layernorm_after has no weight to shard" in said["no weight"]
     assert "layernorm_after is a RMSNorm" in said["rms"]
     assert "has 1 heads" in said["width"]

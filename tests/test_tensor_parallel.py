@@ -740,7 +740,7 @@ def test_models_that_are_refused(pools: Callable[[int], hpnb.Ranks]) -> None:
     assert "parallelize" in twice
     assert "has a gradient" in gradient
     assert "does not know the parts of a Linear" in unknown
-    assert "has not been cut" in uncut
+    assert "has not been sharded" in uncut
 
 
 # --- under a pipeline --------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """What a mode of tensor parallelism, 1D, 2D, 2.5D or 3D, decides about a model.
 
-    weight_cuts      which part of each weight this rank holds
-    replace_layer    what replaces a layer, so that it computes with parts
+    weight_cuts      which shard of each weight this rank holds
+    replace_layer    what replaces a layer, so that it computes with shards
     connect          where hidden states are sharded, and where they are gathered again
     cross_entropy    the loss of sharded logits
 
@@ -66,7 +66,7 @@ class ModelToShard:
     Attributes:
         module: the model itself.
         roles: of each parameter, by its name in the model.
-        shapes: of each unsplit parameter; a tied one stands under all of its names.
+        shapes: of each full parameter; a tied one stands under all of its names.
         layers: paths of the modules that have parameters with a role, with their section and roles by
             attribute ("weight", "bias"), in the model's order.
         lazy_logits: whether logits may stay sharded after the head, because the model computes its loss
@@ -113,7 +113,7 @@ class TensorParallelMode(ABC):
 
     @abstractmethod
     def weight_cuts(self, role: Role, shape: Sequence[int]) -> tuple[Cut, ...]:
-        """The part of a weight that this rank holds; () is all of it."""
+        """How this rank's shard is cut from a weight; () is all of it."""
 
     @abstractmethod
     def replace_layer(self, path: str, old: nn.Module, model: ModelToShard) -> nn.Module | None:

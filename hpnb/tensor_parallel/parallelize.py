@@ -4,11 +4,11 @@
     hpnb.tensor_parallel.parallelize(model, mesh.tp, mode="1d", sequence_parallel=True)
     loss = model(pixel_values=pixels, labels=labels).loss         # the whole batch in, the whole loss out
     loss.backward()
-    hpnb.tensor_parallel.full_state_dict(model)                   # of the unsplit model
+    hpnb.tensor_parallel.full_state_dict(model)                   # of the full model
 
 The model's class and its forward stay unchanged. What changes is read off one table, the role of each weight
-(`hpnb.models.roles`): a weight keeps this rank's part under its old name, a linear layer is replaced by one
-that computes with parts, and hooks shard the hidden states before the first block and gather them at the
+(`hpnb.models.roles`): a weight keeps this rank's shard under its old name, a linear layer is replaced by one
+that computes with shards, and hooks shard the hidden states before the first block and gather them at the
 head. The same table serves every mode.
 """
 
@@ -53,10 +53,15 @@ def parallelize(
 ) -> nn.Module:
     """Shard `model` along `axis`, in place, and return it.
 
-    Every rank of the axis passes the same batch and reads the same loss. Parameters stay the same objects, so
-    an optimizer that was made before holds the parts now; the state that it has already gathered does not fit
-    any more. Values are those of the axis's first rank. A model on the meta device stays there, to be filled
-    by `hpnb.placement.load_full_state_dict`; any other goes to `hpnb.device()`, one part after the other.
+    Every rank of the axis passes the same batch and reads the same loss. Values are those of the axis's first
+    rank. A model on the meta device stays there, until `load_full_state_dict` fills it; any other goes to
+    `hpnb.device()`, one parameter after the other. A parameter stays the same object and holds this rank's
+    shard afterwards. An optimizer may therefore be made before, but not have stepped: its state would have
+    the old shapes.
+
+    Two things happen in the first forward only. If the class was given to `hpnb.models.register`, rank 0
+    checks that its parts, one after the other, are its forward. If the model has no registered
+    attentions and a block raises a RuntimeError, the roles of the block's weights are added to the message.
 
     Args:
         model: one that `hpnb.models` knows: a ViTForImageClassification, GPT2LMHeadModel or
@@ -83,7 +88,7 @@ def parallelize(
     """
     axis = axis_of(axis, "tp")
     if _mode_of(model) is not None:
-        raise ValueError("this model has been cut by parallelize before; cut a new one")
+        raise ValueError("this model has been sharded by parallelize before; shard a new one")
     if axis.size > 1:
         registration_of(model).check_sharding(model, mode, sequence_parallel)
     to_shard = _describe(model)
@@ -91,26 +96,28 @@ def parallelize(
         _check_sections(to_shard.anatomy)
         if mode != "1d" or sequence_parallel:
             _check_repeated(model)
-    check = first_step_check(model) if dist.get_rank() == 0 else None  # of the unsharded model
-    how = make_mode(mode, axis, sequence_parallel, depth, overlap)
-    how.check(to_shard)
-    _shard_weights(to_shard, axis, how)
+    first_forward_check = first_step_check(model) if dist.get_rank() == 0 else None  # of the full model
+    tp_mode = make_mode(mode, axis, sequence_parallel, depth, overlap)
+    tp_mode.check(to_shard)
+    _shard_weights(to_shard, axis, tp_mode)
     for path in to_shard.layers:
         old = model.get_submodule(path)
-        if (new := how.replace_layer(path, old, to_shard)) is not None:
+        if (new := tp_mode.replace_layer(path, old, to_shard)) is not None:
             model.set_submodule(path, new)
     for attention in to_shard.attentions:
-        attention.resize(how.local_heads(attention.heads))
-    how.connect(to_shard)
+        attention.resize(tp_mode.local_heads(attention.heads))
+    tp_mode.connect(to_shard)
     finish = None
     if to_shard.vocab_size is not None and to_shard.lazy_logits:
-        finish = keep_logits_sharded(model, how, to_shard.vocab_size)
-    wrap = partial(TensorParallelAnatomy.around, set_batch_shape=how.set_batch_shape, finish_outputs=finish)
+        finish = keep_logits_sharded(model, tp_mode, to_shard.vocab_size)
+    wrap = partial(
+        TensorParallelAnatomy.around, set_batch_shape=tp_mode.set_batch_shape, finish_outputs=finish
+    )
     wrap_anatomy(model, wrap)
-    setattr(model, _MODE, how)
+    setattr(model, _MODE, tp_mode)
     placement.keep_placements(model)
-    if check is not None:
-        _check_first_forward(model, check)
+    if first_forward_check is not None:
+        _check_first_forward(model, first_forward_check)
     if axis.size > 1 and not to_shard.attentions:
         for block in to_shard.anatomy.blocks:
             explain_fixed_heads(block, axis.size, _roles_in(block, to_shard))
@@ -164,15 +171,15 @@ def axes(model: nn.Module) -> tuple[Axis, ...]:
     Raises:
         ValueError: it has not been.
     """
-    if (how := _mode_of(model)) is None:
+    if (mode := _mode_of(model)) is None:
         raise ValueError(
-            "this model has not been cut; hpnb.tensor_parallel.parallelize(model, mesh.tp) does it"
+            "this model has not been sharded; hpnb.tensor_parallel.parallelize(model, mesh.tp) does it"
         )
-    return how.axes
+    return mode.axes
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """{name: tensor} of the unsplit model, on every rank; all ranks call it.
+    """{name: tensor} of the full model, on every rank; all ranks call it.
 
     Raises:
         ValueError: a model that has not been sharded, or one that is sharded along another axis too:
@@ -189,7 +196,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """{name: gradient} of the unsplit model's parameters that have one, on every rank; all ranks call it.
+    """{name: gradient} of the full model's parameters that have one, on every rank; all ranks call it.
 
     A tied parameter stands under its first name. The errors are those of `full_state_dict`.
 
@@ -218,10 +225,10 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def load_full_state_dict(model: nn.Module, full: Mapping[str, torch.Tensor]) -> None:
-    """Fill `model` from the unsplit model's tensors, each rank taking its parts; nothing is sent.
+    """Fill `model` from the full model's tensors. Each rank takes its shards, and nothing is sent.
 
-    A parameter on the meta device gets memory on `hpnb.device()` for its part, and is another Parameter then:
-    make the optimizer after.
+    A parameter on the meta device is replaced by a new Parameter on `hpnb.device()`, so make the optimizer
+    after this call.
 
     Args:
         full: {name: tensor}; read one after the other, so that a mapping that reads files never holds all.
@@ -229,7 +236,7 @@ def load_full_state_dict(model: nn.Module, full: Mapping[str, torch.Tensor]) -> 
     Raises:
         ValueError: a missing or unexpected name, or another shape.
     """
-    filled: dict[nn.Parameter, nn.Parameter] = {}  # a tied one stays one
+    filled: dict[nn.Parameter, nn.Parameter] = {}  # by the old one: a tied parameter stays tied
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is not None and p.is_meta:
@@ -245,8 +252,8 @@ def load_full_state_dict(model: nn.Module, full: Mapping[str, torch.Tensor]) -> 
 
 def _mode_of(model: nn.Module) -> TensorParallelMode | None:
     for module in model.modules():
-        if (how := module.__dict__.get(_MODE)) is not None:
-            return how  # type: ignore[no-any-return]
+        if (mode := module.__dict__.get(_MODE)) is not None:
+            return mode  # type: ignore[no-any-return]
     return None
 
 
@@ -335,21 +342,21 @@ def _check_first_forward(model: nn.Module, check: FirstStepCheck) -> None:
     hook = model.register_forward_pre_hook(run, with_kwargs=True, prepend=True)
 
 
-def _shard_weights(model: ModelToShard, axis: Axis, how: TensorParallelMode) -> None:
-    """Leave each parameter this rank's part, which is on this rank's device unless it is on meta."""
+def _shard_weights(model: ModelToShard, axis: Axis, mode: TensorParallelMode) -> None:
+    """Replace the data of each parameter by this rank's shard, on this rank's device unless it is on meta."""
     for name, p in model.module.named_parameters():
         if p.grad is not None:
             raise ValueError(
-                f"{name} has a gradient, which would not fit its part; cut the model before that"
+                f"{name} has a gradient, which would not fit its shard; shard the model before a backward"
             )
         full = p.detach()
         if not p.is_meta:
             full = full.to(this_device(), copy=True).contiguous()
             if axis.size > 1:
                 dist.broadcast(full, axis.ranks[0], axis.group)
-        place = Placement(name, tuple(p.shape), how.weight_cuts(model.roles[name], p.shape))
-        part = place.take(full)
-        p.data = part.clone() if place.cuts else part
+        place = Placement(name, tuple(p.shape), mode.weight_cuts(model.roles[name], p.shape))
+        shard = place.take(full)
+        p.data = shard.clone() if place.cuts else shard  # a clone, or the view would keep `full` alive
         if place.cuts:
             placement.set_placement(p, place)
 

@@ -1,7 +1,7 @@
 """The loss of a language model whose logits stay sharded along the vocabulary.
 
-Each rank has the logits of a part of the vocabulary. `mode.cross_entropy` computes the loss from these, and
-exchanges three numbers per token. The whole logits are gathered only if somebody reads `outputs.logits`.
+Each rank has the logits of a shard of the vocabulary. `mode.cross_entropy` computes the loss from these, and
+exchanges three numbers per token. The full logits are gathered only if somebody reads `outputs.logits`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from hpnb.tensor_parallel.lazy_logits import with_lazy_logits
 from hpnb.tensor_parallel.mode import TensorParallelMode
 
 
-def keep_logits_sharded(model: Any, how: TensorParallelMode, vocab_size: int) -> Callable[[Any, Inputs], Any]:
+def keep_logits_sharded(
+    model: Any, mode: TensorParallelMode, vocab_size: int
+) -> Callable[[Any, Inputs], Any]:
     """Give `model` a loss of sharded logits, and outputs that gather logits when they are read.
 
     A `loss_function` that somebody has set stays in use. It gets gathered logits.
@@ -43,7 +45,7 @@ def keep_logits_sharded(model: Any, how: TensorParallelMode, vocab_size: int) ->
         """What transformers' ForCausalLMLoss computes, of sharded logits; the mean of no token is 0."""
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        total, count = how.cross_entropy(
+        total, count = mode.cross_entropy(
             logits,
             shift_labels,
             vocab_size,
@@ -54,7 +56,7 @@ def keep_logits_sharded(model: Any, how: TensorParallelMode, vocab_size: int) ->
         return total / (count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
 
     def gather(logits: torch.Tensor) -> torch.Tensor:
-        return how.gather_logits(logits, vocab_size)
+        return mode.gather_logits(logits, vocab_size)
 
     def loss_of_gathered(logits: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         loss: torch.Tensor = replaced(gather(logits), *args, **options)
@@ -74,7 +76,7 @@ def keep_logits_sharded(model: Any, how: TensorParallelMode, vocab_size: int) ->
             options["shift_labels"] = next_tokens
         return with_lazy_logits(outputs, gather, lambda logits: loss_function(logits, labels, **options))
 
-    vars(loss_function)["vocab_shard"] = how.vocab_shard(vocab_size) if replaced is None else None
+    vars(loss_function)["vocab_shard"] = mode.vocab_shard(vocab_size) if replaced is None else None
     model.loss_function = loss_function
     model.register_forward_hook(lambda module, args, outputs: with_lazy_logits(outputs, gather))
     return finish_outputs

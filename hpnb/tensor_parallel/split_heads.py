@@ -1,4 +1,4 @@
-"""Which part of a weight each rank gets: heads are never split, so 25 heads over 4 ranks are 7, 6, 6 and 6.
+"""Which shard of a weight each rank gets: heads are never split, so 25 heads over 4 ranks are 7, 6, 6 and 6.
 
     split_units(axis, role, dim, 75)      25 heads of width 3 on 4 ranks: 21, 18, 18, 18 elements
     split_evenly(axis, dim, 50257)        any element may be the first: 12,565 + 12,564 + 12,564 + 12,564
@@ -19,7 +19,7 @@ from hpnb.split_sizes import split_range
 def split_units(axis: Axis, role: Role, dim: int, size: int) -> Cut:
     """A split of `dim` that keeps the role's units (an attention's heads) whole.
 
-    A fused weight (q, k and v side by side) is split in each of its parts.
+    A fused weight holds q, k and v side by side, and each of the three is split.
     """
     first, ranges = 0, []
     for width in role.sections(dim, size):  # of q, of k and of v

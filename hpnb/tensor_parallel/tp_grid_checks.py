@@ -36,8 +36,8 @@ class GridRequirements:
         for path, module in model.module.named_modules():
             if isinstance(module, nn.LayerNorm | nn.RMSNorm) and path not in model.layers:
                 raise ValueError(
-                    f"{path} has no weight to cut, and would norm the part of the width that a rank of a "
-                    f"{self.description} has; use mode='1d'"
+                    f"{path} has no weight to shard, and would norm the shard of the width that a rank of "
+                    f"a {self.description} has; use mode='1d'"
                 )
 
     def _check_layer(self, path: str, model: ModelToShard) -> None:
@@ -61,7 +61,7 @@ class GridRequirements:
 
     def _check_matrix(self, path: str, role: Role, shape: Sequence[int]) -> None:
         if role.in_dim is None:
-            raise ValueError(f"{path} has no dim of inputs, which a {self.description} cuts; use mode='1d'")
+            raise ValueError(f"{path} has no dim of inputs, which a {self.description} shards; use mode='1d'")
         before, after = (self.hidden, self.inner) if role.kind == "column" else (self.inner, self.hidden)
         self._check_divides(path, role.units, "pieces that must stay whole", self.inner)
         self._check_divides(path, shape[role.in_dim], "inputs", before)
@@ -72,8 +72,8 @@ class GridRequirements:
     def _check_norm(self, path: str, module: nn.Module, model: ModelToShard) -> None:
         if not isinstance(module, nn.LayerNorm):
             raise ValueError(
-                f"{path} is a {type(module).__name__}, and a {self.description}, which cuts the width, knows "
-                "only nn.LayerNorm; use mode='1d'"
+                f"{path} is a {type(module).__name__}, and a {self.description}, which shards the width, "
+                "knows only nn.LayerNorm; use mode='1d'"
             )
         inputs = {
             model.shapes[f"{other}.weight"][role.in_dim]
@@ -83,7 +83,7 @@ class GridRequirements:
         if inputs and tuple(module.normalized_shape) not in {(h,) for h in inputs}:
             raise ValueError(
                 f"{path} norms {tuple(module.normalized_shape)}, not the {max(inputs)} values of a token, "
-                f"which is what a {self.description} cuts; use mode='1d'"
+                f"which is what a {self.description} shards; use mode='1d'"
             )
 
     def _check_divides(self, path: str, size: int, what: str, divisor: int) -> None:

@@ -26,11 +26,11 @@ MatrixProduct = Callable[..., tuple[torch.Tensor, ...]]
 """X W + b for some layers: (x, weights, biases, transposed=, pending_grads=) -> a y each."""
 
 LogitsProduct = Callable[..., torch.Tensor]
-"""(x, this rank's part of the embedding, pending_grads=) -> logits."""
+"""(x, this rank's shard of the embedding, pending_grads=) -> logits."""
 
 
 class _GridLayer(nn.Module):
-    """Replaces an nn.Linear or a Conv1D and keeps its weight, of which this rank has a part."""
+    """Replaces an nn.Linear or a Conv1D and takes over its Parameters, of which this rank has a shard."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -42,7 +42,7 @@ class _GridLayer(nn.Module):
         self.train(old.training)
 
     def extra_repr(self) -> str:
-        return f"part={tuple(self.weight.shape)}, bias={self.bias is not None}"
+        return f"shard={tuple(self.weight.shape)}, bias={self.bias is not None}"
 
 
 class GridLinear(_GridLayer):

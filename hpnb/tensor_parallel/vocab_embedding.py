@@ -37,7 +37,7 @@ class VocabParallelEmbedding(nn.Module):
         if old.max_norm is not None or old.scale_grad_by_freq or old.sparse:
             raise ValueError(
                 "an embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be sharded along "
-                "its vocabulary: each of them needs all rows at once; leave them out, or use an unsplit model"
+                "its vocabulary: each of them needs all rows at once; leave them out, or keep the model full"
             )
         self.axes, self.vocab_size = axes, vocab_size
         self.first, stop = 0, vocab_size

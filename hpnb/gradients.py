@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, MutableMapping
 from functools import partial
 from types import MethodType
-from typing import Protocol
 from weakref import ref
 
 import torch
@@ -21,29 +20,44 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hpnb.mesh import Axis
 
 
-class GradientSink(Protocol):
-    """Reduces gradients over the ranks of an axis.
+class GradientSink:
+    """Reduces gradients over the ranks of an axis. Base class of DDP's, ZeRO's and ZeRO-3's reducers.
 
-    A pipeline also calls two methods that a sink may have: `before_accumulation(parameter)`, before a step
-    adds to its gradient, and `gradient_holder(parameter)`, which gives the parameter whose .grad grows
-    (ZeRO-3's unsharded one).
+    A subclass implements `ready`, `finish` and `drop`. The other methods have a default.
+
+    Attributes:
+        axis: the ranks whose gradients are summed.
+        average: divide sums by the number of ranks.
+        shards_parameters: parameters are sharded too, and gathered for each forward and backward (ZeRO 3).
     """
 
-    @property
-    def axis(self) -> Axis: ...
-
-    @property
-    def average(self) -> bool:
-        """Whether it divides sums by the number of ranks."""
+    axis: Axis
+    average: bool
+    shards_parameters = False
 
     def ready(self, parameter: torch.nn.Parameter) -> None:
         """The gradient of `parameter` is complete on this rank."""
+        raise NotImplementedError
 
     def finish(self) -> None:
         """All gradients are complete. Return once they are reduced, as far as the CPU is concerned."""
+        raise NotImplementedError
 
     def drop(self) -> None:
         """The backward failed: forget the gradients that it has left behind."""
+        raise NotImplementedError
+
+    def before_accumulation(self, parameter: torch.nn.Parameter) -> None:
+        """A backward is about to add to the gradient of `parameter`, which may be reduced already."""
+
+    def gradient_holder(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        """The parameter whose .grad grows during a backward: with ZeRO 3 the unsharded one."""
+        return parameter
+
+    def hand_over(self) -> GradientSink:
+        """Reduce nothing by itself any more, after a backward. From now on the caller calls `ready` and
+        `finish` of the sink that this returns."""
+        return self
 
 
 def attach(

@@ -12,7 +12,7 @@ the count over all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
@@ -57,8 +57,8 @@ class DataParallel(nn.Module):
     models in one order. Register a hook that changes gradients before wrapping, or as `register_hook`. Save
     or copy `.module`, not the wrapper.
 
-    A `ZeroOptimizer` on the same parameters may take over the reduction. Then it is the `sink`, and its
-    options apply.
+    A `ZeroOptimizer` on the same parameters, made before or after, becomes the `sink`. Gradients are reduced
+    with the options of whichever was made first, and both need the same `average`.
 
     Raises:
         ValueError: a model without trained parameters, on the meta device, wrapped before, or not the same on
@@ -100,14 +100,16 @@ class DataParallel(nn.Module):
                    "copy_engines": copy_engines}  # fmt: skip
         check_replicas(named, axis, {**options, "find_unused_parameters": find_unused_parameters})
         experts = [tensor for tensor in named.values() if is_expert(tensor)]
+        earlier_sink = self._find_sink(average)
         broadcast([tensor for tensor in named.values() if not is_expert(tensor)], axis)
-        kind: Any = Reducer
+        make_reducer: Callable[..., GradientSink] = Reducer
         if experts:
             expert_axis = _check_expert_axis(expert_axis, axis)
             broadcast(experts, expert_axis)
-            kind = partial(SplitReducer, expert_axis=expert_axis)
-        self._buffers_to_send = list(module.buffers())  # walking through the module takes time
-        self.sink: GradientSink = self._take_over_sink(average) or kind(
+            make_reducer = partial(SplitReducer, expert_axis=expert_axis)
+        # Where each buffer stands, because a forward may put another tensor there.
+        self._buffers_to_send = [(m._buffers, key) for m in module.modules() for key in m._buffers]
+        self.sink = earlier_sink.hand_over() if earlier_sink is not None else make_reducer(
             dict(module.named_parameters()),
             axis,
             bucket_mb=bucket_mb,
@@ -118,7 +120,7 @@ class DataParallel(nn.Module):
             overlap=overlap_communication,
             check=check_reduction,
             copy_engines=copy_engines,
-        )
+        )  # fmt: skip
         claim(module.parameters(), self)
         self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
         self._hooks = attach(module.parameters(), self._on_gradient)
@@ -127,16 +129,18 @@ class DataParallel(nn.Module):
             for p in experts:
                 if p.requires_grad:
                     self._hooks.append(p.register_hook(lambda grad: grad * share))
-        if not average and isinstance(self.sink, Reducer | SplitReducer):
-            for p in self.sink.names:
-                self._hooks.append(p.register_hook(partial(self._before_accumulation, p)))
+        if not average and earlier_sink is None:
+            for p in module.parameters():
+                if p.requires_grad:
+                    self._hooks.append(p.register_hook(partial(self._before_accumulation, p)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._awaits_end and not in_backward():  # an exception has ended the last one
             self._awaits_end = False
             self.sink.drop()
         if self.broadcast_buffers and self.training and self._sync:
-            broadcast(self._buffers_to_send, self.axis)
+            buffers = [b for table, key in self._buffers_to_send if (b := table[key]) is not None]
+            broadcast(list({id(b): b for b in buffers}.values()), self.axis)
         return self.module(*args, **kwargs)
 
     @contextmanager
@@ -156,6 +160,11 @@ class DataParallel(nn.Module):
         claim(self.module.parameters(), None)
         return self.module
 
+    def hand_over(self) -> GradientSink:
+        """Stop reducing by itself, and return what reduces, for a caller that says when."""
+        self.detach()
+        return self.sink
+
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
         """A copy with the weights of this one, for an average of weights (EMA) say. It computes and is saved,
         and a backward raises, because nothing would reduce its gradients."""
@@ -164,6 +173,7 @@ class DataParallel(nn.Module):
         nn.Module.__init__(copied)
         copied.module, copied.axis = deepcopy(self.module, memo), self.axis
         copied.broadcast_buffers = copied._awaits_end = False
+        copied._sync = True
         copied._hooks = attach(copied.module.parameters(), _refuse_gradient)
         return copied.train(self.training)
 
@@ -171,31 +181,31 @@ class DataParallel(nn.Module):
     def reducer(self) -> Reducer:
         """The sink, unless a ZeroOptimizer has taken over."""
         if not isinstance(self.sink, Reducer):
-            raise AttributeError(f"a {type(self.sink).__name__} reduces these gradients")
+            # Not an AttributeError: nn.Module would replace it by one of its own.
+            raise RuntimeError(f"a {type(self.sink).__name__} reduces these gradients")
         return self.sink
 
-    def _take_over_sink(self, average: bool) -> GradientSink | None:
-        """A `ZeroOptimizer` that reduces these gradients already. From now on this wrapper calls it."""
+    def _find_sink(self, average: bool) -> GradientSink | None:
+        """The `ZeroOptimizer` that reduces these gradients already, if there is one."""
         reducers = {id(r): r for p in self.module.parameters() if (r := reduced_by(p)) is not None}
         if not reducers:
             return None
         other = next(iter(reducers.values()))
-        if len(reducers) > 1 or isinstance(other, DataParallel) or not hasattr(other, "detach"):
+        if len(reducers) > 1 or not isinstance(other, GradientSink) or other.shards_parameters:
             names = ", ".join(type(reducer).__name__ for reducer in reducers.values())
             raise ValueError(
                 f"the gradients of this module are reduced by {names} already; wrap it once, or unwrap it by "
                 "detach() first"
             )
-        if getattr(other, "average", average) != average:
+        if other.average != average:
             raise ValueError(
-                f"average={average} here, and average={not average} in the {type(other).__name__} around it"
+                f"average={average} here, and average={other.average} in the {type(other).__name__} of the "
+                "same parameters; give both the same"
             )
-        sink: GradientSink = other.detach()
-        return sink
+        return other
 
     def _before_accumulation(self, parameter: torch.nn.Parameter, _: torch.Tensor) -> None:
-        if isinstance(self.sink, Reducer | SplitReducer):
-            self.sink.before_accumulation(parameter)
+        self.sink.before_accumulation(parameter)
 
     def _on_gradient(self, parameter: torch.nn.Parameter) -> None:
         if not self._sync:

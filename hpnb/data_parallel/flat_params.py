@@ -67,6 +67,7 @@ class FlatParam:
 
     Attributes:
         sharded_params, unsharded_params: in the same order.
+        axes: the ranks that hold the other shards, and those that hold the same shard if there are any.
         is_unsharded: the full parameters are here, or on their way.
         has_gradients: there are full gradients that have not been reduced.
         missing: how many gradients the current backward has not brought yet.
@@ -81,6 +82,7 @@ class FlatParam:
         on_gradients: Callable[[FlatParam], None],
     ) -> None:
         self._background, self._policy, self._on_gradients = background, policy, on_gradients
+        self.axes = (axis,) if policy.replicas is None else (axis, policy.replicas.axis)
         self.names, self.sharded_params = list(named), list(named.values())
         dtype = self.sharded_params[0].dtype
         compute_dtype, self._reduce_dtype = policy.dtypes(dtype)

@@ -29,7 +29,7 @@ from hpnb.data_parallel.fsdp_prefetch import PrefetchOrder
 from hpnb.data_parallel.fsdp_units import FSDPUnit, assign_parameters, find_units
 from hpnb.data_parallel.reducer import unused_message
 from hpnb.data_parallel.split_reducer import is_expert
-from hpnb.gradients import after_backward, claim, in_backward
+from hpnb.gradients import GradientSink, after_backward, claim, in_backward
 from hpnb.mesh import Axis
 from hpnb.placement import keep_placements, placement_of
 from hpnb.record.recorder import communication
@@ -45,8 +45,10 @@ def fsdp_state_of(module: nn.Module) -> FSDPState | None:
     return None if state is None else state()
 
 
-class FSDPState:
+class FSDPState(GradientSink):
     """Gathers and frees the units of one module around their forwards and backwards."""
+
+    shards_parameters = True
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class FSDPState:
         find_unused: bool,
         experts: tuple[Axis, FSDPPolicy] | None = None,
     ) -> None:
-        self.axis, self.policy = axis, policy
+        self.axis, self.policy, self.average = axis, policy, policy.average
         self.find_unused, self.reshard_after_forward = find_unused, reshard_after_forward and not find_unused
         self.sync = True
         self._in_forward = self._in_backward = False
@@ -277,25 +279,25 @@ class FSDPState:
             raise RuntimeError(unused_message(names, sum(flat.num_trained for flat in self.flat_params)))
 
     def _find_used(self) -> dict[FlatParam, list[bool]]:
-        """For each parameter whether any rank has a gradient of it, of FlatParams that are trained."""
+        """For each parameter whether any rank has a gradient of it, of FlatParams that are trained. Only the
+        ranks that have shards of a FlatParam are asked: for experts they are fewer."""
         trained = [flat for flat in self.flat_params if flat.num_trained]
-        flags = [p.grad is not None for flat in trained for p in flat.unsharded_params]
-        counts = torch.tensor(flags, dtype=torch.int32).to(self.policy.device)
-        replicas = self.policy.replicas
-        for axis in [self.axis] if replicas is None else [self.axis, replicas.axis]:
-            if axis.size > 1:
-                with communication("all_reduce", axis.name, counts.nbytes, axis.ranks):
-                    dist.all_reduce(counts, group=axis.group)
-        anywhere = iter(counts.tolist())
-        return {flat: [next(anywhere) > 0 for _ in flat.unsharded_params] for flat in trained}
+        used: dict[FlatParam, list[bool]] = {}
+        for axes in dict.fromkeys(flat.axes for flat in trained):
+            members = [flat for flat in trained if flat.axes == axes]
+            flags = [p.grad is not None for flat in members for p in flat.unsharded_params]
+            counts = torch.tensor(flags, dtype=torch.int32).to(self.policy.device)
+            for axis in axes:
+                if axis.size > 1:
+                    with communication("all_reduce", axis.name, counts.nbytes, axis.ranks):
+                        dist.all_reduce(counts, group=axis.group)
+            anywhere = iter(counts.tolist())
+            used |= {flat: [next(anywhere) > 0 for _ in flat.unsharded_params] for flat in members}
+        return {flat: used[flat] for flat in trained}  # in the order in which all ranks reduce them
 
     # --- as a GradientSink, for a pipeline that says itself when a step is over ---------------------
 
-    @property
-    def average(self) -> bool:
-        return self.policy.average
-
-    def detach(self) -> FSDPState:
+    def hand_over(self) -> GradientSink:
         """From now on reduce nothing at the end of a backward, but only when `finish` is called."""
         self.sync = False
         return self

@@ -18,12 +18,13 @@ import torch.distributed as dist
 
 from hpnb.background import Background, Pending, wait_all
 from hpnb.data_parallel.buckets import assign_buckets, fill_bucket
+from hpnb.gradients import GradientSink
 from hpnb.mesh import Axis
 from hpnb.record.recorder import separate_compute
 
 
-class Reducer:
-    """A `GradientSink` that all-reduces: after `finish`, .grad is the sum or mean over the axis.
+class Reducer(GradientSink):
+    """All-reduces gradients: after `finish`, .grad is the sum or mean over the axis.
 
     Args:
         parameters: {name: parameter} in the order of the model.
@@ -125,9 +126,9 @@ class Reducer:
         Raises:
             RuntimeError: parameters without a gradient (unless `find_unused`), by name.
         """
-        # A parameter that an earlier backward of this step used has a gradient; a frozen one needs none.
+        # A parameter that an earlier backward of this step used has a gradient. A frozen one needs none.
         silent = [p for number, p in enumerate(self.names) if number not in self._ready]
-        frozen = frozenset(p for p in silent if not p.requires_grad)
+        frozen = frozenset(p for p in silent if p.grad is None and not p.requires_grad)
         unused = [p for p in silent if p.grad is None and p not in frozen]
         with separate_compute():
             try:

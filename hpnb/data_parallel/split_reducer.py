@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hpnb.data_parallel.reducer import Reducer
+from hpnb.gradients import GradientSink
 from hpnb.mesh import Axis
 from hpnb.placement import placement_of
 
@@ -21,7 +22,7 @@ def is_expert(parameter: torch.Tensor) -> bool:
     return "ep" in placement_of(parameter).axes
 
 
-class SplitReducer:
+class SplitReducer(GradientSink):
     """Two reducers, and each parameter goes to its own. Arguments are those of `Reducer`."""
 
     def __init__(

@@ -16,7 +16,7 @@ Rajbhandari et al. 2020, *ZeRO* (arXiv 1910.02054), sections 5 and 7.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -87,7 +87,8 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
     gradients are DataParallel's, and add up until they are zeroed.)
 
     A DataParallel may wrap the same parameters, before or after. Then its no_sync decides when to reduce.
-    Stage 1 on top of it leaves it the reduction, and the full gradients.
+    Gradients are reduced with the options of whichever was made first, and both need the same `average`.
+    Stage 1 on top of a DataParallel leaves it the reduction, and the full gradients.
 
     Raises:
         ValueError: what cannot work, in one sentence.
@@ -133,7 +134,7 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
                   "average": average, "find_unused": find_unused_parameters}  # fmt: skip
         check_replicas({name: p for p, name in self.names.items()}, axis, chosen)
         leave_reduction = stage == 1 and not cpu_offload and communication_dtype is None
-        replica = find_replica(self.names, axis, leave_reduction)
+        replica = find_replica(self.names, axis, average, leave_reduction)
 
         self._axes = [axis]
         if experts := [name for p, name in self.names.items() if is_expert(p)]:
@@ -230,13 +231,16 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
         self._replace_gradients, self._finished = True, False
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, axes: Iterable[Axis] = ()) -> torch.Tensor:
         """Clip the norm of the full gradient to `max_norm`. Returns the norm before, (). Every rank calls it.
 
         torch.nn.utils.clip_grad_norm_ would see this rank's shards alone.
+
+        Args:
+            axes: other axes along which parameters are sharded, as `mesh.tp`.
         """
         shards = parameters_of(self.optimizer)
-        norm = total_norm(shards, [self.axis])
+        norm = total_norm(shards, [self.axis, *axes])
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         multiply([p.grad for p in shards if p.grad is not None], factor)
         return norm
@@ -260,7 +264,7 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
                 p.grad = None
             else:
                 p.grad.detach().zero_()
-        self._replace_gradients = set_to_none
+        self._replace_gradients, self._finished = set_to_none, False
         self.drop()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

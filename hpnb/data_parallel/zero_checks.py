@@ -77,10 +77,13 @@ def check_parameters(names: Mapping[nn.Parameter, str], axis: Axis) -> None:
             )
 
 
-def find_replica(names: Mapping[nn.Parameter, str], axis: Axis, leave_reduction: bool) -> DataParallel | None:
+def find_replica(
+    names: Mapping[nn.Parameter, str], axis: Axis, average: bool, leave_reduction: bool
+) -> DataParallel | None:
     """The DataParallel around these parameters, if there is one.
 
     Args:
+        average: what the ZeroOptimizer is to do with sums; DataParallel must do the same.
         leave_reduction: DataParallel goes on to reduce. Otherwise it must train exactly these parameters.
     """
     reducers = {id(reducer): reducer for reducer in map(reduced_by, names)}
@@ -97,6 +100,11 @@ def find_replica(names: Mapping[nn.Parameter, str], axis: Axis, leave_reduction:
         raise ValueError(
             f"DataParallel reduces along {replica.axis.name} over ranks {replica.axis.ranks}, and ZeRO would "
             f"along {axis.name} over {axis.ranks}; give both the same axis"
+        )
+    if replica.sink.average != average:
+        raise ValueError(
+            f"average={average} here, and average={replica.sink.average} in the DataParallel of the same "
+            "parameters; give both the same"
         )
     keeps_reducing = getattr(replica.sink, "reducing_sink", None) is not None
     if leave_reduction and (isinstance(replica.sink, Reducer) or keeps_reducing):

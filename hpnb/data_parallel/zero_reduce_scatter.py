@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -26,10 +25,9 @@ from hpnb.gradients import GradientSink, after_backward, attach, claim
 from hpnb.mesh import Axis
 
 MAX_REDUCING = 2  # buckets of full gradients that ZeRO 2 reduces at once
-Self = TypeVar("Self", bound="ZeroReduceScatter")
 
 
-class ZeroReduceScatter:
+class ZeroReduceScatter(GradientSink):
     """Reduces the gradients of `names` into the shards of `buckets`. `ZeroOptimizer` inherits it.
 
     Args:
@@ -81,8 +79,7 @@ class ZeroReduceScatter:
             self.reducing_sink = replica.sink
         else:
             assert isinstance(replica.sink, Reducer)
-            self.average, self.overlap = replica.sink.average, replica.sink.overlap
-            self.find_unused = replica.sink.find_unused
+            self.overlap, self.find_unused = replica.sink.overlap, replica.sink.find_unused
             if any(p.grad is not None for p in self.names):
                 raise ValueError(
                     "there are gradients already, in the memory of a DataParallel whose reduction is to be "
@@ -90,7 +87,7 @@ class ZeroReduceScatter:
                 )
         replica.sink = self
 
-    def detach(self: Self) -> Self:
+    def hand_over(self) -> GradientSink:
         """Remove the hooks. From now on others call `ready` and `finish`."""
         for hook in self._hooks:
             hook.remove()
@@ -116,6 +113,12 @@ class ZeroReduceScatter:
         self.ready(parameter)
 
     # --- the sink ---------------------------------------------------------------------------------
+
+    def before_accumulation(self, parameter: nn.Parameter) -> None:
+        """Ask a DataParallel that goes on to reduce. Otherwise a reduced gradient is on a shard, and the
+        parameter's own is None."""
+        if self.reducing_sink is not None:
+            self.reducing_sink.before_accumulation(parameter)
 
     def ready(self, parameter: nn.Parameter) -> None:
         """Count a gradient, and reduce every bucket whose turn has come."""
@@ -149,9 +152,10 @@ class ZeroReduceScatter:
         """
         if not self._sync:
             return
-        self._finished = True
         if self.reducing_sink is not None:
+            self._finished = False
             self.reducing_sink.finish()
+            self._finished = True
             self._slice_gradients()
             return
         silent = [p for p in self.names if id(p) not in self._ready and p.grad is None]
@@ -164,7 +168,7 @@ class ZeroReduceScatter:
                 self._send()
             nowhere = frozen
             if self.find_unused:
-                nowhere |= find_unused_anywhere(list(self.names), unused, self.axis)
+                nowhere |= self._find_unused_anywhere(unused)
             for bucket in self.buckets:
                 bucket.wait_for_reduction()
             self._wait_for_copies()
@@ -183,6 +187,14 @@ class ZeroReduceScatter:
         for bucket in self.buckets:
             bucket.drop_gradients()
         self._start_backward()
+
+    def _find_unused_anywhere(self, unused: Sequence[nn.Parameter]) -> frozenset[nn.Parameter]:
+        """Parameters that no rank with a replica of them has used; experts have fewer replicas."""
+        replicas: dict[str, tuple[Axis, list[nn.Parameter]]] = {}
+        for bucket in self.buckets:
+            replicas.setdefault(bucket.axis.name, (bucket.axis, []))[1].extend(bucket.parameters)
+        sets = [find_unused_anywhere(parameters, unused, axis) for axis, parameters in replicas.values()]
+        return frozenset[nn.Parameter]().union(*sets)
 
     @torch.no_grad()
     def _send(self) -> None:

@@ -272,7 +272,7 @@ def make_stage_graphs(
 
 def refused_by(sink: object, overlaps_pairs: bool) -> str:
     """Why a pipeline with this gradient sink runs eagerly; empty if it need not."""
-    if hasattr(sink, "gradient_holder"):
+    if getattr(sink, "shards_parameters", False):
         return "its parameters are sharded (ZeRO 3), and lie elsewhere in every step"
     if overlaps_pairs:
         return "forwards and backwards overlap in pairs, whose messages lie within the stages"

@@ -227,8 +227,8 @@ def sink_of(gradients: Gradients, module: nn.Module) -> GradientSink | None:
     is_reducer = hasattr(reducer, "sink") or hasattr(reducer, "ready") or isinstance(reducer, nn.Module)
     if callable(reducer) and not is_reducer:
         reducer = reducer(module)
-    if hasattr(reducer, "detach"):
-        reducer.detach()
+    if hasattr(reducer, "hand_over"):
+        reducer = reducer.hand_over()
     sink: GradientSink | None = getattr(reducer, "sink", reducer)
     if sink is not None and not all(hasattr(sink, name) for name in ("ready", "finish", "drop", "axis")):
         raise ValueError(

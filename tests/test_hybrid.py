@@ -64,7 +64,7 @@ from hpnb.hybrid import (
     global_loss,
     recompute,
 )
-from hpnb.pipeline_parallel import Builder, Pipeline, schedules
+from hpnb.pipeline_parallel import Builder, Pipeline, full_state_dict, schedules
 from hpnb.pipeline_parallel.microbatches import split_batch
 from hpnb.pipeline_parallel.stages import WholeModel
 from hpnb.ranks import devices
@@ -1666,6 +1666,13 @@ def test_a_whole_model_as_a_stage_keeps_its_names() -> None:
     assert stage.eval() is stage
     assert not model.training
     assert all(a is b for a, b in zip(stage.parameters(), model.parameters(), strict=True))
+    outer = torch.nn.Module()
+    outer.model = model  # the name that most language models have for their body
+    stage = WholeModel(outer)
+    assert stage.get_submodule("model") is model
+    full = full_state_dict(stage, None)
+    assert list(full) == list(outer.state_dict())
+    assert all(torch.equal(full[name], value) for name, value in outer.state_dict().items())
 
 
 class SquareLoss(torch.nn.Module):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_map
 
 from hpnb import comm
 from hpnb.mesh import Axis
+from hpnb.models import Part
 from hpnb.pipeline_parallel import microbatches
 from hpnb.pipeline_parallel.layers import Builder, Inputs, Layer, first_input, layers, shared_parameters
 from hpnb.pipeline_parallel.partition import How, cut
@@ -139,8 +141,7 @@ class WholeModel(Stages):
         causal: whether its targets are its inputs, shifted by one.
     """
 
-    model: nn.Module
-    takes: Callable[[Collection[str]], Collection[str]]
+    _whole_model: nn.Module
 
     def __init__(
         self,
@@ -149,33 +150,36 @@ class WholeModel(Stages):
         causal: bool = False,
     ) -> None:
         nn.Module.__init__(self)
-        self.__dict__.update(model=model, takes=takes)  # not a child, whose name would be in front of all
+        # The model is no child, or its name would stand in front of all others: the two modules share their
+        # tables of parameters, buffers and children.
+        self.__dict__["_whole_model"] = model
         for table in ("_parameters", "_buffers", "_modules"):
             setattr(self, table, getattr(model, table))
         self.numbers, self.tied, self.units, self.causal = (0,), (), [], causal
+        self._layers = {0: (Layer((Part("", model),), partial(_run_whole_model, model, takes)),)}
         self.training = model.training
-
-    def forward(self, stage: int, hidden: Any, inputs: Inputs) -> Any:
-        if not isinstance(inputs, Mapping):
-            return self.model(first_input(inputs))
-        if names := self.takes(inputs.keys()):
-            return self.model(**{name: inputs[name] for name in names})
-        if type(self.model).forward is nn.Sequential.forward:  # whose argument has no name of its own
-            return self.model(first_input(inputs))
-        arguments = ", ".join(inspect.signature(self.model.forward).parameters) or "nothing"
-        raise TypeError(
-            f"the batch has {', '.join(map(str, inputs)) or 'no entries'}, and the forward of this "
-            f"{type(self.model).__name__} takes {arguments}: no name is in both; rename entries of the batch "
-            "(a collate_fn can), or arguments of the forward"
-        )
-
-    def trained(self, stage: int) -> list[nn.Parameter]:
-        return [p for p in self.parameters() if p.requires_grad]
 
     def train(self, mode: bool = True) -> WholeModel:
         self.training = mode
-        self.model.train(mode)
+        self._whole_model.train(mode)
         return self
+
+
+def _run_whole_model(
+    model: nn.Module, takes: Callable[[Collection[str]], Collection[str]], hidden: Any, inputs: Inputs
+) -> Any:
+    if not isinstance(inputs, Mapping):
+        return model(first_input(inputs))
+    if names := takes(inputs.keys()):
+        return model(**{name: inputs[name] for name in names})
+    if type(model).forward is nn.Sequential.forward:  # whose argument has no name of its own
+        return model(first_input(inputs))
+    arguments = ", ".join(inspect.signature(model.forward).parameters) or "nothing"
+    raise TypeError(
+        f"the batch has {', '.join(map(str, inputs)) or 'no entries'}, and the forward of this "
+        f"{type(model).__name__} takes {arguments}: no name is in both; rename entries of the batch "
+        "(a collate_fn can), or arguments of the forward"
+    )
 
 
 def move_module(module: nn.Module, device: torch.device) -> None:

@@ -174,6 +174,8 @@ def steps(kind: str, plugin: dict[str, Any], overlaps: bool) -> Any:
         ("Qwen3Moe", {"ep_size": 2, "zero_stage": 2}),
         ("Qwen3Moe", {"ep_size": 2, "activation_checkpointing": "full"}),
         ("Mixtral", {"ep_size": 2, "cp_size": 2}),
+        ("Mixtral", {"ep_size": 2, "zero_stage": 3}),
+        ("Qwen3Moe", {"ep_size": 2, "zero_stage": 3, "activation_checkpointing": "full"}),
     ],
     ids=str,
 )

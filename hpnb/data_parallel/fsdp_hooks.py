@@ -8,6 +8,10 @@
 
 `fsdp_prefetch.py` says which units come next. All ranks run the same units, so they make the same calls in
 the same order.
+
+A forward may run while the backward of another pipeline stage does, on another thread
+(`hpnb.overlapped_pair`). The two have no unit but the root in common, so each frees what it alone has used,
+and what starts or ends a forward or a backward leaves the other's units as they are.
 """
 
 from __future__ import annotations
@@ -66,6 +70,7 @@ class FSDPState(GradientSink):
         self.find_unused, self.reshard_after_forward = find_unused, reshard_after_forward and not find_unused
         self.sync = True
         self._in_forward = self._in_backward = False
+        self._running_forward: set[FSDPUnit] = set()  # whose forward has begun and not ended
         self._reducing: list[FlatParam] = []  # a reduce-scatter runs
         self._summing: list[FlatParam] = []  # an all-reduce over replicas runs
         self._prefetch = PrefetchOrder[FSDPUnit](prefetch)
@@ -118,11 +123,12 @@ class FSDPState(GradientSink):
     def _before_forward(self, unit: FSDPUnit, _: nn.Module, args: Any, kwargs: Any) -> Any:
         if unit is self.root:
             self._recover()
-        if self._in_backward:  # activation checkpointing recomputes it
+        if self._recomputes():
             self._unshard(unit, self._prefetch.next_in_backward(unit))
             return None
         if unit is self.root:
             self._begin_forward()
+        self._running_forward.add(unit)
         ahead = self._prefetch.next_in_forward(unit) if self._in_forward else []
         self._unshard(unit, self.units if self.find_unused and unit is self.root else ahead)
         if torch.is_grad_enabled() and unit.has_frozen:
@@ -146,8 +152,9 @@ class FSDPState(GradientSink):
             unit.pending_backwards = 0
 
     def _after_forward(self, unit: FSDPUnit, _: nn.Module, __: Any, output: Any) -> None:
-        if self._in_backward:
+        if self._recomputes():
             return  # the unit's backward follows at once
+        self._running_forward.discard(unit)
         unit.use_sharded()
         trains = torch.is_grad_enabled()
         if trains:
@@ -162,11 +169,16 @@ class FSDPState(GradientSink):
         self._in_forward = False
         self._prefetch.end_forward()
         for other in self.units[1:]:
-            if not trains or self.reshard_after_forward:  # gathered ahead, and then not used
+            gathered_ahead = not trains or self.reshard_after_forward
+            if gathered_ahead and not other.uses_unsharded:  # and then not used, here or in a backward beside
                 other.reshard()
         if not trains:
             self._reshard_all()
             self._synchronize_offload()
+
+    def _recomputes(self) -> bool:
+        """Whether the forward that runs is one of activation checkpointing, inside of a backward."""
+        return self._in_backward and in_backward()
 
     def _unshard(self, unit: FSDPUnit, ahead: Iterable[FSDPUnit]) -> None:
         # All gathers start before the unit's own kernels are launched: a gather waits for the kernels that
@@ -320,6 +332,7 @@ class FSDPState(GradientSink):
     def drop(self) -> None:
         """The step failed: forget its gradients."""
         self._in_backward = self._in_forward = False
+        self._running_forward.clear()
         self._reducing.clear()
         self._summing.clear()
         for flat in self.flat_params:
@@ -329,10 +342,11 @@ class FSDPState(GradientSink):
     # --- in between -------------------------------------------------------------------------
 
     def _reshard_all(self) -> None:
-        """Register the shards and free everything that is unsharded."""
+        """Register the shards and free what is unsharded, except for units whose forward runs."""
         for unit in self.units:
-            unit.use_sharded()
-            unit.reshard()
+            if unit not in self._running_forward:
+                unit.use_sharded()
+                unit.reshard()
         for flat in self.flat_params:
             flat.missing = flat.num_trained
 
@@ -340,6 +354,7 @@ class FSDPState(GradientSink):
         """Clear up after a forward or backward that an exception ended."""
         if self._in_backward and not in_backward():
             self.drop()
+        self._running_forward.clear()
         if self._in_forward:
             self._in_forward = False
             self._reshard_all()

@@ -311,10 +311,7 @@ def _shard_experts(
 
 def _overlaps_experts(plugin: HybridParallelPlugin, model: Model) -> bool:
     """Whether tokens travel to experts while another microbatch computes, for which DualPipe is made. What
-    recomputes dropout sets the state of the random numbers that the other microbatch would draw, and ZeRO 3
-    frees a block's parameters after one of the two."""
-    if plugin.zero_stage == 3:
-        return False
+    recomputes dropout sets the state of the random numbers that the other microbatch would draw."""
     draws = plugin.activation_checkpointing and isinstance(model, nn.Module) and has_dropout(model)
     return plugin.ep_size > 1 and plugin.pp_style == "dualpipe-v" and not draws
 

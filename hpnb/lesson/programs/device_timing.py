@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 import hpnb
+from hpnb import models
 from hpnb.mesh import AXES, Axis, Layout, Mesh
-from hpnb.models import GPT2Size, ViTSize, roles, vit
-from hpnb.models import gpt2 as build_gpt2
+from hpnb.models import GPT2Size, ViTSize
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -68,7 +68,7 @@ def matmul_workspace() -> int:
 def draw_weights(model: torch.nn.Module) -> None:
     """Fill a model on its device: biases 0, norms 1, matrices from a normal distribution."""
     with torch.no_grad():
-        for name, role in roles(model).items():
+        for name, role in models.roles(model).items():
             parameter = model.get_parameter(name)
             if role.bias or role.kind == "norm":
                 parameter.fill_(0.0 if role.bias else 1.0)
@@ -80,7 +80,7 @@ def vit_and_batch(size: ViTSize, images: int, dtype: torch.dtype, classes: int =
     """A ViT and random pictures with labels, on this rank's device."""
     device = hpnb.device()
     gc.collect()  # hooks tie replicas into cycles: what an earlier cell built may still be there
-    model = vit(size, classes=classes, dtype=dtype, device="meta").to_empty(device=device)
+    model = models.vit(size, classes=classes, dtype=dtype, device="meta").to_empty(device=device)
     draw_weights(model)
     pixels = torch.randn(images, 3, size.image, size.image, device=device, dtype=dtype)
     return model, {"pixel_values": pixels, "labels": torch.arange(images, device=device) % classes}
@@ -102,7 +102,7 @@ def vit_and_loss(
 def random_gpt2(size: GPT2Size, dtype: torch.dtype, device: torch.device | None = None) -> Any:
     """A GPT-2 with tied embeddings whose weights are drawn on `device`, by default this rank's."""
     gc.collect()  # what an earlier cell built may still be there
-    model = build_gpt2(size, dtype=dtype, device="meta").to_empty(device=device or hpnb.device())
+    model = models.gpt2(size, dtype=dtype, device="meta").to_empty(device=device or hpnb.device())
     model.lm_head.weight = model.transformer.wte.weight  # `to_empty` has made two of the one
     model.loss_type = "ForCausalLM"  # else transformers says on stderr that it guesses this
     draw_weights(model)
@@ -114,7 +114,7 @@ def timing_gpt2(size: GPT2Size, dtype: torch.dtype) -> Any:
     if hpnb.device().type != "cpu":
         return random_gpt2(size, dtype)
     gc.collect()
-    return build_gpt2(size, dtype=dtype)
+    return models.gpt2(size, dtype=dtype)
 
 
 def random_tokens(size: GPT2Size, rows: int) -> Batch:

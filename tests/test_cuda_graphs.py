@@ -103,7 +103,7 @@ def train(case: Case, graphs: bool, accumulates: bool = False) -> dict[str, Any]
     on_gpu = hpnb.device().type == "cuda"
     pipe = hpnb.Pipeline(model(), mesh.pp, case.schedule(), LOSSES[case.loss], cuda_graphs=graphs and on_gpu)
     stage_graphs = with_graphs(pipe) if graphs and not on_gpu else pipe._graphs
-    pipe._split_backward.least = 0.0  # as in a graph: matmuls add to gradients themselves
+    pipe._split_backward.min_flops = 0.0  # as in a graph: matmuls add to gradients themselves
     optimizer: torch.optim.Optimizer = torch.optim.SGD(pipe.parameters(), lr=0.3, momentum=0.9)
     if case.dp > 1 and case.sink == "replicas":
         pipe.gradients = hpnb.DataParallel(pipe.module, mesh.dp, bucket_mb=1e-3)
@@ -433,7 +433,7 @@ def train_dropping(p: float, kind: str, style: str) -> dict[str, Any]:
         mesh = Mesh(Layout(pp=1))
         stack = nn.Sequential(*(Dropping(p, kind) for _ in range(3)), nn.Linear(64, 8))
         pipe = hpnb.Pipeline(stack, mesh.pp, style, cross_entropy, cuda_graphs=graphs)
-        pipe._split_backward.least = 0.0
+        pipe._split_backward.min_flops = 0.0
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         generator = torch.Generator().manual_seed(1)
         losses = []

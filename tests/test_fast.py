@@ -72,7 +72,7 @@ def test_compiled_blocks_compute_the_same(
     plain, fast = (build(kind, layers=layers, dropout=dropout, hidden=8) for _ in range(2))
     compile_blocks.compile_blocks(fast, whole)
     recompute.enable_recomputation(fast, again)
-    split = SplitBackward(fast.modules(), least=1e18 if whole else 0.0)
+    split = SplitBackward(fast.modules(), min_flops=1e18 if whole else 0.0)
     for step, size in enumerate(rows):
         given = batch(kind, 0, size)
         found: list[dict[str, torch.Tensor]] = []

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -799,6 +800,65 @@ def test_accumulated_and_corrected_gradients_under_every_sink(
 def test_accumulated_tied_gradients(pools: Pools, kind: str, plan: tuple[bool, ...]) -> None:
     found = pools(4).run(reduced_by_hand, kind, True, plan, True)[0]
     assert distance(found, by_one_process(True, plan, True)) < EXACT
+
+
+class Unused(nn.Linear):
+    """A layer that has a weight for another stage and does not use it."""
+
+    shared: nn.Parameter
+
+
+def partly_unused_model() -> nn.Sequential:
+    """One weight in layers 0, 1 and 2, of which layer 2 makes no use."""
+    torch.manual_seed(1)
+    built = nn.Sequential(Twice(), Twice(), Unused(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)).double()
+    built[1].weight = built[2].shared = built[0].weight
+    return built
+
+
+def sum_of_squares(outputs: torch.Tensor, inputs: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return (outputs - inputs).square().sum(), outputs.numel()
+
+
+def train_partly_unused() -> dict[str, Any]:
+    """Rank 0 has stages 0 and 2. Stage 2 ends first, and leaves the shared weight without a gradient."""
+    mesh = Mesh(Layout(pp=2))
+    schedule = schedules.make("breadth-first", 4, 3, 2)
+    pipe = hpnb.Pipeline(partly_unused_model(), mesh.pp, schedule, sum_of_squares)
+    pipe.step(batch(7, 0)["x"].repeat(1, 1, 2)[:, 0, :HIDDEN])
+    for p in pipe.parameters():
+        p.data.copy_(p.grad)
+    return full_state_dict(pipe.module, mesh.pp)
+
+
+def test_a_stage_that_leaves_a_tied_weight_unused_does_not_keep_it_uncorrected(pools: Pools) -> None:
+    alone = partly_unused_model()
+    x = batch(7, 0)["x"].repeat(1, 1, 2)[:, 0, :HIDDEN]
+    total, count = sum_of_squares(alone(x), x)
+    (total / count).backward()
+    grads = {name: p.grad for name, p in alone.named_parameters(remove_duplicate=False)}
+    assert distance(pools(2).run(train_partly_unused)[0], grads) < EXACT
+
+
+def interrupted_capture() -> bool:
+    """Whether gradients of earlier steps survive a step that ends before its first action."""
+    pipe = hpnb.Pipeline(model(), Mesh(Layout(pp=2)).pp, schedules.make("1f1b", 2, 3), pair_loss)
+    pipe.step(batch(7, 0))
+    before = [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    pipe._graphs = SimpleNamespace(begin_step=interrupt)  # type: ignore[assignment]
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            pipe.step(batch(7, 1))
+    after = [p.grad for p in pipe.parameters() if p.grad is not None]
+    return len(before) == len(after) and all(map(torch.equal, before, after))
+
+
+def test_an_interrupted_capture_loses_no_gradient(pools: Pools) -> None:
+    assert pools(2).run(interrupted_capture) == [True, True]
 
 
 def trap(what: str) -> Any:

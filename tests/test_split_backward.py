@@ -614,7 +614,7 @@ def test_small_modules_may_be_left_to_autograd() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), Conv1D(16, 8), nn.Linear(16, 4)).to(D)
     for rows, deferred in ((9, 0), (10, 1), (19, 1), (20, 2), (39, 2), (40, 3)):
-        split = SplitBackward([model], least=6 * 10 * 8 * 16)
+        split = SplitBackward([model], min_flops=6 * 10 * 8 * 16)
         with split.deferring(0):
             model(random(rows, 4)).sum().backward()
         assert len(split.pending(0)) == 2 * deferred
@@ -1034,7 +1034,7 @@ def test_rules_are_by_exact_type_and_open(monkeypatch: pytest.MonkeyPatch) -> No
     assert off < 1e-12
     model = nn.Sequential(nn.Linear(6, 6), Own(6, 6), nn.LayerNorm(6))
     assert weight_gradients.rule_of(model[1]) is None
-    monkeypatch.setitem(weight_gradients.RULES, Own, Doubled(turned=True))
+    monkeypatch.setitem(weight_gradients.RULES, Own, Doubled(transposed=True))
     assert weight_gradients.rule_of(model[1]) is not None
     for way in WAYS:
         off, _ = compare(copy.deepcopy(model).to(D), inputs, way)

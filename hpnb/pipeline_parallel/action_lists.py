@@ -25,7 +25,7 @@ Op = Literal["F", "I", "W", "B"]
 _WRITTEN = re.compile(r"(\d+)([FIWB])(\d+)")
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Action:
     """One operation of a stage on one microbatch."""
 
@@ -49,16 +49,6 @@ class Action:
                 f"{written!r} is no action; write stage, F, I, W or B, and microbatch, such as 2F0"
             )
         return cls(int(match[1]), cast(Op, match[2]), int(match[3]))
-
-    @property
-    def needs(self) -> tuple[Action, ...]:
-        """The actions that come before it. `ActionLists.needs` knows where the pipeline ends, too."""
-        s, m = self.stage, self.microbatch
-        if self.op == "F":
-            return (Action(s - 1, "F", m),) if s else ()
-        if self.op == "W":
-            return (Action(s, "I", m),)
-        return Action(s, "F", m), Action(s + 1, self.op, m)
 
 
 class ScheduleError(ValueError):
@@ -121,17 +111,28 @@ class ActionLists:
         """Whether backwards are split into I and W."""
         return any(a.op == "I" for row in self.actions for a in row)
 
-    def needs(self, action: Action) -> tuple[Action, ...]:
-        """The actions that come before `action`: its `needs`, as far as there are such stages.
+    def source(self, action: Action) -> Action | None:
+        """The action whose message `action` takes: F of the stage before, or the backward of the stage after.
+        None for W, and at both ends of the pipeline.
 
         The stage after may do B where this one does I, or the other way round: either sends the gradient.
         """
+        stage, m = action.stage, action.microbatch
+        if action.op == "F":
+            return Action(stage - 1, "F", m) if stage else None
+        if action.op == "W" or stage + 1 >= self.stages:
+            return None
+        same = Action(stage + 1, action.op, m)
+        return same if same in self.positions else Action(stage + 1, "I" if action.op == "B" else "B", m)
+
+    def needs(self, action: Action) -> tuple[Action, ...]:
+        """The actions that come before `action`: one of its own stage, unless it is F, and its `source`."""
         if (cached := self._needs_cache.get(action)) is not None:
             return cached
-        needs = tuple(need for need in action.needs if need.stage < self.stages)
-        if len(needs) == 2 and needs[1] not in self.positions:
-            after = needs[1]
-            needs = needs[0], Action(after.stage, "I" if after.op == "B" else "B", after.microbatch)
+        source = self.source(action)
+        needs = () if source is None else (source,)
+        if action.op != "F":
+            needs = (Action(action.stage, "I" if action.op == "W" else "F", action.microbatch), *needs)
         self._needs_cache[action] = needs
         return needs
 
@@ -139,7 +140,7 @@ class ActionLists:
     def _needs_cache(self) -> dict[Action, tuple[Action, ...]]:
         return {}  # check and simulation ask for the same actions again and again
 
-    def receiver(self, action: Action) -> int | None:
+    def receiving_stage(self, action: Action) -> int | None:
         """The stage that takes the result of `action`: the one after for F, the one before for I and B."""
         if action.op == "W":
             return None
@@ -155,7 +156,7 @@ class ActionLists:
         queues: dict[tuple[int, int], list[Action]] = defaultdict(list)
         for source, row in enumerate(self.actions):
             for action in row:
-                stage = self.receiver(action)
+                stage = self.receiving_stage(action)
                 if stage is not None and (target := self.rank_of.get(stage, source)) != source:
                     queues[source, target].append(action)
         return {pair: tuple(queues[pair]) for pair in sorted(queues)}

@@ -15,7 +15,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from hpnb.pipeline_parallel.transfers import Shape
+from hpnb.pipeline_parallel.transfers import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class Boundary:
 
     Attributes:
         form: how tuples, lists and dicts nest.
-        shapes: of each tensor, in order.
-        trained: which of the tensors are sent a gradient back.
-        others: (place, value) of what is no tensor, such as None; it is the same in every step.
+        specs: shape and dtype of each tensor, in order.
+        requires_grad: which of the tensors are sent a gradient back.
+        others: (position, value) of what is no tensor, such as None; it is the same in every step.
     """
 
     form: TreeSpec
-    shapes: tuple[Shape, ...]
-    trained: tuple[bool, ...]
+    specs: tuple[TensorSpec, ...]
+    requires_grad: tuple[bool, ...]
     others: tuple[tuple[int, Any], ...] = ()
 
     @staticmethod
@@ -44,27 +44,27 @@ class Boundary:
         )
 
     @property
-    def gradient_shapes(self) -> list[Shape]:
+    def gradient_specs(self) -> list[TensorSpec]:
         """Of the gradients that come back."""
-        return self.with_gradient(self.shapes)
+        return self.with_gradient(self.specs)
 
     def with_gradient(self, items: Sequence[Any]) -> list[Any]:
         """Those of `items`, one a tensor, whose tensor is sent a gradient back."""
-        return [item for item, trained in zip(items, self.trained, strict=True) if trained]
+        return [item for item, takes_grad in zip(items, self.requires_grad, strict=True) if takes_grad]
 
     def assemble(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The value that the next stage takes, from tensors that arrived: they are leaves of a new graph."""
-        for tensor, trained in zip(tensors, self.trained, strict=True):
-            tensor.requires_grad_(trained)
+        for tensor, requires_grad in zip(tensors, self.requires_grad, strict=True):
+            tensor.requires_grad_(requires_grad)
         leaves: list[Any] = list(tensors)
-        for place, other in self.others:
-            leaves.insert(place, other)
+        for position, other in self.others:
+            leaves.insert(position, other)
         return tree_unflatten(leaves, self.form)
 
     def __str__(self) -> str:
         tensors = [
-            f"{tuple(shape)} {str(dtype).removeprefix('torch.')}{' with gradient' * trained}"
-            for (shape, dtype), trained in zip(self.shapes, self.trained, strict=True)
+            f"{tuple(shape)} {str(dtype).removeprefix('torch.')}{' with gradient' * requires_grad}"
+            for (shape, dtype), requires_grad in zip(self.specs, self.requires_grad, strict=True)
         ]
         return ", ".join([*tensors, *(f"{other!r}" for _, other in self.others)])
 

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_flatten
 
 from hpnb.pipeline_parallel.boundary import KnownBoundaries
 from hpnb.pipeline_parallel.capture_watch import CaptureWatch
-from hpnb.pipeline_parallel.graph_slots import Work, assign_slots
+from hpnb.pipeline_parallel.graph_slots import StageMicrobatch, assign_slots
 from hpnb.pipeline_parallel.loss import LossFunction
 from hpnb.pipeline_parallel.rank_schedule import RankSchedule
 from hpnb.pipeline_parallel.split_backward import SplitBackward
@@ -59,7 +59,7 @@ class StepGraphs:
         watch: looks at eager forwards, in the last step that warms up.
     """
 
-    graphs: Mapping[Work, StageGraph] = field(default_factory=dict)
+    graphs: Mapping[StageMicrobatch, StageGraph] = field(default_factory=dict)
     static_grads: Mapping[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     watch: CaptureWatch | None = None
 
@@ -97,7 +97,7 @@ class StageGraphs:
         self._module, self._device, self._split_backward = module, device, split_backward
         self._capture = CudaCapture(device) if capture is None else capture
         self.reasons: dict[int, str] = {}
-        self._plans: dict[RankSchedule, tuple[dict[Work, int], set[Work]]] = {}
+        self._plans: dict[RankSchedule, tuple[dict[StageMicrobatch, int], set[StageMicrobatch]]] = {}
         self._static_grads: dict[nn.Parameter, torch.Tensor] = {}
         self._modules = list(module.modules())
         self._recaptures = 0
@@ -115,7 +115,7 @@ class StageGraphs:
 
     def begin_step(
         self,
-        part: RankSchedule,
+        rank_schedule: RankSchedule,
         microbatches: Sequence[Any],
         signatures: Sequence[Hashable],
         boundaries: KnownBoundaries,
@@ -133,18 +133,18 @@ class StageGraphs:
         for stage in self._module.numbers if refused else ():
             self._run_eagerly(stage, refused)
         self._check_world(tuple(map(_function_key, loss)))
-        if part not in self._plans:
-            splits = {(a.stage, a.microbatch) for a in part.actions if a.op == "I"}
-            self._plans[part] = assign_slots(part.actions), splits
-        slots, splits = self._plans[part]
+        if rank_schedule not in self._plans:
+            splits = {(a.stage, a.microbatch) for a in rank_schedule.actions if a.op == "I"}
+            self._plans[rank_schedule] = assign_slots(rank_schedule.actions), splits
+        slots, splits = self._plans[rank_schedule]
         forms = [
             (signature, _constants(one)) for signature, one in zip(signatures, microbatches, strict=True)
         ]
-        keys: dict[Work, GraphKey] = {}
+        keys: dict[StageMicrobatch, GraphKey] = {}
         missing: dict[GraphKey, int] = {}  # and a microbatch that needs it
         self._running = set()
         for (stage, m), slot in slots.items():
-            form = (forms[m], keeps_outputs and stage == part.last_stage)
+            form = (forms[m], keeps_outputs and stage == rank_schedule.last_stage)
             if stage in self.reasons or not self._admit(stage, form):
                 continue
             self._running.add((stage, form))
@@ -155,7 +155,7 @@ class StageGraphs:
         if missing:
             with self._capture.session():
                 for key, m in missing.items():
-                    loss_fn = loss[0] if key.stage == part.last_stage else None
+                    loss_fn = loss[0] if key.stage == rank_schedule.last_stage else None
                     boundary = boundaries.get((key.stage - 1, signatures[m]))
                     self._capture_stage(
                         key,
@@ -171,7 +171,7 @@ class StageGraphs:
                             device=self._device,
                         ),
                     )
-        graphs = {work: self._graphs[key] for work, key in keys.items() if key in self._graphs}
+        graphs = {at: self._graphs[key] for at, key in keys.items() if key in self._graphs}
         used = {p: self._static_grads[p] for graph in set(graphs.values()) for p in graph.parameters}
         watches = any(self._steps[one] == WARM_UP - 1 for one in self._running)
         return StepGraphs(graphs, used, CaptureWatch(self._device) if watches else None)

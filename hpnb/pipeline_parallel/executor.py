@@ -1,24 +1,27 @@
 """One step of one rank: its list of actions, one after the other.
 
     for action in the list:
-        post the receives that it and the next one need        nothing that is sent waits for its receiver
-        wait for what it needs, compute, send the result       the process waits for nothing
+        post the receives that it and the next one need        so that no sender waits
+        wait for what it needs, compute, send the result
 
     F   the activation from the stage before   ->  the stage's layers  ->  to the stage after
     I   the gradient from the stage after      ->  backward            ->  to the stage before
     W   what I has put aside                   ->  weight gradients
     B   as I, with W in it
 
+On the last stage F also computes the loss, and I or B starts from it. One of them first takes part in an
+all-reduce of the replicas, if gradients are corrected (`_take_gradients`).
+
 On a GPU everything here only launches work: kernels wait for transfers and the process does not, so it is
-always ahead of the device.
+always ahead of the device. The exception is a shape that is new: the process waits for the sender's. On a CPU
+the process waits for every tensor that it takes.
 """
 
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -27,7 +30,8 @@ import torch
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_map
 
-from hpnb.overlapped_pair import Segments, recording_segments, run_pair
+from hpnb.overlapped_pair import run_pair
+from hpnb.pipeline_parallel.action_times import ActionTimes
 from hpnb.pipeline_parallel.boundary import Boundary, StepBoundaries, gradient_edges, tensors_in
 from hpnb.pipeline_parallel.cuda_graphs import StepGraphs
 from hpnb.pipeline_parallel.grad_ready import GradReady
@@ -37,21 +41,20 @@ from hpnb.pipeline_parallel.schedule import Action
 from hpnb.pipeline_parallel.split_backward import SplitBackward
 from hpnb.pipeline_parallel.stage_graph import StageGraph
 from hpnb.pipeline_parallel.step_messages import StepMessages
-from hpnb.pipeline_parallel.transfers import MessageQueue, Pair
+from hpnb.pipeline_parallel.transfers import MessageQueue, Route
 from hpnb.ranks.current_rank import device, world_size
 from hpnb.ranks.devices import usable_cores
 from hpnb.ranks.gpu_turns import gpu_turns
 from hpnb.record.recorder import Recorder, recording
-from hpnb.record.timeline import Event
 
 AHEAD = 1  # actions whose receives are posted before their turn
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepConfig:
-    """What one step of one rank works with.
+@dataclass(kw_only=True, eq=False)
+class StepExecutor:
+    """Runs the actions of one rank once.
 
-    Attributes:
+    Args:
         rank_schedule: the actions.
         run_stage: (stage, what the stage before gave, inputs) -> what this stage gives.
         microbatches: the inputs of each.
@@ -64,14 +67,18 @@ class StepConfig:
         grad_ready: None runs forwards only.
         recorder: notes when each action ran.
         keep_outputs: keep the outputs of the last stage.
-        pairs: the steps whose forward overlaps the backward after it (`overlapped_pairs.py`).
+        overlapped_steps: the steps whose forward overlaps the backward after it (`overlapped_pairs.py`).
         graphs: what is replayed instead of run (`cuda_graphs.py`).
+
+    Attributes:
+        outputs: {microbatch: what the last stage gave}, where they are kept.
+        times: of the actions, in a recorded step.
     """
 
     rank_schedule: RankSchedule
     run_stage: Callable[[int, Any, Any], Any]
     microbatches: Sequence[Any]
-    queues: Mapping[Pair, MessageQueue]
+    queues: Mapping[Route, MessageQueue]
     boundaries: StepBoundaries
     split_backward: SplitBackward
     loss: BatchLoss | None = None
@@ -79,43 +86,23 @@ class StepConfig:
     grad_ready: GradReady | None = None
     recorder: Recorder | None = None
     keep_outputs: bool = True
-    pairs: frozenset[int] = frozenset()
+    overlapped_steps: frozenset[int] = frozenset()
     graphs: StepGraphs = field(default_factory=StepGraphs)
 
-
-class StepExecutor:
-    """Runs one rank's part of a schedule once.
-
-    Attributes:
-        outputs: {microbatch: what the last stage gave}, where they are kept.
-        seconds: {action: its CPU time} where ranks share cores, {action: its GPU time, measured alone} where
-            they share a GPU; only of a recorded step.
-        communications: {action: what it communicated within its stage}, where ranks share a GPU.
-        segments: {action: its CPU time between the messages of experts}, of a recorded step.
-    """
-
-    def __init__(self, config: StepConfig) -> None:
-        self._config, self._grad_ready = config, config.grad_ready
-        self._schedule, self._last_stage = config.rank_schedule.schedule, config.rank_schedule.last_stage
-        self._messages = StepMessages(
-            config.rank_schedule, config.queues, config.boundaries, config.sends_correction
-        )
-        self._contended, self._turns = contended(), gpu_turns()
-        # Of each (stage, microbatch) whose backward is to come: where it starts and with which gradients, as
-        # far as they are known; and the leaves whose gradients go back to the stage before.
-        self._starts: dict[tuple[int, int], tuple[list[GradientEdge], list[torch.Tensor]]] = {}
-        self._leaves: dict[tuple[int, int], list[torch.Tensor]] = {}
-        self._input_grads: dict[tuple[int, int], list[torch.Tensor]] = {}  # of replayed backwards
-        self._loss_leaves: dict[int, list[torch.Tensor]] = {}  # what an eager loss of a graph's outputs takes
+    def __post_init__(self) -> None:
+        self._schedule, self._last_stage = self.rank_schedule.schedule, self.rank_schedule.last_stage
+        self._messages = StepMessages(self.rank_schedule, self.queues, self.boundaries, self.sends_correction)
+        self.times = ActionTimes(self.recorder, gpu_turns(), contended())
         self.outputs: dict[int, Any] = {}
-        self.seconds: dict[Action, float] = {}
-        self.communications: dict[Action, list[Event]] = {}
-        self.segments: dict[Action, Segments] = {}
-
-    @property
-    def by_turns(self) -> bool:
-        """Whether ranks share a GPU, so that actions are measured by turns."""
-        return self._turns is not None
+        # All tables have a (stage, microbatch) as key. A backward's roots are the edges where it starts, with
+        # their gradients as far as these are known. They are the only reference to the autograd graph of a
+        # microbatch, so its activations are freed by its backward, which pops them.
+        self._backward_roots: dict[tuple[int, int], tuple[list[GradientEdge], list[torch.Tensor]]] = {}
+        # What arrived from the stage before and is sent a gradient back; that of replayed backwards.
+        self._received_inputs: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._input_grads: dict[tuple[int, int], list[torch.Tensor]] = {}
+        # By microbatch: outputs of a graph from which the loss is computed eagerly.
+        self._loss_inputs: dict[int, list[torch.Tensor]] = {}
 
     @property
     def largest_message(self) -> int:
@@ -124,26 +111,25 @@ class StepExecutor:
 
     def run(self) -> None:
         """Go through the actions, and wait until all gradients are reduced or on their way."""
-        recorder = self._config.recorder
         with (
-            torch.set_grad_enabled(self._grad_ready is not None),
-            nullcontext() if recorder is None else recording(recorder),
+            torch.set_grad_enabled(self.grad_ready is not None),
+            nullcontext() if self.recorder is None else recording(self.recorder),
             _no_garbage_collection(),
         ):
             self._run_actions()
-            self._config.boundaries.commit()
+            self.boundaries.commit()
             self._messages.flush()
-            if self._grad_ready is not None:
-                self._grad_ready.finish()
+            if self.grad_ready is not None:
+                self.grad_ready.finish()
 
     def _run_actions(self) -> None:
-        actions, step = self._config.rank_schedule.actions, 0
+        actions, step = self.rank_schedule.actions, 0
         while step < len(actions):
-            pair = self._pair_at(step)
-            group = actions[step : step + (2 if pair else 1)]
+            overlaps = self._overlaps_next(step)
+            group = actions[step : step + (2 if overlaps else 1)]
             for ahead, coming in enumerate(actions[step : step + len(group) + AHEAD]):
-                self._messages.post_receives(coming, urgent=ahead < len(group))
-            if pair:
+                self._messages.post_receives(coming, blocking=ahead < len(group))
+            if overlaps:
                 self._run_pair(*group)
             else:
                 self._run_action(group[0])
@@ -152,7 +138,9 @@ class StepExecutor:
     def _run_action(self, action: Action) -> None:
         match action.op:
             case "F":
-                self._give_activations(action, self._forward(action, self._take_activations(action)))
+                value = self._take_activations(action)
+                value = self._forward(action, value)
+                self._give_activations(action, value)
             case "W":
                 self._weight_gradients(action)
             case "I" | "B":
@@ -160,12 +148,15 @@ class StepExecutor:
                 self._backward(action, starts, grads)
                 self._give_gradients(action)
 
-    def _pair_at(self, step: int) -> bool:
-        """Whether the action at `step` overlaps the next one. Ranks that share a GPU take turns with it
-        instead, and a backward that carries the loss's correction waits until this is known."""
-        if step not in self._config.pairs or self._turns is not None or self._grad_ready is None:
+    def _overlaps_next(self, step: int) -> bool:
+        """Whether the action at `step` overlaps the next one.
+
+        Not where ranks share a GPU, which run one at a time anyway. Nor where the backward carries the loss's
+        correction, which is known only after this forward.
+        """
+        if step not in self.overlapped_steps or self.times.shares_gpu:
             return False
-        return not self._messages.carries_correction(self._config.rank_schedule.actions[step + 1])
+        return not self._messages.carries_correction(self.rank_schedule.actions[step + 1])
 
     def _run_pair(self, forward: Action, backward: Action) -> None:
         """A forward and a backward that do not need each other: one computes while the other's messages
@@ -184,27 +175,28 @@ class StepExecutor:
         stage, m = action.stage, action.microbatch
         if stage == 0:
             return None
-        (before,) = self._schedule.needs(action)
-        boundary = self._config.boundaries.get(stage - 1, m)
-        assert boundary is not None, "its receive was posted, for which the shapes had to be known"
-        value = boundary.assemble(self._messages.take(before))
-        if self._grad_ready is not None:
-            self._leaves[stage, m] = boundary.with_gradient(tensors_in(value))
+        source = self._schedule.source(action)
+        assert source is not None
+        boundary = self.boundaries.get(stage - 1, m)
+        assert boundary is not None, "its receive was posted, which takes the shapes"
+        value = boundary.assemble(self._messages.take(source))
+        if self.grad_ready is not None:
+            self._received_inputs[stage, m] = boundary.with_gradient(tensors_in(value))
         return value
 
     def _forward(self, action: Action, value: Any) -> Any:
         stage, m = action.stage, action.microbatch
-        graphs, inputs = self._config.graphs, self._config.microbatches[m]
-        with self._recorded(action):
+        graphs, inputs = self.graphs, self.microbatches[m]
+        with self.times.measure(action):
             if (graph := graphs.graphs.get((stage, m))) is not None:
-                self._leaves.pop((stage, m), None)
+                self._received_inputs.pop((stage, m), None)  # a graph copies them, and has inputs of its own
                 value, result = graph.forward(value, inputs)
-                self._starts[stage, m] = [], []
+                self._backward_roots[stage, m] = [], []
                 if stage == self._last_stage:
                     self._finish_replayed_forward(m, graph, value, result)
                 return value
             with graphs.watch_forward(stage):
-                value = self._config.run_stage(stage, value, inputs)
+                value = self.run_stage(stage, value, inputs)
                 if stage == self._last_stage:
                     self._finish_forward(m, value)
         return value
@@ -214,127 +206,101 @@ class StepExecutor:
         if stage == self._last_stage:
             return
         tensors = tensors_in(value)
-        if (stage, m) not in self._config.graphs.graphs:
-            if self._grad_ready is not None:
-                self._starts[stage, m] = gradient_edges(tensors), []
+        if (stage, m) not in self.graphs.graphs:
+            if self.grad_ready is not None:
+                self._backward_roots[stage, m] = gradient_edges(tensors), []
             self._messages.announce(action, Boundary.of(value))
         self._messages.give(action, [tensor.detach() for tensor in tensors])
 
     def _finish_forward(self, m: int, outputs: Any) -> None:
         """The last stage has computed its outputs: compute the loss of microbatch `m`."""
-        if self._config.keep_outputs:
+        if self.keep_outputs:
             self.outputs[m] = _detach(outputs)
-        if self._config.loss is None:
+        if self.loss is None:
             return
-        value, gradient = self._config.loss(m, outputs)
-        if self._grad_ready is not None:
+        value, gradient = self.loss(m, outputs)
+        if self.grad_ready is not None:
             edges = gradient_edges([value])
             if not edges and any(t.requires_grad for t in tensors_in(outputs)):
                 raise ValueError(
                     "the loss has no gradient, though the outputs have: compute it from them, attached"
                 )
-            self._starts[self._last_stage, m] = edges, [gradient] * len(edges)
+            self._backward_roots[self._last_stage, m] = edges, [gradient] * len(edges)
 
     def _finish_replayed_forward(self, m: int, graph: StageGraph, outputs: Any, result: Any) -> None:
         """A graph of the last stage has computed its outputs, and the loss if that could be captured."""
-        assert self._config.loss is not None
+        assert self.loss is not None
         if not graph.has_loss:
             tensors = tensors_in(outputs)
-            trained = zip(tensors, graph.trained_outputs, strict=True)
-            self._loss_leaves[m] = [t.requires_grad_() for t, takes_gradient in trained if takes_gradient]
+            flags = zip(tensors, graph.outputs_require_grad, strict=True)
+            self._loss_inputs[m] = [t.requires_grad_() for t, requires_grad in flags if requires_grad]
             self._finish_forward(m, outputs)
             return
-        if self._config.keep_outputs:
+        if self.keep_outputs:
             self.outputs[m] = outputs
-        _, gradient = self._config.loss.accept(m, outputs, result)
-        self._starts[self._last_stage, m] = [], [gradient]
+        _, gradient = self.loss.from_result(m, outputs, result)
+        self._backward_roots[self._last_stage, m] = [], [gradient]
 
     def _take_gradients(self, action: Action) -> tuple[list[GradientEdge], list[torch.Tensor]]:
-        """Where the backward starts, and with which gradients."""
-        assert self._grad_ready is not None
-        starts, grads = self._starts.pop((action.stage, action.microbatch))
+        """Where the backward starts, and with which gradients.
+
+        With the gradient that carries it, this rank also learns the correction of the loss, and passes it to
+        `grad_ready`. On the last stage it is computed here, by a collective of all replicas.
+        """
+        assert self.grad_ready is not None
+        starts, grads = self._backward_roots.pop((action.stage, action.microbatch))
         carries_correction = self._messages.carries_correction(action)
-        if action.stage < self._last_stage:
-            grads = self._messages.take(self._schedule.needs(action)[-1])
+        if (source := self._schedule.source(action)) is not None:
+            grads = self._messages.take(source)
             if carries_correction:
-                self._grad_ready.correction = grads.pop()
+                self.grad_ready.correction = grads.pop()
         elif carries_correction:
-            assert self._config.loss is not None
-            self._grad_ready.correction = self._config.loss.correction()
+            assert self.loss is not None
+            self.grad_ready.correction = self.loss.correction()
         return starts, grads
 
     def _backward(self, action: Action, starts: list[GradientEdge], grads: list[torch.Tensor]) -> None:
-        grad_ready, split_backward = self._grad_ready, self._config.split_backward
+        grad_ready = self.grad_ready
         assert grad_ready is not None
-        graphs, work = self._config.graphs, (action.stage, action.microbatch)
-        with self._recorded(action):
-            if (graph := graphs.graphs.get(work)) is not None:
+        key = action.stage, action.microbatch
+        with self.times.measure(action):
+            if (graph := self.graphs.graphs.get(key)) is not None:
                 if starts:  # of a loss that runs eagerly
                     _run_backward(starts, grads)
-                    leaves = self._loss_leaves.pop(action.microbatch)
-                    grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-                self._input_grads[work] = graph.backward(grads)
+                    grads = _grads_of(self._loss_inputs.pop(action.microbatch))
+                self._input_grads[key] = graph.backward(grads)
                 if action.op == "B":
-                    grad_ready.complete(action)
+                    grad_ready.close_stage(action)
             elif action.op == "I":
-                with split_backward.deferring(work):
+                with self.split_backward.deferring(key):
                     _run_backward(starts, grads)
             else:
-                with grad_ready.during_backward(action, split_backward):
+                with grad_ready.during_backward(action), self.split_backward.fused():
                     _run_backward(starts, grads)
 
     def _give_gradients(self, action: Action) -> None:
         if action.stage == 0:
             return
-        work = action.stage, action.microbatch
-        if work in self._input_grads:
-            result = self._input_grads.pop(work)
+        key = action.stage, action.microbatch
+        if key in self._input_grads:
+            result = self._input_grads.pop(key)
         else:
-            leaves = self._leaves.pop(work)
-            result = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+            result = _grads_of(self._received_inputs.pop(key))
         if self._messages.carries_correction(action):
-            assert self._grad_ready is not None
-            assert self._grad_ready.correction is not None
-            result.append(self._grad_ready.correction)
+            assert self.grad_ready is not None
+            assert self.grad_ready.correction is not None
+            result.append(self.grad_ready.correction)
         self._messages.give(action, result)
 
     def _weight_gradients(self, action: Action) -> None:
-        assert self._grad_ready is not None
-        graph = self._config.graphs.graphs.get((action.stage, action.microbatch))
-        with self._recorded(action):
+        assert self.grad_ready is not None
+        graph = self.graphs.graphs.get((action.stage, action.microbatch))
+        with self.times.measure(action):
             if graph is not None:
                 graph.add_weight_gradients()
-                self._grad_ready.complete(action)
+                self.grad_ready.close_stage(action)
             else:
-                self._grad_ready.add_weight_gradients(action, self._config.split_backward)
-
-    # --- what is recorded ----------------------------------------------------------------------------------
-
-    def _recorded(self, action: Action) -> AbstractContextManager[None]:
-        if self._config.recorder is None:
-            return nullcontext()
-        span = self._config.recorder.span(action.op, action.stage, action.microbatch)
-        if self._turns is not None:
-            return self._with_gpu_time(action, span)
-        return span if device().type == "cuda" else self._with_cpu_time(action, span)
-
-    @contextmanager
-    def _with_gpu_time(self, action: Action, span: AbstractContextManager[None]) -> Iterator[None]:
-        assert self._turns is not None
-        assert self._config.recorder is not None
-        since = self._config.recorder.num_spans()
-        with self._turns.turn() as turn, span:
-            yield
-        self.seconds[action] = turn.seconds
-        self.communications[action] = self._config.recorder.communications(since)
-
-    @contextmanager
-    def _with_cpu_time(self, action: Action, span: AbstractContextManager[None]) -> Iterator[None]:
-        began = time.thread_time()
-        with span, recording_segments(action, self.segments):
-            yield
-        if self._contended:
-            self.seconds[action] = time.thread_time() - began
+                self.grad_ready.add_weight_gradients(action, self.split_backward)
 
 
 @cache
@@ -345,7 +311,7 @@ def contended() -> bool:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Let Python collect garbage after the step: in the middle of it a rank would delay all others."""
+    """Python collects no garbage meanwhile: a rank that does it in the middle of a step delays all others."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -358,6 +324,10 @@ def _no_garbage_collection() -> Iterator[None]:
 def _run_backward(starts: Sequence[GradientEdge], grads: Sequence[torch.Tensor]) -> None:
     if starts:
         torch.autograd.backward(starts, grads)
+
+
+def _grads_of(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
 
 
 def _detach(outputs: Any) -> Any:

@@ -15,21 +15,21 @@ from collections.abc import Sequence
 
 from hpnb.pipeline_parallel.action_lists import Action
 
-Work = tuple[int, int]  # a stage, and a microbatch that passes through it
+StageMicrobatch = tuple[int, int]  # a stage, and a microbatch that passes through it
 
 
-def assign_slots(actions: Sequence[Action]) -> dict[Work, int]:
+def assign_slots(actions: Sequence[Action]) -> dict[StageMicrobatch, int]:
     """{(stage, microbatch): slot} for one rank's actions, with as few slots as possible.
 
     A stage prefers slots that it has used before: each pair of a stage and a slot has graphs of its own.
     """
     last_action = {(a.stage, a.microbatch): a for a in actions if a.op != "F"}  # the later of I and W
-    slots: dict[Work, int] = {}
+    slots: dict[StageMicrobatch, int] = {}
     free: set[int] = set()
     used_by: dict[int, set[int]] = {}  # {stage: the slots it has used}
     count = 0
     for action in actions:
-        work = action.stage, action.microbatch
+        key = action.stage, action.microbatch
         if action.op == "F":
             used = used_by.setdefault(action.stage, set())
             candidates = free & used or free
@@ -37,12 +37,12 @@ def assign_slots(actions: Sequence[Action]) -> dict[Work, int]:
             count = max(count, slot + 1)
             free.discard(slot)
             used.add(slot)
-            slots[work] = slot
-        if last_action.get(work) is action:
-            free.add(slots[work])
+            slots[key] = slot
+        if last_action.get(key) is action:
+            free.add(slots[key])
     return slots
 
 
-def count_slots(slots: dict[Work, int]) -> int:
+def count_slots(slots: dict[StageMicrobatch, int]) -> int:
     """How many slots an assignment uses."""
     return len(set(slots.values()))

@@ -50,6 +50,31 @@ def includes_first_label(
     return None if _equal(value, without) else not _equal(without, with_first)
 
 
+def check_weight(
+    function: Callable[[Any, Any], Any],
+    outputs: Any,
+    inputs: Any,
+    value: torch.Tensor,
+    causal: bool,
+    counted: tuple[int, int],
+    otherwise: tuple[int, int],
+) -> None:
+    """Refuse a mean whose weight was counted with labels shifted, if the function does not shift them; or the
+    other way round.
+
+    Args:
+        function, outputs, inputs, value: see `includes_first_label`.
+        causal: whether labels were counted as shifted.
+        counted, otherwise: the targets of this microbatch and of the batch, counted so and the other way.
+
+    Raises:
+        ValueError: the weight is wrong, with both weights.
+    """
+    includes = includes_first_label(function, outputs, inputs, value)
+    if includes is not None and includes == causal:
+        raise ValueError(describe_wrong_count(causal, counted, otherwise))
+
+
 def describe_wrong_count(causal: bool, counted: tuple[int, int], other: tuple[int, int]) -> str:
     """What to say of a loss function that counts other labels than its pipeline.
 

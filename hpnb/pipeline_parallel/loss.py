@@ -23,9 +23,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from hpnb.background import Background
 from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.mesh import Axis
-from hpnb.pipeline_parallel.label_shift import describe_wrong_count, includes_first_label
+from hpnb.pipeline_parallel.label_shift import check_weight
 from hpnb.pipeline_parallel.microbatches import TARGET_NAMES, count_targets, find_unnamed_targets
 
 LossReduction = Literal["mean", "sum_and_count"]
@@ -33,7 +34,8 @@ LossFunction = Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, Any]]
 
 
 class BatchLoss:
-    """The loss of one step, on the rank of the last stage.
+    """The loss of one step, on the rank of the last stage. All replicas construct it together, because it
+    sums their targets, and call `correction` and `mean` together.
 
     Args:
         function: (outputs, inputs) of a microbatch -> (sum, count), or the mean over its targets.
@@ -42,14 +44,14 @@ class BatchLoss:
         causal: see `count_targets`.
         replicas: the data axis over which N is summed, if there is one.
         scale: the gradients are those of the loss times this.
-        per_target: what a target is expected to count, 1 for a mean. The nearer it is to what a (sum, count)
-            counts, the less gradients leave the range of 16 bits before they are corrected.
+        per_target: what a target is expected to count, 1 for a mean. A good guess keeps float16 gradients in
+            range until the correction.
         checks_shift: whether `causal` is to be compared with what the function averages (`label_shift.py`);
             on a GPU only as long as the reduction is not known.
 
     Attributes:
         shift_checked: whether that was done, and they agree.
-        returned: the reduction that the function returned in this step; None before it was called.
+        observed_reduction: the reduction that the function used in this step; None before it was called.
         counted_per_target: what a target has counted, known with the correction.
     """
 
@@ -71,36 +73,39 @@ class BatchLoss:
             _load_kernels(device)
         self._reduction, self._per_target = reduction, per_target
         self._targets = torch.stack([self._as_count(count_targets(one, causal)) for one in inputs])  # (m,)
-        # A GPU would wait for this, so it is read there only until a training step has returned a mean.
+        # Reading labels synchronises with a GPU, so it is done there only while the reduction is unknown.
         several = len(inputs) > 1 or (replicas is not None and replicas.size > 1)  # one weight is always 1
-        looks = several and (device.type != "cuda" or reduction is None)
-        unnamed = (find_unnamed_targets(one) for one in inputs) if looks else ()
+        checks_labels = several and (device.type != "cuda" or reduction is None)
+        unnamed = (find_unnamed_targets(one) for one in inputs) if checks_labels else ()
         self._unnamed_targets = next((name for name in unnamed if name is not None), None)
-        counts = [self._targets]
-        if looks:  # how they would be counted otherwise
-            counts.append(torch.stack([self._as_count(count_targets(one, not causal)) for one in inputs]))
-        totals = self._sum_over_replicas(torch.stack([count.sum() for count in counts]))
+        countings = [self._targets]  # (m,) each: as `causal` says, and for a check as if it were not so
+        if checks_labels:
+            countings.append(torch.stack([self._as_count(count_targets(one, not causal)) for one in inputs]))
+        totals = self._sum_over_replicas(torch.stack([counts.sum() for counts in countings]))
         self._all_targets, self._causal = totals[0], causal
-        self._shift_counts: tuple[list[list[float]], list[float]] | None = None
-        if looks and checks_shift:
-            self._shift_counts = [count.tolist() for count in counts], totals.tolist()
+        # For each of the two countings: targets of each microbatch, and of the whole batch.
+        self._shift_counts: list[tuple[list[float], float]] | None = None
+        if checks_labels and checks_shift:
+            self._shift_counts = [
+                (counts.tolist(), total) for counts, total in zip(countings, totals.tolist(), strict=True)
+            ]
         self.shift_checked = False
         # 1/N'. A batch without targets has gradients of 0.
-        self._start = scale / (self._all_targets.clamp(min=1) * per_target)  # ()
+        self._grad_of_sum = scale / (self._all_targets.clamp(min=1) * per_target)  # ()
         # Of all microbatches at once: small kernels are in the way of large ones.
-        self._mean_starts = self._start * self._targets  # (m,), in the dtype of losses once that is known
+        self._grads_of_means = self._grad_of_sum * self._targets  # (m,), later in the dtype of losses
         self._values: dict[int, torch.Tensor] = {}
         self._counts: dict[int, torch.Tensor] = {}
-        self.returned: LossReduction | None = None
+        self.observed_reduction: LossReduction | None = None
         self.counted_per_target: torch.Tensor | None = None
 
     def __call__(self, microbatch: int, outputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """(the tensor from which the backward of this microbatch starts, its gradient)."""
-        return self.accept(
+        return self.from_result(
             microbatch, outputs, call_criterion(self._function, outputs, self._inputs[microbatch])
         )
 
-    def accept(self, microbatch: int, outputs: Any, result: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def from_result(self, microbatch: int, outputs: Any, result: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The same, from what the function has returned. A replayed graph may hand on no outputs (None); then
         labels were compared in an earlier step."""
         value, count = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
@@ -113,16 +118,16 @@ class BatchLoss:
         self._values[microbatch] = value.detach()
         if count is not None:
             self._counts[microbatch] = self._as_count(count)
-            return value, self._start.to(value.dtype)
+            return value, self._grad_of_sum.to(value.dtype)
         self._check_shift(microbatch, outputs, value.detach())
-        if self._mean_starts.dtype != value.dtype:
-            self._mean_starts = self._mean_starts.to(value.dtype)
-        return value, self._mean_starts[microbatch]
+        if self._grads_of_means.dtype != value.dtype:
+            self._grads_of_means = self._grads_of_means.to(value.dtype)
+        return value, self._grads_of_means[microbatch]
 
     def correction(self) -> torch.Tensor:
         """(), float64: N'/N, once all microbatches have been forward. All replicas call it together."""
         count = self._sum_over_replicas(self._step_counts().sum())
-        self.counted_per_target, correction = _correct(count, self._all_targets, self._per_target)
+        self.counted_per_target, correction = _correction_of(count, self._all_targets, self._per_target)
         return correction
 
     def mean(self) -> torch.Tensor:
@@ -134,34 +139,31 @@ class BatchLoss:
         sums = self._sum_over_replicas(torch.stack([totals.sum(), counts.sum()]))
         return sums[0] / sums[1]
 
-    def _check_reduction(self, returned: LossReduction) -> None:
-        if self.returned not in (None, returned):
+    def _check_reduction(self, reduction: LossReduction) -> None:
+        if self.observed_reduction not in (None, reduction):
             raise ValueError("the loss function must return (sum, count) for every microbatch, or for none")
-        if self._reduction == "mean" and returned == "sum_and_count":
+        if self._reduction == "mean" and reduction == "sum_and_count":
             raise ValueError(
                 "the loss function returned (sum, count), and this pipeline expects a mean, as in "
                 "its first training step; set loss_reduction='sum_and_count' on every rank, which takes both"
             )
-        if returned == "mean" and self._unnamed_targets is not None:
+        if reduction == "mean" and self._unnamed_targets is not None:
             raise ValueError(
                 f"the loss function returned a mean, and entry {self._unnamed_targets!r} of the batch "
                 f"contains {IGNORE_INDEX}, but means are weighted by targets only under the names "
                 f"{', '.join(TARGET_NAMES)}; rename it to 'labels', or return (sum, count)"
             )
-        self.returned = returned
+        self.observed_reduction = reduction
 
     def _check_shift(self, microbatch: int, outputs: Any, value: torch.Tensor) -> None:
-        """Refuse a mean over other labels than those that were counted, where its weight would be wrong."""
+        """Once, with the first microbatch whose weight depends on whether labels are shifted."""
         if self._shift_counts is None or outputs is None:
             return
-        (counts, others), (total, other_total) = self._shift_counts
-        count, other = counts[microbatch], others[microbatch]
-        if count == other or count * other_total == other * total:
+        counted, otherwise = ((int(counts[microbatch]), int(total)) for counts, total in self._shift_counts)
+        if counted[0] == otherwise[0] or counted[0] * otherwise[1] == otherwise[0] * counted[1]:
             return
-        includes = includes_first_label(self._function, outputs, self._inputs[microbatch], value)
-        if includes is not None and includes == self._causal:
-            counted, instead = (int(count), int(total)), (int(other), int(other_total))
-            raise ValueError(describe_wrong_count(self._causal, counted, instead))
+        inputs = self._inputs[microbatch]
+        check_weight(self._function, outputs, inputs, value, self._causal, counted, otherwise)
         self._shift_counts, self.shift_checked = None, True
 
     def _step_counts(self) -> torch.Tensor:
@@ -212,23 +214,46 @@ def call_criterion(criterion: LossFunction, outputs: Any, inputs: Any) -> Any:
         ) from error
 
 
-def _correct(
+def _correction_of(
     count: torch.Tensor, targets: torch.Tensor, per_target: float | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(what a target has counted, N'/N), for N = `count` and N' = `targets` times `per_target`."""
+    """(what a target counted, N'/N), for N = `count` and N' = `targets` times `per_target`."""
     counted = count / targets.clamp(min=1)
     nothing = (count == 0) & (targets == 0)  # as for means, which have gradients of 0 then
     # A step that has counted nothing, and whose mean is nan, says nothing about the next.
     return torch.where(counted > 0, counted, per_target), torch.where(nothing, 1.0, per_target / counted)
 
 
+def share_reduction(loss: BatchLoss | None, axis: Axis, source: int) -> LossReduction:
+    """Send all ranks of `axis` what the loss function has returned in this step on rank `source`."""
+    observed = [None if loss is None else loss.observed_reduction]
+    if axis.size > 1:
+        dist.broadcast_object_list(observed, src=axis.ranks[source], group=axis.group)
+    assert observed[0] is not None
+    return observed[0]
+
+
+def send_mean(
+    loss: BatchLoss | None, background: Background, source: int, device: torch.device
+) -> Callable[[], torch.Tensor]:
+    """Send the mean from rank `source` to all ranks, in the background. Returns what waits for it."""
+    mean = torch.zeros((), dtype=torch.float64, device=device) if loss is None else loss.mean()
+    pending = background.broadcast(mean, source)
+
+    def wait_for_loss() -> torch.Tensor:
+        pending.wait()
+        return mean
+
+    return wait_for_loss
+
+
 @cache
 def _load_kernels(device: torch.device) -> None:
-    """Use the kernels of `_correct` once, before a step posts its receives.
+    """Use the kernels of `_correction_of` once, before a step posts its receives.
 
     CUDA loads a kernel when it is first launched, and may wait for the GPU to do so. If a posted receive is
     waiting there, and its sender for a gradient of this rank, nobody would go on.
     """
     one = torch.ones((), dtype=torch.float64, device=device)
     for per_target in (1.0, one):
-        _correct(one.sum(), one, per_target)
+        _correction_of(one.sum(), one, per_target)

@@ -11,7 +11,7 @@ gradients are those of one process under every schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from copy import copy, deepcopy
 from typing import Any
 
@@ -27,10 +27,10 @@ from hpnb.models.compare_parts import first_step_check
 from hpnb.pipeline_parallel import microbatches
 from hpnb.pipeline_parallel.boundary import KnownBoundaries, StepBoundaries
 from hpnb.pipeline_parallel.cuda_graphs import StepGraphs, make_stage_graphs, refused_by
-from hpnb.pipeline_parallel.executor import StepConfig, StepExecutor
-from hpnb.pipeline_parallel.grad_ready import Gradients, GradReady, sink_of
+from hpnb.pipeline_parallel.executor import StepExecutor
+from hpnb.pipeline_parallel.grad_ready import Gradients, GradReady, take_over_reduction
 from hpnb.pipeline_parallel.layers import Builder
-from hpnb.pipeline_parallel.loss import BatchLoss, LossFunction, LossReduction
+from hpnb.pipeline_parallel.loss import BatchLoss, LossFunction, LossReduction, send_mean, share_reduction
 from hpnb.pipeline_parallel.partition import How
 from hpnb.pipeline_parallel.rank_schedule import RankSchedules, schedule_on
 from hpnb.pipeline_parallel.schedule import Schedule
@@ -44,12 +44,15 @@ from hpnb.pipeline_parallel.transfers import make_queues
 from hpnb.ranks.current_rank import device as this_device
 from hpnb.record.recorder import Recorder, active_recorder
 
-FUSED = 1.4e11  # FLOPs: about 0.2 ms of an H200, and more than twice what Python takes for the call
+MIN_FUSED_FLOPS = 1.4e11  # FLOPs: about 0.2 ms of an H200, and more than twice what Python takes for the call
 SplitFunction = Callable[[Any, int], list[Any]]
 
 
 class Pipeline:
     """Trains `model` over the ranks of `axis`, as `schedule` says.
+
+    On a GPU, and under schedules that split backwards, the `forward` of this rank's Linear and convolution
+    instances is replaced for good, so that weight gradients are added by hand (`split_backward.py`).
 
     Args:
         model: an nn.Sequential, a model that `hpnb.models` knows, or a `Builder`; the same on every rank. The
@@ -66,7 +69,8 @@ class Pipeline:
             refused if another entry of integers contains -100 and there is none of these; on a GPU only the
             first training step and evaluation look for it. It is called on the rank of the last stage.
             `inputs` are a microbatch of the batch, as it was given. It may be set between steps, on every
-            rank.
+            rank. What was learnt of the one before is then forgotten: the next step sends a correction, and
+            what the function returns, unless `loss_reduction` is given.
         gradients: who reduces gradients over the replicas of a data axis: a `DataParallel` of `pipe.module`,
             a `ZeroOptimizer` of its parameters, the `sink` of it if it is fully sharded, or a function that
             makes one of the module. It may be set later, and no longer listens to backwards itself. Buffers
@@ -135,32 +139,34 @@ class Pipeline:
         self.axis, self.replicas = axis, replicas
         self._loss_fn, self._given_reduction, self.loss_reduction = loss_fn, loss_reduction, loss_reduction
         self.per_target: float | torch.Tensor = 1.0
-        self.checked_causal: bool | None = None  # what was compared with what loss_fn averages
+        self.checked_causal: bool | None = None  # the `causal` for which loss_fn was seen to agree
         self.split: SplitFunction = microbatches.split_batch
         self.overlaps_pairs = False
         self.loss_key: object = None
         self._device = this_device()
         self.stages = schedule.stages_of(axis.rank)
-        # Before the model is partitioned; one rank checks for all, because it takes no messages.
+        # Before the model is partitioned. The check needs no communication, so rank 0 alone does it.
         checks = isinstance(model, nn.Module) and not isinstance(model, Stages) and dist.get_rank() == 0
         self._first_step_check = first_step_check(model) if checks else None  # type: ignore[arg-type]
         self._unfilled = Unfilled(model) if isinstance(model, nn.Module) else None
         self.module = build_stages(model, axis, schedule, cut, example)
         self.causal = bool(getattr(self.module, "causal", False)) if causal is None else causal
-        pairs = sorted(schedule.queues)
-        self._queues = make_queues(axis, pairs, self._device)
-        # Where nothing is split, large matmuls still add to gradients themselves (see `split_backward`).
-        fuses = schedule.splits or self._device.type == "cuda"
+        routes = sorted(schedule.queues)
+        self._queues = make_queues(axis, routes, self._device)
+        # Large matmuls of a GPU add to gradients themselves also where backwards are not split.
+        patches_matmuls = schedule.splits or self._device.type == "cuda"
         self._split_backward = SplitBackward(
-            self.module.modules() if fuses else (), 0.0 if schedule.splits else FUSED
+            self.module.modules() if patches_matmuls else (), 0.0 if schedule.splits else MIN_FUSED_FLOPS
         )
         self._graphs = make_stage_graphs(self.module, self._device, self._split_backward, cuda_graphs)
         self._tied = tie_weights(self.module, self.module.tied, axis, schedule.rank_of)
         self._rank_schedules = RankSchedules(schedule, axis.rank)
         self._grad_ready = self._make_grad_ready()
-        self._symmetric = SymmetricTransfers(axis, pairs, self._device)
+        self._symmetric = SymmetricTransfers(axis, routes, self._device)
         self._known_boundaries: KnownBoundaries = {}
-        self._seen: set[Hashable] = set()  # signatures of microbatches that have been through all stages
+        self._known_signatures: set[Hashable] = (
+            set()
+        )  # signatures of microbatches that have been through all stages
         self._background = Background(axis, self._device)
         self._gradients: GradientSink | None = None
         self.gradients = gradients
@@ -202,16 +208,9 @@ class Pipeline:
             ValueError: fewer samples than microbatches, or tensors of unequally many rows; at the first step,
             a registered model whose parts do not compute what its forward does.
         """
-        if self._is_copy:
-            raise RuntimeError("a copy of a pipeline cannot step; load its weights into another pipeline")
-        if self._unfilled is not None:
-            self._unfilled.check(self.parameters())
-            self._unfilled = None
+        self._check_before_step(batch)
         trains = not forward_only
-        if self._first_step_check is not None:
-            self._first_step_check.run(batch)
-            self._first_step_check = None
-        part = self._rank_schedules.train if trains else self._rank_schedules.forward_only
+        rank_schedule = self._rank_schedules.train if trains else self._rank_schedules.forward_only
         inputs = self.split(microbatches.to_device(batch, self._device), self.schedule.microbatches)
         if trains:
             self._check_sink()
@@ -221,23 +220,22 @@ class Pipeline:
         # All ranks decide the same here, because it follows from the batch, the mode and the steps before.
         mode = forward_only, torch.is_autocast_enabled(self._device.type)
         signatures = [(mode, signature) for signature in microbatches.signatures(inputs)]
-        shapes_known = self._seen.issuperset(signatures)
-        # As long as nobody knows what the loss function returns, a correction is sent: 1, if it is a mean.
+        shapes_known = self._known_signatures.issuperset(signatures)
+        # Until the first step has shown what loss_fn returns, send a correction; for a mean it is 1.
         sends_correction = trains and self.loss_reduction != "mean"
+        # Slots in the memory of other GPUs need a size that all ranks know. So the first step with new shapes
+        # sends over process groups, and later ones through such slots, where GPUs of one node have them.
+        queues = self._symmetric.queues if shapes_known and self._symmetric.queues else self._queues
         if trains:
             self._grad_ready.begin(reduce, sends_correction)
-        graphs = StepGraphs()
-        if self._graphs is not None and trains:
-            graphs = self._graphs.begin_step(
-                part, inputs, signatures, self._known_boundaries, (self.loss_fn, self.loss_key),
-                return_outputs, refused_by(self._gradients, self.overlaps_pairs),
-            )  # fmt: skip
-        executor = StepExecutor(
-            StepConfig(
-                rank_schedule=part,
+        try:
+            graphs = self._begin_graphs(inputs, signatures, return_outputs) if trains else StepGraphs()
+            self._grad_ready.use_static_grads(graphs.static_grads)
+            executor = StepExecutor(
+                rank_schedule=rank_schedule,
                 run_stage=self.module,
                 microbatches=inputs,
-                queues=(shapes_known and self._symmetric.queues) or self._queues,
+                queues=queues,
                 boundaries=StepBoundaries(self._known_boundaries, signatures),
                 split_backward=self._split_backward,
                 loss=loss,
@@ -245,53 +243,54 @@ class Pipeline:
                 grad_ready=self._grad_ready if trains else None,
                 recorder=recorder,
                 keep_outputs=return_outputs,
-                pairs=part.pairs if trains and self.overlaps_pairs else frozenset(),
+                overlapped_steps=rank_schedule.overlapped_steps
+                if trains and self.overlaps_pairs
+                else frozenset(),
                 graphs=graphs,
             )
-        )
-        self._grad_ready.use_static_grads(graphs.static_grads)
-        try:
             executor.run()
             until = recorder.num_spans() if recorder is not None else since
             if trains and self.loss_reduction is None:
-                self.loss_reduction = self._share_reduction(loss)
+                self.loss_reduction = share_reduction(loss, self.axis, self._rank_of_last_stage)
             if not shapes_known:
-                self._seen.update(signatures)
+                self._known_signatures.update(signatures)
                 boundaries = self._known_boundaries.values()
-                self._symmetric.reserve([(*boundary.shapes, CORRECTION) for boundary in boundaries])
+                self._symmetric.reserve([(*boundary.specs, CORRECTION) for boundary in boundaries])
         except BaseException:
+            # Gradients are as before the step. Messages under way stay in the queues, though, so where a rank
+            # has failed the pipeline is not used again: its process ends, or a new Pipeline is made.
             self._split_backward.drop()
             if trains:
                 self._grad_ready.drop()
             raise
         if self._graphs is not None and trains:
             self._graphs.end_step(graphs)
-        value = loss.mean() if loss is not None else None
         if loss is not None and loss.shift_checked:
             self.checked_causal = self.causal
         if loss is not None and loss.counted_per_target is not None:
             self.per_target = loss.counted_per_target
+        wait_for_loss = send_mean(loss, self._background, self._rank_of_last_stage, self._device)
         return PipelineStepResult(
-            self.axis, executor, part.schedule, self._share_loss(value), recorder, (since, until)
+            self.axis, executor, rank_schedule.schedule, wait_for_loss, recorder, (since, until)
         )
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank has the last stage: there are the loss function and the outputs."""
+        """Whether one of this rank's stages is the last, where the loss is computed and outputs are kept."""
         return self.schedule.stages - 1 in self.stages
 
     def forget(self) -> None:
         """Learn anew what is trained and what passes between stages: after parameters were frozen or thawed,
-        on every rank. Whoever reduces gradients is to be made and set anew as well. CUDA graphs are captured
-        anew."""
+        on every rank. CUDA graphs are captured anew. `gradients` becomes None: make the reducer of gradients
+        anew as well, and set it."""
         if self._graphs is not None:
             self._graphs.forget()
         self._known_boundaries.clear()
-        self._seen.clear()
+        self._known_signatures.clear()
         self._grad_ready = self._make_grad_ready()
         self.gradients = None
 
-    # --- what may be another in the next step -------------------------------------------------------------
+    # --- what may change between steps ----------------------------------------------------------------------
 
     @property
     def schedule(self) -> Schedule:
@@ -323,7 +322,7 @@ class Pipeline:
 
     @gradients.setter
     def gradients(self, reducer: Gradients) -> None:
-        self._gradients = sink_of(reducer, self.module)
+        self._gradients = take_over_reduction(reducer, self.module)
         self._grad_ready.set_sink(self._gradients)
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -347,8 +346,29 @@ class Pipeline:
     # --- inside ------------------------------------------------------------------------------------------
 
     def _make_grad_ready(self) -> GradReady:
-        trained = {stage: self.module.trained(stage) for stage in self.stages}
-        return GradReady(self._rank_schedules.train.actions, trained, self._tied)
+        by_stage = {stage: self.module.trained(stage) for stage in self.stages}
+        return GradReady(self._rank_schedules.train.actions, by_stage, self._tied)
+
+    def _check_before_step(self, batch: Any) -> None:
+        if self._is_copy:
+            raise RuntimeError("a copy of a pipeline cannot step; load its weights into another pipeline")
+        if self._unfilled is not None:
+            self._unfilled.check(self.parameters())
+            self._unfilled = None
+        if self._first_step_check is not None:
+            self._first_step_check.run(batch)
+            self._first_step_check = None
+
+    def _begin_graphs(
+        self, inputs: list[Any], signatures: Sequence[Hashable], keep_outputs: bool
+    ) -> StepGraphs:
+        """What this step replays, after the captures that are missing."""
+        if self._graphs is None:
+            return StepGraphs()
+        return self._graphs.begin_step(
+            self._rank_schedules.train, inputs, signatures, self._known_boundaries,
+            (self.loss_fn, self.loss_key), keep_outputs, refused_by(self._gradients, self.overlaps_pairs),
+        )  # fmt: skip
 
     def _make_loss(self, inputs: list[Any], scale: float | torch.Tensor, trains: bool) -> BatchLoss:
         sink = self._gradients
@@ -365,7 +385,7 @@ class Pipeline:
         )
 
     def _check_sink(self) -> None:
-        """Whoever reduces at the end of every backward would reduce every microbatch's."""
+        """A reducer with backward hooks would reduce after each microbatch."""
         first = self._grad_ready.parameters[:1]  # all are claimed together
         if self._gradients is None and first and (reducer := reduced_by(first[0])) is not None:
             raise ValueError(
@@ -374,26 +394,6 @@ class Pipeline:
             )
 
     @property
-    def _last_rank(self) -> int:
-        """The place on the axis that has the last stage."""
+    def _rank_of_last_stage(self) -> int:
+        """The rank of the axis that has the last stage."""
         return self.schedule.rank_of[self.schedule.stages - 1]
-
-    def _share_reduction(self, loss: BatchLoss | None) -> LossReduction:
-        """Send all ranks what the loss function has returned in this step."""
-        returned = [None if loss is None else loss.returned]
-        if self.axis.size > 1:
-            source = self.axis.ranks[self._last_rank]
-            dist.broadcast_object_list(returned, src=source, group=self.axis.group)
-        assert returned[0] is not None
-        return returned[0]
-
-    def _share_loss(self, value: torch.Tensor | None) -> Callable[[], torch.Tensor]:
-        """Send the loss to all ranks, beside whatever else they do; the result waits for it."""
-        loss = torch.zeros((), dtype=torch.float64, device=self._device) if value is None else value
-        pending = self._background.broadcast(loss, self._last_rank)
-
-        def wait_for_loss() -> torch.Tensor:
-            pending.wait()
-            return loss
-
-        return wait_for_loss

@@ -1,4 +1,4 @@
-"""One rank's part of a schedule: its actions, and the messages between it and other ranks.
+"""What one rank does of a schedule: its actions, and the messages between it and other ranks.
 
 A batch with fewer samples takes fewer microbatches, and so another list of actions. Stages, queues and known
 shapes stay: they depend on which rank has which stage, and not on the number of microbatches.
@@ -19,7 +19,7 @@ class RankSchedule:
 
     Attributes:
         actions: the rank's, in order.
-        message_index: {an action whose result is sent: (the pair of ranks, its index among their messages)}.
+        message_index: {an action whose result is sent: (its route, its index among the route's messages)}.
         correction_microbatch: the microbatch whose gradient carries the loss's correction: the first that
             goes back after the last stage has done all its forwards. -1 if there are only forwards.
     """
@@ -27,7 +27,7 @@ class RankSchedule:
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self.schedule, self.rank, self.actions = schedule, rank, schedule.actions[rank]
         queues = schedule.queues
-        self.message_index = {a: (pair, i) for pair, row in queues.items() for i, a in enumerate(row)}
+        self.message_index = {a: (route, i) for route, sent in queues.items() for i, a in enumerate(sent)}
         last = schedule.stages - 1
         of_last = [a for a in schedule.actions[schedule.rank_of[last]] if a.stage == last]
         last_forward = max(i for i, a in enumerate(of_last) if a.op == "F")
@@ -39,26 +39,26 @@ class RankSchedule:
         return self.schedule.stages - 1
 
     @cached_property
-    def pairs(self) -> frozenset[int]:
+    def overlapped_steps(self) -> frozenset[int]:
         """The steps whose forward may overlap the backward after it."""
         return overlapped_pairs(self.schedule)[self.rank]
 
 
 class RankSchedules:
-    """The parts of all schedules that a pipeline follows, one schedule after another.
+    """The rank schedules of all schedules that a pipeline follows, one schedule after another.
 
     Args:
         schedule: the first one, checked.
-        rank: the place on the axis.
+        rank: the rank on the axis.
 
     Attributes:
         schedule: the one that is followed.
-        train, forward_only: this rank's part of it, with backwards and without.
+        train, forward_only: what this rank does of it, with backwards and without.
     """
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self._rank = rank
-        self._parts: dict[Schedule, tuple[RankSchedule, RankSchedule]] = {}
+        self._rank_schedules: dict[Schedule, tuple[RankSchedule, RankSchedule]] = {}
         self._select(schedule)
 
     def follow(self, other: Schedule) -> None:
@@ -71,7 +71,7 @@ class RankSchedules:
         current = self.schedule
         if other is current:
             return
-        if other not in self._parts:
+        if other not in self._rank_schedules:
             other.check()
             alike = other.rank_of == current.rank_of and other.queues.keys() == current.queues.keys()
             if not alike or other.splits > current.splits:
@@ -82,11 +82,11 @@ class RankSchedules:
         self._select(other)
 
     def _select(self, schedule: Schedule) -> None:
-        if schedule not in self._parts:
-            parts = RankSchedule(schedule, self._rank), RankSchedule(_only_forwards(schedule), self._rank)
-            self._parts[schedule] = parts
+        if schedule not in self._rank_schedules:
+            forwards = RankSchedule(_only_forwards(schedule), self._rank)
+            self._rank_schedules[schedule] = RankSchedule(schedule, self._rank), forwards
         self.schedule = schedule
-        self.train, self.forward_only = self._parts[schedule]
+        self.train, self.forward_only = self._rank_schedules[schedule]
 
 
 def schedule_on(axis: Axis, schedule: Schedule | str) -> Schedule:
@@ -99,7 +99,7 @@ def schedule_on(axis: Axis, schedule: Schedule | str) -> Schedule:
         TypeError: it is no schedule.
     """
     if isinstance(schedule, str):
-        chunks = 2 if schedule in ("interleaved", "breadth-first", "zb-v", "dualpipe-v") else 1
+        chunks = schedules.default_chunks(schedule)
         count = MICROBATCHES_PER_STAGE * axis.size
         schedule = schedules.make(schedule, axis.size * chunks, count, chunks)
     if not isinstance(schedule, Schedule):

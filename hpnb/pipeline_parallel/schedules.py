@@ -7,12 +7,13 @@ gradient that has waited longest. `_number_words` turns the words into actions.
 Read `one_f_one_b` first. Every rank has a warm-up of forwards, a steady state of one forward and one backward
 in turn, and a cool-down of backwards; the schedules differ in how long the warm-up is, and in what fills it.
 
-Some patterns need more microbatches than there are. They are written with as many as they need, and those
-that do not exist are then left out. What is left keeps its order, so if all of it can be run, so can this.
+Patterns are written for as many microbatches as they need. The actions of microbatches that do not exist are
+then dropped. What is left keeps its order, so if all of it can be run, so can this.
 
 With p ranks, rank r, m microbatches, v chunks a rank, and F, I, W the costs of all of a rank's stages:
 
-    name            idle time of the rank with the longest span     in-flight microbatches, of all of a rank
+    name            idle time of the rank with the longest span     activations kept, in microbatches
+                                                                    through all chunks of the rank
     gpipe           (p-1)(F+I+W)                                    m
     1f1b            (p-1)(F+I+W)                                    p - r
     interleaved     (p-1)(F+I+W)/v                                  p + (p-1)/v at most
@@ -132,8 +133,8 @@ def one_f_one_b(row: PipelineRank) -> Iterator[Action]:
 def zb_h1(row: PipelineRank) -> Iterator[Action]:
     """Weight gradients wait until the rank has nothing better to do (Qi et al. 2024, arXiv 2401.10241, 2.1).
 
-    1F1B, with W on rank r r microbatches behind I. The waiting activations fill the memory that 1F1B takes on
-    rank 0 and leaves free on rank r.
+    1F1B, with W on rank r r microbatches behind I. So rank r keeps r microbatches longer than in 1F1B, and
+    every rank keeps p, as rank 0 does there.
     """
     return _zero_bubble(row, num_warmup_microbatches=row.ranks_after + 1, num_delayed=row.rank)
 
@@ -147,7 +148,12 @@ def zb_h2(row: PipelineRank) -> Iterator[Action]:
 
 
 def _zero_bubble(row: PipelineRank, num_warmup_microbatches: int, num_delayed: int) -> Iterator[Action]:
-    """A warm-up of forwards, then I, W and F in turn, with W `num_delayed` microbatches behind I."""
+    """A warm-up of forwards, then I, W and F in turn, with W `num_delayed` microbatches behind I.
+
+    The steady unit is I W F where that of 1F1B is F B, so for the same order the warm-up has one F more.
+    There is a unit for every microbatch, so the warm-up's F are too many. Those of microbatches that do not
+    exist are dropped, which leaves the cool-down.
+    """
     num_microbatches = max(row.num_microbatches, num_delayed)
     warmup = "F " * num_warmup_microbatches
     steady = "I F " * num_delayed + "I W F " * (num_microbatches - num_delayed)
@@ -174,7 +180,9 @@ def interleaved(row: PipelineRank) -> Iterator[Action]:
     order = [(chunk, first + k) for first in groups for chunk in range(v) for k in range(p)]
     forwards = [Action(row.stages[chunk], "F", microbatch) for chunk, microbatch in order]
     backwards = [Action(row.stages[v - 1 - chunk], "B", microbatch) for chunk, microbatch in order]
-    num_warmup = min(2 * row.ranks_after + (v - 1) * p, len(forwards))  # forwards of one chunk each
+    # Forwards of one chunk before the first backward: those of the earlier chunks, and two for each later
+    # rank, one on the way there and one on the way back.
+    num_warmup = min(2 * row.ranks_after + (v - 1) * p, len(forwards))
     num_steady = len(forwards) - num_warmup
     steady = (a for pair in zip(forwards[num_warmup:], backwards, strict=False) for a in pair)
     actions = [*forwards[:num_warmup], *steady, *backwards[num_steady:]]
@@ -225,15 +233,15 @@ def dualpipe_v(row: PipelineRank) -> Iterator[Action]:
     and W are about equal; the pairs are what it has over zb-v.
     """
     p, r, m = row.num_ranks, row.rank, row.num_microbatches
-    last_backwards = [f"{op}{chunk}" for op in "BI" for chunk in (1, 0) * (r + 1)]
-    half = r + 1  # of the last backwards; the later half is split
+    # Of the last 2 r + 2 backwards, of chunk 1 and 0 in turn, the later half is split.
+    last_backwards = [f"{'B' if k <= r else 'I'}{1 - k % 2}" for k in range(2 * r + 2)]
     words = (
         "F0 " * (2 * (p - r - 1))
         + "F0 F1 " * (r + 1)
         + "I1 W F1 " * (p - r - 1)
         + "F0 B1 F1 B0 " * (m - 2 * p + r + 1)
         + "B1 F1 B0 " * (p - r - 1)
-        + " ".join(last_backwards[:half] + last_backwards[-half:])
+        + " ".join(last_backwards)
         + " W I0" * (p - r - 1)
         + " W" * (r + 1)
     )
@@ -258,6 +266,11 @@ def _number_words(words: str, row: PipelineRank) -> Iterator[Action]:
                 waiting.append(Action(stage, "W", action.microbatch))
         if action.microbatch < row.num_microbatches:
             yield action
+
+
+def default_chunks(name: str) -> int:
+    """The fewest stages a rank for which a schedule is what its name says: 2 if it has several chunks."""
+    return 1 if name.lower() in _ONE_CHUNK else 2
 
 
 _MAKERS: dict[str, Callable[[PipelineRank], Iterable[Action]]] = {

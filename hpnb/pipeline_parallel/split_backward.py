@@ -1,4 +1,6 @@
-"""Split a backward in two: the gradient of the input at once, those of the weights when there is time.
+"""Weight gradients that are added to .grad by hand: later (`deferring`) or at once (`fused`).
+
+Deferring splits a backward in two, the gradient of the input first, those of the weights when there is time:
 
     y = x A + b
     I   dx = dy A^T                     the stage before waits for it
@@ -13,8 +15,9 @@ their module's forward. That is right for every module, and computes nothing twi
 tokens the gradients of a norm are O(n h) FLOPs where those of a matmul are O(n h^2), and deferring them would
 keep two more activations.
 
-W adds to .grad in the matmul itself, with no temporary and no second pass over .grad, and so does a backward
-inside `fused`. That makes up for what the split costs.
+Adding by hand also saves time without a split, so backwards that are not split run inside `fused`. Where
+.grad has the dtype of x, the matmul itself adds to it, with no temporary and no second pass over .grad. Under
+autocast x is bfloat16 and .grad float32: there the product is a temporary that is then added.
 """
 
 from __future__ import annotations
@@ -45,38 +48,38 @@ class SplitBackward:
     Modules keep class, weights, names, hooks and state dict: only `forward` of the instance is replaced,
     until `remove`. Outside `deferring` and `fused` backwards are as before, backwards of backwards included.
 
-    A hook of `register_post_accumulate_grad_hook` fires when the backward has been through all uses of a
-    parameter. Inside `deferring` that is before its gradient is there: pass `ready` to W. A parameter with a
-    hook of `register_hook`, which may change its gradient, is left to autograd. W runs on the stream of I. Do
-    not change the inputs and gradients of I in place before W.
+    Inside `deferring`, post-accumulate hooks (`register_post_accumulate_grad_hook`) fire during I, before W
+    has added anything: pass `ready` to W instead. A parameter with a hook of `register_hook`, which may
+    change its gradient, is left to autograd. W runs on the stream of I. Before W, do not change the inputs
+    and gradients of I in place.
 
     Args:
-        least: modules whose forward and backward are fewer FLOPs than this are left to autograd. It is for
-            `fused`: the matmul must save more time than Python takes, which autograd's backward of a matmul
-            does without. The same shapes always decide the same.
+        min_flops: modules with fewer FLOPs in forward and backward keep autograd's backward, because the
+            Python call would cost more than it saves. It depends on shapes only. For `fused` alone: 0 where
+            backwards are split.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], least: float = 0.0) -> None:
-        self._modules, self.least = _distinct(modules), least
+    def __init__(self, modules: Iterable[nn.Module], min_flops: float = 0.0) -> None:
+        self._modules, self.min_flops = _distinct(modules), min_flops
         self._queues: dict[Hashable, _Queue] = {}
-        # The mode, for all threads alike: autograd has one of its own for each GPU.
-        self._adds = False  # whether a backward adds to .grad by itself,
-        self._queue: _Queue | None = None  # and, if not at once, where it puts what W needs
-        # Useless in a compiled block, and each of them would make PyTorch compile the block again.
+        # The mode, the same in all threads, because autograd runs backwards in one thread for each GPU.
+        self._intercepts = False  # whether weight gradients are added by hand,
+        self._queue: _Queue | None = None  # and, if not at once, where a backward puts what W needs
+        # A compiled block is one node of autograd: patches inside are useless and make PyTorch compile again.
         compiled = {inner for m in self._modules if hasattr(m, COMPILED) for inner in m.modules()}
         for module in self._modules:
             if module in compiled:
                 continue
             rule, current = rule_of(module), module.__dict__.get("forward")
             # A forward that somebody else has set here does more than that of the class: it stays.
-            if rule is not None and (current is None or isinstance(current, _Forward)):
-                module.forward = _Forward(module, rule, self)
+            if rule is not None and (current is None or isinstance(current, _PatchedForward)):
+                module.forward = _PatchedForward(module, rule, self)
 
     def remove(self) -> None:
         """Restore the forward of the modules."""
         for module in self._modules:
             current = module.__dict__.get("forward")
-            if isinstance(current, _Forward) and current.split is self:
+            if isinstance(current, _PatchedForward) and current.split is self:
                 del module.__dict__["forward"]
 
     # --- I ----------------------------------------------------------------------------------------
@@ -90,22 +93,22 @@ class SplitBackward:
         return self._adding(None)
 
     @contextmanager
-    def fusing_all(self) -> Iterator[None]:
-        """Forwards inside take modules below `least` too: a graph launches them without Python."""
-        before, self.least = self.least, 0.0
+    def without_min_flops(self) -> Iterator[None]:
+        """Forwards inside take modules below `min_flops` too: a graph launches them without Python."""
+        before, self.min_flops = self.min_flops, 0.0
         try:
             yield
         finally:
-            self.least = before
+            self.min_flops = before
 
     @contextmanager
     def _adding(self, queue: _Queue | None) -> Iterator[None]:
-        before = self._adds, self._queue
-        self._adds, self._queue = True, queue
+        before = self._intercepts, self._queue
+        self._intercepts, self._queue = True, queue
         try:
             yield
         finally:
-            self._adds, self._queue = before
+            self._intercepts, self._queue = before
 
     def _defer_or_add(self, deferred: DeferredGradient) -> None:
         """Queue `deferred` for W, or add its gradients now."""
@@ -160,8 +163,9 @@ class SplitBackward:
         """Forget all that waits: the step has failed."""
         self._queues.clear()
 
-    # A copy of a module computes with the weights of the copy, and is split as the original is. A module that
-    # was saved or sent to another process is not split.
+    # A module refers to its SplitBackward through its patched forward. A deep copy of the module shares it,
+    # so it is split as the original is, with the weights of the copy. A pickled module gets an empty one,
+    # which never defers.
 
     def __deepcopy__(self, _: dict[int, object]) -> SplitBackward:
         return self
@@ -181,7 +185,7 @@ class _Queue:
 # --- the seam in autograd --------------------------------------------------------------------------------
 
 
-class _Forward:
+class _PatchedForward:
     """Stands in for the forward of one module."""
 
     def __init__(self, module: nn.Module, rule: WeightGradientRule, split: SplitBackward) -> None:
@@ -189,12 +193,12 @@ class _Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         x: Any
-        least, x = self.split.least, args[0] if len(args) == 1 and not kwargs else None
+        min_flops, x = self.split.min_flops, args[0] if len(args) == 1 and not kwargs else None
         # Most calls end here: small steps wait for Python, so this comes first.
-        if least and _is_small(x, self.module._parameters.get("weight"), least):
+        if min_flops and _is_small(x, self.module._parameters.get("weight"), min_flops):
             return type(self.module).forward(self.module, x)
         weight, bias = _registered(self.module)
-        if not (_plain(x) and _deferrable(weight, bias) and torch.is_grad_enabled()):
+        if not (_is_ordinary_tensor(x) and _deferrable(weight, bias) and torch.is_grad_enabled()):
             return type(self.module).forward(self.module, *args, **kwargs)
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -210,16 +214,20 @@ class _Split(torch.autograd.Function):
         x: torch.Tensor,
         weight: nn.Parameter,
         bias: nn.Parameter | None,
-        home: _Forward,
+        patched: _PatchedForward,
         dtype: torch.dtype | None,
     ) -> torch.Tensor:
         x = _autocast(x, dtype)
-        ctx.home, ctx.weight, ctx.bias = home, weight, bias  # a saved tensor may come back as another object
-        # The same in every mode, for a checkpoint counts what is saved. Not the weight as autocast makes it,
-        # which would be one more for every microbatch.
+        ctx.patched, ctx.weight, ctx.bias = (
+            patched,
+            weight,
+            bias,
+        )  # a saved tensor may come back as another object
+        # Save the same two in every mode: a non-reentrant checkpoint compares how many are saved. Save the
+        # parameter and not its autocast copy, which would be one more for every microbatch.
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
         ctx.set_materialize_grads(False)
-        y = home.rule.forward(home.module, x, _autocast(weight, dtype), _autocast(bias, dtype))
+        y = patched.rule.forward(patched.module, x, _autocast(weight, dtype), _autocast(bias, dtype))
         # A view made in here could not be changed in place. With torch 2.11 a Linear of 3-D input makes one.
         return y.data if y._is_view() else y
 
@@ -227,14 +235,14 @@ class _Split(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if grads[0] is None:
             return None, None, None, None, None
-        rule, module = ctx.home.rule, ctx.home.module
+        rule, module = ctx.patched.rule, ctx.patched.module
         x, weight = ctx.saved_tensors
-        dy, dx, db = rule.kept(grads[0]), None, None
+        dy, dx, db = rule.prepare_grad_output(grads[0]), None, None
         if weight is not None:
             dx = rule.input_gradient(module, x, weight.to(x.dtype), dy)
         bias = ctx.bias if ctx.needs_input_grad[2] else None
-        split, wanted = ctx.home.split, (ctx.weight,) if bias is None else (ctx.weight, bias)
-        if split._adds and all(map(_is_added, wanted, ctx.next_functions[1:])):
+        split, wanted = ctx.patched.split, (ctx.weight,) if bias is None else (ctx.weight, bias)
+        if split._intercepts and all(map(_may_add_to_grad, wanted, ctx.next_functions[1:])):
             versions = x._version, dy._version
             # Detached, or it would hold the graph that has made it.
             split._defer_or_add(DeferredGradient(rule, module, ctx.weight, bias, x.detach(), dy, versions))
@@ -268,24 +276,24 @@ def _deferrable(weight: Any, bias: Any) -> bool:
     )
 
 
-def _is_small(x: Any, weight: Any, least: float) -> bool:
-    """Whether a module's forward and backward of `x` are fewer FLOPs than this. It is asked first."""
+def _is_small(x: Any, weight: Any, min_flops: float) -> bool:
+    """Whether a module's forward and backward of `x` are fewer FLOPs than `min_flops`."""
     if type(x) is not torch.Tensor or type(weight) is not nn.Parameter:
         return False
-    return 6.0 * x.numel() * weight.numel() < least * (x.size(-1) if x.dim() else 1)
+    return 6.0 * x.numel() * weight.numel() < min_flops * (x.size(-1) if x.dim() else 1)
 
 
-def _plain(x: Any) -> bool:
-    usual = (type(x) is torch.Tensor or type(x) is nn.Parameter) and x.layout is torch.strided
-    return usual and not torch.compiler.is_compiling()
+def _is_ordinary_tensor(x: Any) -> bool:
+    ordinary = (type(x) is torch.Tensor or type(x) is nn.Parameter) and x.layout is torch.strided
+    return ordinary and not torch.compiler.is_compiling()
 
 
 def _autocast(t: torch.Tensor | None, dtype: torch.dtype | None) -> Any:
     return t if t is None or dtype is None or t.dtype == torch.float64 else t.to(dtype)
 
 
-def _is_added(parameter: nn.Parameter, edge: tuple[Any, int]) -> bool:
-    """Whether the backward that is under way is to add to .grad, with nothing in between."""
+def _may_add_to_grad(parameter: nn.Parameter, edge: tuple[Any, int]) -> bool:
+    """Whether the backward that is under way would add to .grad, with nothing in between."""
     if parameter._backward_hooks:
         return False
     try:

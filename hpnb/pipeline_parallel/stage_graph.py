@@ -156,7 +156,7 @@ class StageGraph:
     Attributes:
         parameters: those to whose gradients the backward adds.
         has_loss: whether the loss is in the graph.
-        trained_outputs: which of the stage's outputs take a gradient.
+        outputs_require_grad: which of the stage's outputs take a gradient.
 
     Raises:
         RuntimeError: it cannot be captured, say because Python waits for a value.
@@ -170,8 +170,8 @@ class StageGraph:
         with capture.outside():
             self._inputs = tree_map(_static, work.inputs)
             if work.boundary is not None:
-                shapes = work.boundary.shapes
-                empty = [torch.zeros(shape, dtype=dtype, device=work.device) for shape, dtype in shapes]
+                specs = work.boundary.specs
+                empty = [torch.zeros(shape, dtype=dtype, device=work.device) for shape, dtype in specs]
                 self._hidden = work.boundary.assemble(empty)
         self._input_tensors = tensors_in(self._inputs)
         self._hidden_tensors = tensors_in(self._hidden)
@@ -184,7 +184,7 @@ class StageGraph:
         self._input_grads: list[torch.Tensor] = []
         with (
             torch.enable_grad(),
-            work.split_backward.fusing_all(),
+            work.split_backward.without_min_flops(),
             _without_autocast_cache(),
             _without_rng_snapshots(),
             keeping_constants() as kept,
@@ -223,7 +223,7 @@ class StageGraph:
         self._result = tree_map(_detach, self._result)
         hands_on = work.loss is None or work.keeps_outputs
         self._outputs = tree_map(_detach, outputs) if hands_on else None
-        self.trained_outputs = [t.requires_grad for t in tensors_in(outputs)]
+        self.outputs_require_grad = [t.requires_grad for t in tensors_in(outputs)]
 
     def _run_backward(self) -> None:
         work = self._work

@@ -13,9 +13,9 @@ import torch
 from hpnb.pipeline_parallel.boundary import Boundary, StepBoundaries
 from hpnb.pipeline_parallel.rank_schedule import RankSchedule
 from hpnb.pipeline_parallel.schedule import Action
-from hpnb.pipeline_parallel.transfers import Arrival, MessageQueue, Pair, Shape
+from hpnb.pipeline_parallel.transfers import MessageQueue, PendingReceive, Route, TensorSpec
 
-CORRECTION = torch.Size(), torch.float64  # the shape and dtype of a loss's correction
+CORRECTION: TensorSpec = (torch.Size(), torch.float64)  # of a loss's correction
 
 
 class StepMessages:
@@ -32,50 +32,54 @@ class StepMessages:
     def __init__(
         self,
         rank_schedule: RankSchedule,
-        queues: Mapping[Pair, MessageQueue],
+        queues: Mapping[Route, MessageQueue],
         boundaries: StepBoundaries,
         sends_correction: bool,
     ) -> None:
-        self._part, self._schedule = rank_schedule, rank_schedule.schedule
+        self._rank_schedule, self._schedule = rank_schedule, rank_schedule.schedule
         self._queues, self._boundaries, self._sends_correction = queues, boundaries, sends_correction
         self._local: dict[Action, list[torch.Tensor]] = {}  # from a stage of this rank to another of it
-        self._arrivals: dict[Action, Arrival] = {}
+        self._pending: dict[Action, PendingReceive] = {}
         self._posted = dict.fromkeys(queues, 0)
         self.largest = 0
 
     def carries_correction(self, action: Action) -> bool:
         """Whether the gradient that `action` takes, and the one that it gives, carries the correction."""
-        return self._sends_correction and action.microbatch == self._part.correction_microbatch
+        return self._sends_correction and action.microbatch == self._rank_schedule.correction_microbatch
 
-    def post_receives(self, action: Action, urgent: bool) -> None:
+    def post_receives(self, action: Action, blocking: bool) -> None:
         """Post the receives of what `action` needs from another rank, and of all that is sent before it.
 
         Args:
-            urgent: `action` is the next one: where a shape is not known yet, wait for the sender's.
+            blocking: `action` is the next one: where a shape is not known yet, wait for the sender's.
+                Otherwise leave its receive for the call in which it is the next one.
         """
         for need in self._schedule.needs(action):
-            if need not in self._part.message_index:
+            if need not in self._rank_schedule.message_index:
                 continue
-            pair, index = self._part.message_index[need]
-            if pair[1] != self._part.rank:
+            route, index = self._rank_schedule.message_index[need]
+            if route[1] != self._rank_schedule.rank:
                 continue
-            while self._posted[pair] <= index:
-                message = self._schedule.queues[pair][self._posted[pair]]
-                shapes = self._shapes_of(message, urgent)
-                if shapes is None:
+            while self._posted[route] <= index:
+                message = self._schedule.queues[route][self._posted[route]]
+                specs = self._specs_of(message, blocking)
+                if specs is None:  # not known yet: tried again when it is the turn of `action`
                     return
-                self._arrivals[message] = self._queues[pair].post(shapes)
-                self._posted[pair] += 1
+                self._pending[message] = self._queues[route].post_receive(specs)
+                self._posted[route] += 1
 
     def take(self, action: Action) -> list[torch.Tensor]:
-        """The result of `action`, which another one needs now."""
-        if action in self._arrivals:
-            return self._arrivals.pop(action).wait()
+        """The result of `action`, which another one needs now, from another rank or from this one.
+
+        On a GPU kernels that are launched from here on wait for it. On a CPU this process does.
+        """
+        if action in self._pending:
+            return self._pending.pop(action).wait()
         return self._local.pop(action)
 
     def give(self, action: Action, tensors: list[torch.Tensor]) -> None:
         """Hand on the result of `action`."""
-        if action in self._part.message_index:
+        if action in self._rank_schedule.message_index:
             self._queue_of(action).send(tensors)
             self.largest = max(self.largest, sum(tensor.nbytes for tensor in tensors))
         else:
@@ -86,28 +90,29 @@ class StepMessages:
         if self._boundaries.is_known(action.stage, action.microbatch, boundary):
             return
         self._boundaries.learn(action.stage, action.microbatch, boundary)
-        if action in self._part.message_index:
+        if action in self._rank_schedule.message_index:
             self._queue_of(action).send_object(boundary)
 
     def flush(self) -> None:
-        """All is sent: wait until it is read."""
+        """All is sent: wait until the sent tensors may be freed."""
         for queue in self._queues.values():
             queue.flush()
 
     def _queue_of(self, action: Action) -> MessageQueue:
-        return self._queues[self._part.message_index[action][0]]
+        return self._queues[self._rank_schedule.message_index[action][0]]
 
-    def _shapes_of(self, message: Action, urgent: bool) -> Sequence[Shape] | None:
-        """The shapes of what `message` consists of; None if they cannot be known yet."""
+    def _specs_of(self, message: Action, blocking: bool) -> Sequence[TensorSpec] | None:
+        """Shape and dtype of the tensors of `message`; None if they cannot be known yet."""
         stage, microbatch = message.stage, message.microbatch
         if message.op == "F":
             boundary = self._boundaries.get(stage, microbatch)
-            if boundary is None and urgent:
+            if boundary is None and blocking:
                 received: Boundary = self._queue_of(message).receive_object()
                 self._boundaries.learn(stage, microbatch, received)
-                return received.shapes
-            return None if boundary is None else boundary.shapes
+                return received.specs
+            return None if boundary is None else boundary.specs
         boundary = self._boundaries.get(stage - 1, microbatch)
         if boundary is None:
             return None
-        return boundary.gradient_shapes + [CORRECTION] * self.carries_correction(message)
+        specs = boundary.gradient_specs
+        return [*specs, CORRECTION] if self.carries_correction(message) else specs

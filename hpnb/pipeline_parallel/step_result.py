@@ -42,10 +42,9 @@ class PipelineStepResult:
         spans: tuple[int, int],
     ) -> None:
         self._axis, self._schedule, self._recorder, self._spans = axis, schedule, recorder, spans
-        self._outputs, self._seconds = executor.outputs, executor.seconds
-        self._message_bytes, self._communications = executor.largest_message, executor.communications
-        self._segments = executor.segments
-        self._wait_for_loss, self._by_turns = wait_for_loss, executor.by_turns
+        self._outputs, self._message_bytes = executor.outputs, executor.largest_message
+        self._times, self._wait_for_loss = executor.times, wait_for_loss
+        self._communications = executor.times.communications  # of all ranks, once they have been gathered
         self._timeline: Timeline | None = None
         self._costs: dict[Action, float] | None = None  # of all ranks
 
@@ -63,7 +62,7 @@ class PipelineStepResult:
 
     @property
     def timeline(self) -> Timeline:
-        """What each rank of the axis did, and when; ranks are places on the axis. All of them must ask.
+        """What each rank of the axis did, and when; ranks are those of the axis. All of them must ask.
 
         On a GPU times are those of the device, on clocks that are aligned when this is asked for. On a CPU
         with fewer cores than ranks a wall clock would show who got a core: instead the schedule is replayed
@@ -83,7 +82,7 @@ class PipelineStepResult:
         if not self._recorder.aligned:
             self._recorder.align(self._axis.group)
         events = self._recorder.events(*self._spans)
-        recorded = events, self._seconds, self._communications, self._message_bytes
+        recorded = events, self._times.seconds, self._communications, self._message_bytes
         by_rank: list[_Recorded] = [recorded] * self._axis.size
         dist.all_gather_object(by_rank, recorded, self._axis.group)
         self._message_bytes = max(nbytes for _, _, _, nbytes in by_rank)
@@ -91,12 +90,12 @@ class PipelineStepResult:
             self._costs = {action: cost for _, costs, _, _ in by_rank for action, cost in costs.items()}
             for _, _, communications, _ in by_rank:
                 self._communications.update(communications)
-            if self._by_turns:
+            if self._times.shares_gpu:
                 return self._replay(REPLAY_LINK)
             return self._schedule.replay(self._costs.__getitem__, source="replayed from measured CPU time")
-        place = {rank: i for i, rank in enumerate(self._axis.ranks)}
-        placed = (replace(e, rank=place[e.rank]) for events, _, _, _ in by_rank for e in events)
-        return Timeline(tuple(placed)).shifted()
+        axis_rank = {rank: i for i, rank in enumerate(self._axis.ranks)}
+        renumbered = (replace(e, rank=axis_rank[e.rank]) for events, _, _, _ in by_rank for e in events)
+        return Timeline(tuple(renumbered)).shifted()
 
     def replayed(self, link: Link) -> Timeline:
         """The timeline with another interconnect, where ranks share a GPU or cores. All of them must ask.
@@ -111,7 +110,7 @@ class PipelineStepResult:
     def _replay(self, link: Link) -> Timeline:
         assert self._costs is not None
         transfer = link.latency + self._message_bytes / link.bandwidth
-        source = f"replayed from measured {'GPU' if self._by_turns else 'CPU'} time, {link.name}"
+        source = f"replayed from measured {'GPU' if self._times.shares_gpu else 'CPU'} time, {link.name}"
 
         def duration(action: Action) -> float:
             assert self._costs is not None
@@ -131,8 +130,8 @@ class PipelineStepResult:
             ValueError: the step was not recorded, or ran on GPUs.
         """
         by_rank: list[dict[Action, Segments]] = [{} for _ in range(self._axis.size)]
-        dist.all_gather_object(by_rank, self._segments, self._axis.group)
-        segments = {action: found for of_rank in by_rank for action, found in of_rank.items()}
+        dist.all_gather_object(by_rank, self._times.segments, self._axis.group)
+        segments = {action: times for of_rank in by_rank for action, times in of_rank.items()}
         if len(segments) < sum(map(len, self._schedule.actions)):
             raise ValueError(
                 "no CPU time was recorded between the messages of this step: record it, on CPUs; on GPUs "

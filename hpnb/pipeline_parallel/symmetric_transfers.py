@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from hpnb.mesh import Axis
-from hpnb.pipeline_parallel.transfers import Arrival, MessageQueue, Pair, Shape
+from hpnb.pipeline_parallel.transfers import MessageQueue, PendingReceive, Route, TensorSpec
 from hpnb.record.recorder import begin_communication
 from hpnb.record.traffic import sent
 from hpnb.symmetric_memory import SymmetricMemory, open_symmetric_memory, share_a_node
@@ -41,13 +41,13 @@ class SymmetricTransfers:
             slots that are large enough: then all messages have to go over process groups.
     """
 
-    def __init__(self, axis: Axis, pairs: Collection[Pair], device: torch.device) -> None:
-        self.axis, self.device, self._pairs = axis, device, sorted(pairs)
-        self.queues: dict[Pair, MessageQueue] = {}
+    def __init__(self, axis: Axis, routes: Collection[Route], device: torch.device) -> None:
+        self.axis, self.device, self._routes = axis, device, sorted(routes)
+        self.queues: dict[Route, MessageQueue] = {}
         self._slot_bytes = 0
         self._available = device.type == "cuda" and axis.size > 1 and share_a_node(axis, device)
 
-    def reserve(self, messages: Sequence[Sequence[Shape]]) -> None:
+    def reserve(self, messages: Sequence[Sequence[TensorSpec]]) -> None:
         """Make the slots large enough for `messages`, the ones that this rank sends or receives."""
         if not self._available:
             return
@@ -60,45 +60,47 @@ class SymmetricTransfers:
         self._slot_bytes = max(sizes)
         # The old queues go in any case: in slots that are too small one message would overwrite the next.
         old_queues, self.queues = self.queues, {}
-        most_senders = max(len(self._senders_to(place)) for place in range(self.axis.size))
+        most_senders = max(len(self._senders_to(rank)) for rank in range(self.axis.size))
         memory = open_symmetric_memory(self.axis, most_senders * SLOTS * self._slot_bytes, self.device)
         del old_queues  # their memory was held until the new one was there
         if memory is None:
             self._available = False
             return
-        for pair in self._pairs:
-            if self.axis.rank in pair:
+        for route in self._routes:
+            if self.axis.rank in route:
                 # Where the slots of this queue begin in its receiver's memory.
-                offset = self._senders_to(pair[1]).index(pair[0]) * SLOTS * self._slot_bytes
-                self.queues[pair] = SymmetricQueue(self.axis, pair, memory, offset, self._slot_bytes)
+                offset = self._senders_to(route[1]).index(route[0]) * SLOTS * self._slot_bytes
+                self.queues[route] = SymmetricQueue(self.axis, route, memory, offset, self._slot_bytes)
 
-    def _senders_to(self, place: int) -> list[int]:
-        return [source for source, destination in self._pairs if destination == place]
+    def _senders_to(self, rank: int) -> list[int]:
+        return [source for source, destination in self._routes if destination == rank]
 
 
 class SymmetricQueue:
-    """Messages from one place of `axis` to another, in order; see `transfers.MessageQueue`.
+    """Messages from one rank of `axis` to another, in order; see `transfers.MessageQueue`.
 
     Args:
         offset: bytes before its slots in the receiver's memory.
         slot_bytes: the size of one slot.
     """
 
-    def __init__(self, axis: Axis, pair: Pair, memory: SymmetricMemory, offset: int, slot_bytes: int) -> None:
-        self.axis, self._pair, self._memory = axis, pair, memory
+    def __init__(
+        self, axis: Axis, route: Route, memory: SymmetricMemory, offset: int, slot_bytes: int
+    ) -> None:
+        self.axis, self._route, self._memory = axis, route, memory
         self._offset, self._slot_bytes = offset, slot_bytes
-        self._ranks = axis.ranks[pair[0]], axis.ranks[pair[1]]
+        self._ranks = axis.ranks[route[0]], axis.ranks[route[1]]
         self._stream = torch.cuda.Stream(priority=-1)
         self._count = 0  # messages sent so far, or taken
         self._posted = 0
-        self._coming: deque[tuple[list[torch.Tensor], Sequence[Shape]]] = deque()
+        self._coming: deque[tuple[list[torch.Tensor], Sequence[TensorSpec]]] = deque()
         self._views: dict[Any, torch.Tensor] = {}
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send them as soon as the work launched so far is done."""
         if not tensors:
             return
-        slot, receiver = self._count % SLOTS, self._pair[1]
+        slot, receiver = self._count % SLOTS, self._route[1]
         views = self._slot_views(slot, [(t.shape, t.dtype) for t in tensors])
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -114,36 +116,36 @@ class SymmetricQueue:
             self._memory.put_signal(receiver, _arrived(slot))
         self._count += 1
 
-    def post(self, shapes: Sequence[Shape]) -> Arrival:
+    def post_receive(self, specs: Sequence[TensorSpec]) -> PendingReceive:
         """Expect tensors of these shapes and dtypes."""
         tensors: list[torch.Tensor] = []
-        if not shapes:
-            return Arrival(tensors, lambda: None)
+        if not specs:
+            return PendingReceive(tensors, lambda: None)
         self._posted += 1
-        self._coming.append((tensors, shapes))
+        self._coming.append((tensors, specs))
         number = self._posted
-        return Arrival(tensors, lambda: self._take(number))
+        return PendingReceive(tensors, lambda: self._take(number))
 
     def _take(self, number: int) -> None:
         """Copy messages out of their slots, in the order in which they were sent, up to this one."""
-        sender = self._pair[0]
+        sender = self._route[0]
         while self._count < number:
-            slot, (tensors, shapes) = self._count % SLOTS, self._coming.popleft()
+            slot, (tensors, specs) = self._count % SLOTS, self._coming.popleft()
             self._memory.wait_signal(sender, _arrived(slot))
-            tensors.extend(view.clone() for view in self._slot_views(slot, shapes))
+            tensors.extend(view.clone() for view in self._slot_views(slot, specs))
             self._memory.put_signal(sender, _free(slot))
             self._count += 1
 
-    def _slot_views(self, slot: int, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+    def _slot_views(self, slot: int, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
         """The tensors of a message in the receiver's memory."""
         views = []
-        for (shape, dtype), start in zip(shapes, _message_layout(shapes)[0], strict=True):
+        for (shape, dtype), start in zip(specs, _message_layout(specs)[0], strict=True):
             key = (slot, shape, dtype, start)
             if not shape.numel():  # a microbatch may have no samples
                 self._views.setdefault(key, torch.empty(shape, dtype=dtype, device="cuda"))
             if key not in self._views:
                 elements = (self._offset + slot * self._slot_bytes + start) // dtype.itemsize
-                self._views[key] = self._memory.get_buffer(self._pair[1], shape, dtype, elements)
+                self._views[key] = self._memory.get_buffer(self._route[1], shape, dtype, elements)
             views.append(self._views[key])
         return views
 
@@ -165,10 +167,10 @@ def _free(slot: int) -> int:
     return SLOTS + slot
 
 
-def _message_layout(shapes: Sequence[Shape]) -> tuple[list[int], int]:
+def _message_layout(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
     """(the byte at which each tensor begins in a slot, bytes of the message)."""
     starts, end = [], 0
-    for shape, dtype in shapes:
+    for shape, dtype in specs:
         starts.append(end)
         end += -(-shape.numel() * dtype.itemsize // _ALIGN) * _ALIGN
     return starts, end

@@ -1,13 +1,14 @@
 """Tensors from one rank of a pipeline to another, while both compute.
 
-    send      starts when the work launched so far is done; the process goes on, and so does the computing
-    post      expects tensors early, so that a send never waits for its receiver
-    wait      work launched from here on sees what has arrived
+    send           starts when the work launched so far is done; the process and its kernels go on
+    post_receive   expects tensors early, so that no sender waits for its receiver
+    wait           work launched from here on sees what has arrived
 
-Each ordered pair of ranks is a queue: messages arrive in the order in which they were sent, so a receiver
-posts in the sender's order, whatever it needs first. On a GPU every queue has its own group and stream. On a
-shared one, a receive that was posted early would block whatever came behind it, and two ranks that both do so
-would wait for each other. On a CPU, and where ranks share a GPU, threads carry the messages.
+Each ordered pair of ranks, a route, has a queue. Messages arrive in the order in which they were sent, so a
+receiver posts in the sender's order, whatever it needs first. On a GPU every queue has a group and a stream
+for itself. On a shared one, a receive that was posted early would block whatever came behind it, and two
+ranks that both do so would wait for each other. On a CPU, and where ranks share a GPU, threads carry the
+messages.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from hpnb.ranks.current_rank import collectives_on_streams
 from hpnb.ranks.process_group import new_group
 from hpnb.record.recorder import begin_communication, waiting
 
-Pair = tuple[int, int]  # places on the axis: from, to
-Shape = tuple[torch.Size, torch.dtype]
+Route = tuple[int, int]  # ranks of the axis: source, destination
+TensorSpec = tuple[torch.Size, torch.dtype]
 CTAS = 4  # multiprocessors that a transfer over NCCL may use; the matmuls beside it need the others
 _OBJECT, _TENSOR = 1, 2  # tags of messages
 
 
-class Arrival:
+class PendingReceive:
     """Tensors that are on their way here."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], wait: Callable[[], object]) -> None:
@@ -46,12 +47,12 @@ class Arrival:
 
 
 class MessageQueue(Protocol):
-    """Messages from one place of an axis to another, in order."""
+    """Messages from one rank of an axis to another, in order."""
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send them as soon as the work launched so far is done."""
 
-    def post(self, shapes: Sequence[Shape]) -> Arrival:
+    def post_receive(self, specs: Sequence[TensorSpec]) -> PendingReceive:
         """Expect tensors of these shapes and dtypes, and let them arrive."""
 
     def send_object(self, value: Any) -> None:
@@ -61,15 +62,15 @@ class MessageQueue(Protocol):
         """The object that the other side sent; this process waits for it."""
 
     def flush(self) -> None:
-        """Wait until gloo has read everything that it sends."""
+        """The step is over: wait until the tensors that were sent may be freed."""
 
 
 class GroupQueue:
     """A queue over a process group, of whatever backend. Objects always travel over gloo."""
 
-    def __init__(self, axis: Axis, pair: Pair, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, axis: Axis, route: Route, group: dist.ProcessGroup, device: torch.device) -> None:
         self.axis, self.group, self.device = axis, group, device
-        self._source, self._destination = (axis.ranks[place] for place in pair)
+        self._source, self._destination = (axis.ranks[rank] for rank in route)
         self._sending: list[tuple[dist.Work, torch.Tensor]] = []
         self._stream = torch.cuda.Stream(device, priority=-1) if collectives_on_streams(device) else None
 
@@ -87,18 +88,18 @@ class GroupQueue:
                     ended()
             tensor.record_stream(self._stream)
 
-    def post(self, shapes: Sequence[Shape]) -> Arrival:
-        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
+    def post_receive(self, specs: Sequence[TensorSpec]) -> PendingReceive:
+        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in specs]
         nonempty = [tensor for tensor in tensors if tensor.numel()]
         if self._stream is None:
             works = [dist.irecv(tensor, self._source, self.group, _TENSOR) for tensor in nonempty]
-            return Arrival(tensors, lambda: [work.wait() for work in works if work is not None])
+            return PendingReceive(tensors, lambda: [work.wait() for work in works if work is not None])
         self._stream.wait_stream(torch.cuda.current_stream())  # which used this memory until now
         with torch.cuda.stream(self._stream):
             for tensor in nonempty:
                 dist.recv(tensor, self._source, self.group)
             arrived = self._stream.record_event()
-        return Arrival(tensors, lambda: torch.cuda.current_stream().wait_event(arrived))
+        return PendingReceive(tensors, lambda: torch.cuda.current_stream().wait_event(arrived))
 
     def send_object(self, value: Any) -> None:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -123,64 +124,69 @@ class GroupQueue:
         work = dist.isend(tensor, self._destination, group, tag)
         assert work is not None
         self._sending.append((work, tensor))  # gloo reads it until it has been sent
+        # Every tensor stays here until `flush` at the end of the step. So on a CPU, and where ranks share a
+        # GPU, a step keeps the sent activations of all its microbatches, whatever the schedule has in flight,
+        # and memory that is measured there counts them.
 
 
-def make_queues(axis: Axis, pairs: Collection[Pair], device: torch.device) -> dict[Pair, MessageQueue]:
-    """The queues of `pairs` that begin or end here. All ranks of the world call it with the same pairs."""
+def make_queues(axis: Axis, routes: Collection[Route], device: torch.device) -> dict[Route, MessageQueue]:
+    """The queues of `routes` that begin or end here. All ranks of the world call it with the same routes."""
     if not collectives_on_streams(device):
-        return {pair: GroupQueue(axis, pair, axis.group, device) for pair in pairs if axis.rank in pair}
-    groups = _pair_groups(axis, tuple(sorted(pairs)), device)
-    return {pair: GroupQueue(axis, pair, group, device) for pair, group in groups.items()}
+        return {route: GroupQueue(axis, route, axis.group, device) for route in routes if axis.rank in route}
+    groups = _route_groups(axis, tuple(sorted(routes)), device)
+    return {route: GroupQueue(axis, route, group, device) for route, group in groups.items()}
 
 
 # A group keeps memory on the GPU until the process group of all ranks goes, so pipelines share them.
-_pair_groups_of_world: WeakKeyDictionary[dist.ProcessGroup, dict[Any, dict[Pair, dist.ProcessGroup]]]
-_pair_groups_of_world = WeakKeyDictionary()
+_route_groups_of_world: WeakKeyDictionary[dist.ProcessGroup, dict[Any, dict[Route, dist.ProcessGroup]]]
+_route_groups_of_world = WeakKeyDictionary()
 
 
-def _pair_groups(axis: Axis, pairs: tuple[Pair, ...], device: torch.device) -> dict[Pair, dist.ProcessGroup]:
-    """One group of two ranks for each pair that this rank is in.
+def _route_groups(
+    axis: Axis, routes: tuple[Route, ...], device: torch.device
+) -> dict[Route, dist.ProcessGroup]:
+    """One group of two ranks for each route that this rank is on.
 
     A new group is split off from that of all ranks, so every rank takes part each time: in rounds in which no
-    rank is in two pairs, and alone where it is in none.
+    rank is on two routes, and alone where it is on none.
     """
     world = dist.group.WORLD
     assert world is not None
-    made = _pair_groups_of_world.setdefault(world, {})
-    key = (axis.name, axis.ranks, pairs)
+    made = _route_groups_of_world.setdefault(world, {})
+    key = (axis.name, axis.ranks, routes)
     if key not in made:
-        groups: dict[Pair, dist.ProcessGroup] = {}
-        for disjoint in disjoint_rounds(pairs):
-            pair = next((pair for pair in disjoint if axis.rank in pair), None)
-            members = sorted(axis.ranks[place] for place in pair or (axis.rank,))
+        groups: dict[Route, dist.ProcessGroup] = {}
+        for disjoint in disjoint_rounds(routes):
+            route = next((route for route in disjoint if axis.rank in route), None)
+            members = sorted(axis.ranks[rank] for rank in route or (axis.rank,))
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             options.config.max_ctas = CTAS
             group = new_group(members, axis.name, backend="nccl", options=options)
-            if pair is not None:
-                _connect(axis, pair, group, device)
-                groups[pair] = group
+            if route is not None:
+                _connect(axis, route, group, device)
+                groups[route] = group
         made[key] = groups
     return made[key]
 
 
-def disjoint_rounds(pairs: Sequence[Pair]) -> list[list[Pair]]:
-    """`pairs` in as few rounds as a greedy choice gives such that no rank is in two pairs of a round."""
-    rounds: list[list[Pair]] = []
-    for pair in pairs:
+def disjoint_rounds(routes: Sequence[Route]) -> list[list[Route]]:
+    """`routes` in as few rounds as a greedy choice gives such that no rank is on two routes of a round."""
+    rounds: list[list[Route]] = []
+    for route in routes:
         for disjoint in rounds:
-            if not any(place in other for place in pair for other in disjoint):
-                disjoint.append(pair)
+            if not any(rank in other for rank in route for other in disjoint):
+                disjoint.append(route)
                 break
         else:
-            rounds.append([pair])
+            rounds.append([route])
     return rounds
 
 
-def _connect(axis: Axis, pair: Pair, group: dist.ProcessGroup, device: torch.device) -> None:
+def _connect(axis: Axis, route: Route, group: dist.ProcessGroup, device: torch.device) -> None:
     """Send one number: NCCL connects two ranks at their first message, and the process waits for that."""
     value = torch.zeros(1, device=device)
-    if axis.rank == pair[0]:
-        dist.send(value, axis.ranks[pair[1]], group)
+    if axis.rank == route[0]:
+        dist.send(value, axis.ranks[route[1]], group)
     else:
-        dist.recv(value, axis.ranks[pair[0]], group)
+        dist.recv(value, axis.ranks[route[0]], group)
     torch.cuda.synchronize(device)

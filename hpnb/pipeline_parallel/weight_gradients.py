@@ -7,6 +7,9 @@
 
 This holds for every matmul, and for a convolution, which is a sum of them. The weight of an nn.Linear is A^T,
 that of a Conv1D of transformers A.
+
+Bias gradients are matmuls with a cached vector of ones. A CUDA graph that reads one has to keep it alive, so
+`keeping_constants` collects them during a capture.
 """
 
 from __future__ import annotations
@@ -24,13 +27,13 @@ import torch.nn.functional as F
 from torch import nn
 
 Tensor = torch.Tensor
-_MOST_CONSTANTS = 16  # vectors of ones that are kept
+_MAX_CONSTANTS = 16  # vectors of ones that are kept
 
 
 class WeightGradientRule(ABC):
     """Forward and gradients of a module whose parameters are called weight and bias (or None).
 
-    Everything has the dtype of `x`. `dy` is the gradient of the output as `kept` returns it.
+    Everything has the dtype of `x`. `dy` is the gradient of the output as `prepare_grad_output` returns it.
     """
 
     @abstractmethod
@@ -38,7 +41,7 @@ class WeightGradientRule(ABC):
         """What the module computes. Not a view, so that it may be changed in place."""
 
     @abstractmethod
-    def kept(self, dy: Tensor) -> Tensor:
+    def prepare_grad_output(self, dy: Tensor) -> Tensor:
         """The gradient of the output in the form that is kept until W."""
 
     @abstractmethod
@@ -47,7 +50,7 @@ class WeightGradientRule(ABC):
 
     @abstractmethod
     def weight_gradient(self, module: Any, x: Tensor, weight: Tensor, dy: Tensor) -> Tensor:
-        """dL/dweight. Of the weight only its shape is known to be right."""
+        """dL/dweight. `weight` may be the parameter or its .grad: only its shape counts."""
 
     @abstractmethod
     def bias_gradient(self, dy: Tensor) -> Tensor:
@@ -64,31 +67,31 @@ class WeightGradientRule(ABC):
 
 @dataclass(frozen=True)
 class MatmulRule(WeightGradientRule):
-    """y = x A + b. The weight is A (in, out), or with `turned` its transpose (out, in), as in nn.Linear."""
+    """y = x A + b. The weight is A (in, out), or if `transposed` (out, in), as in nn.Linear."""
 
-    turned: bool
+    transposed: bool
 
     def forward(self, module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.turned:
+        if self.transposed:
             return F.linear(x, weight, bias)
-        y = _rows(x) @ weight if bias is None else torch.addmm(bias, _rows(x), weight)
+        y = _flatten_tokens(x) @ weight if bias is None else torch.addmm(bias, _flatten_tokens(x), weight)
         return y.view(*x.shape[:-1], y.size(1)).detach()  # no longer a view
 
-    def kept(self, dy: Tensor) -> Tensor:
-        return _rows(dy)  # (n, out)
+    def prepare_grad_output(self, dy: Tensor) -> Tensor:
+        return _flatten_tokens(dy)  # (n, out)
 
     def input_gradient(self, module: Any, x: Tensor, weight: Tensor, dy: Tensor) -> Tensor:
-        return dy.mm(weight if self.turned else weight.t()).view(x.shape)
+        return dy.mm(weight if self.transposed else weight.t()).view(x.shape)
 
     def weight_gradient(self, module: Any, x: Tensor, weight: Tensor, dy: Tensor) -> Tensor:
-        return dy.t().mm(_rows(x)) if self.turned else _rows(x).t().mm(dy)
+        return dy.t().mm(_flatten_tokens(x)) if self.transposed else _flatten_tokens(x).t().mm(dy)
 
     def add_weight_gradient(self, grad: Tensor, module: Any, x: Tensor, dy: Tensor) -> None:
         # With beta = 1 the matmul adds: no temporary, and no second pass over grad.
-        if self.turned:
-            grad.addmm_(dy.t(), _rows(x))
+        if self.transposed:
+            grad.addmm_(dy.t(), _flatten_tokens(x))
         else:
-            grad.addmm_(_rows(x).t(), dy)
+            grad.addmm_(_flatten_tokens(x).t(), dy)
 
     def bias_gradient(self, dy: Tensor) -> Tensor:
         return dy.t().mv(_ones(dy.size(0), dy.dtype, dy.device))
@@ -109,7 +112,7 @@ class ConvolutionRule(WeightGradientRule):
         y = convolve(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)
         return y if x.dim() == self.dims + 2 else y.detach()
 
-    def kept(self, dy: Tensor) -> Tensor:
+    def prepare_grad_output(self, dy: Tensor) -> Tensor:
         return self._batched(dy)
 
     def input_gradient(self, module: Any, x: Tensor, weight: Tensor, dy: Tensor) -> Tensor:
@@ -137,7 +140,7 @@ class ConvolutionRule(WeightGradientRule):
 
 
 RULES: dict[type[nn.Module], WeightGradientRule] = {
-    nn.Linear: MatmulRule(turned=True),
+    nn.Linear: MatmulRule(transposed=True),
     nn.Conv1d: ConvolutionRule(1),
     nn.Conv2d: ConvolutionRule(2),
     nn.Conv3d: ConvolutionRule(3),
@@ -154,7 +157,7 @@ def rule_of(module: nn.Module) -> WeightGradientRule | None:
         return None  # it pads by another operator
     transformers = sys.modules.get("transformers.pytorch_utils")  # not imported for this
     if rule is None and transformers is not None and type(module) is transformers.Conv1D:
-        return MatmulRule(turned=False)
+        return MatmulRule(transposed=False)
     return rule
 
 
@@ -232,8 +235,10 @@ def _ones(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     ones = _ones_cache.get(key)
     if ones is None:
         ones = torch.ones(n, dtype=dtype, device=device)
-        if _kept_constants is None:  # inside a capture the ones belong to the graph, and nothing fills them
-            while len(_ones_cache) >= _MOST_CONSTANTS:
+        if (
+            _kept_constants is None
+        ):  # a tensor made during a capture is filled only by replays: do not cache it
+            while len(_ones_cache) >= _MAX_CONSTANTS:
                 _ones_cache.pop(next(iter(_ones_cache)), None)
             _ones_cache[key] = ones
     elif _kept_constants is not None:
@@ -241,6 +246,6 @@ def _ones(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return ones
 
 
-def _rows(t: Tensor) -> Tensor:
+def _flatten_tokens(t: Tensor) -> Tensor:
     """(..., c) -> (n, c)."""
     return t if t.dim() == 2 else t.reshape(prod(t.shape[:-1]), t.shape[-1])

@@ -30,6 +30,15 @@ def change_output(module: nn.Module, change: Change) -> None:
     module.register_forward_hook(lambda module, args, output: change(output))
 
 
+def before_forward(module: nn.Module, call: Callable[[], None]) -> None:
+    module.register_forward_pre_hook(lambda *_: call())
+
+
+def after_forward(module: nn.Module, call: Callable[[], None]) -> None:
+    """Not called if the forward raised."""
+    module.register_forward_hook(lambda *_: call())
+
+
 def around_forward(module: nn.Module, begin: Callable[[], None], end: Callable[[], None]) -> None:
     """Call `begin` before all other hooks of a forward, and `end` after it, also if it raised."""
     module.register_forward_pre_hook(lambda *_: begin(), prepend=True)

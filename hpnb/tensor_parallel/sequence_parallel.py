@@ -1,19 +1,20 @@
-"""Sequence parallelism: what lies between two column-row pairs is sharded along the tokens.
+"""Sequence parallelism: what lies between two regions is sharded along the tokens.
 
-Norms, dropouts and residuals between the pairs work on every token by itself. So each rank needs only a t-th
-of the tokens there, and the all-reduce at the end of a pair splits into its two halves:
+A region is a column-row pair (`tp_1d_linear.py`). Norms, dropouts and residuals between the regions work on
+every token by itself. So each rank needs only a t-th of the tokens there, and the all-reduce at the end of a
+region splits into its two halves:
 
     forward     x_r (n/t tokens)  -> all-gather x ->  y_r  ->  reduce-scatter z_r -> n/t tokens of z
     backward    all-gather dz -> dy_r -> reduce-scatter dx_r -> n/t tokens of dx
 
 (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2.) The bytes stay the same as without it,
-4 * 2 (t-1)/t b s h a block, while activations between the pairs shrink to a t-th. The n = b s tokens of a
+4 * 2 (t-1)/t b s h a block, while activations between the regions shrink to a t-th. The n = b s tokens of a
 batch are numbered through and split evenly, (1, n/t, h) on each rank, so that slices travel without being
 rearranged. Where t does not divide n the first ranks have one token more, and messages are padded to
 t ceil(n/t) tokens.
 
-Without sequence parallelism x and z are replicated: nothing to do at the start of a pair, an all-reduce at
-its end, and the other way round in the backward. `SequenceSharding` does both.
+Without sequence parallelism x and z are replicated: nothing to do at the start of a region, an all-reduce
+at its end, and the other way round in the backward. `SequenceSharding` does both.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from hpnb.tensor_parallel.async_all_reduce import (
 )
 
 TOKENS = 1  # the dim of (1, b s, h) that sequence parallelism shards
-_SHAPE = "hpnb_batch_shape"  # in the metadata of the autograd node that made a block's input
+_SHAPE_KEY = "hpnb_batch_shape"  # in the metadata of the autograd node that made a block's input
 
 
 class SequenceSharding:
-    """How activations lie on the ranks of one axis between two pairs, and the communication at a pair's ends.
+    """How activations lie on the ranks of an axis between two regions, and what is sent at a region's ends.
 
     Attributes:
         enabled: whether tokens are sharded there; if not, they are replicated.
@@ -56,7 +57,7 @@ class SequenceSharding:
         self.overlap = overlap
         self.axis, self.enabled, self.shape = axis, enabled and axis.size > 1, (0, 0)
         self._background = Background(axis, device)
-        self._shapes_by_tokens: dict[int, set[tuple[int, int]]] = defaultdict(set)
+        self._seen_shapes: dict[int, set[tuple[int, int]]] = defaultdict(set)  # by tokens of this rank
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -68,24 +69,25 @@ class SequenceSharding:
         self.shape = (batch_size, length)
 
     def recall_batch_shape(self, x: torch.Tensor) -> torch.Tensor:
-        """A block's forward begins on x (1, b s/t, h); set the (b, s) that x was made with, and return x.
+        """A hook of a block: set the (b, s) of its input x (1, b s/t, h), and return x.
 
-        When activation checkpointing runs a block once more during a backward, forwards of other batches have
-        come in between, and x may be a copy that was offloaded meanwhile. Autograd restores the node that
-        made x, so (b, s) is in the metadata of that node. Where x has none, all batches with so many tokens
-        must have had one shape.
+        In a forward, that is the current (b, s), which is noted. A block may also run in a backward, because
+        a checkpoint around it recomputes it with its hooks (other checkpoints: see `_pass_batch_shape` in
+        `tp_1d.py`). By then other batches have run, and x may be a copy that was offloaded meanwhile. But
+        autograd restores the node that made x, so (b, s) is noted in the metadata of that node. A reentrant
+        checkpoint detaches x from its node; then all batches with so many tokens must have had one shape.
 
         Raises:
             RuntimeError: a recomputed x whose (b, s) could be one of several.
         """
-        shapes = self._shapes_by_tokens[x.size(TOKENS)]
+        shapes = self._seen_shapes[x.size(TOKENS)]
         node: Any = x.grad_fn
         if not in_backward():
             shapes.add(self.shape)
             if node is not None:
-                node.metadata[_SHAPE] = self.shape
-        elif node is not None and _SHAPE in node.metadata:
-            self.shape = node.metadata[_SHAPE]
+                node.metadata[_SHAPE_KEY] = self.shape
+        elif node is not None and _SHAPE_KEY in node.metadata:
+            self.shape = node.metadata[_SHAPE_KEY]
         elif len(shapes) == 1:
             (self.shape,) = shapes
         elif shapes:
@@ -103,24 +105,23 @@ class SequenceSharding:
         self.shape = (x.size(0), x.size(1))
         return comm.split(x.flatten(0, 1).unsqueeze(0), self.axis, TOKENS)
 
-    def gather_tokens(self, x: torch.Tensor, replicated: bool) -> torch.Tensor:
+    def gather_tokens(self, x: torch.Tensor, head_is_replicated: bool) -> torch.Tensor:
         """After the last block: (1, b s/t, h) -> (b, s, h).
 
         Args:
-            replicated: whether all ranks go on to compute the same. Then the gradient is complete on each,
-            and
-                the backward takes a slice of it instead of a sum over ranks.
+            head_is_replicated: whether all ranks compute the same head. Then each has the complete gradient,
+                and the backward takes a slice of it. Otherwise the backward sums over the ranks.
         """
         batch_size, length = self.shape
         if x.size(0) == 0:  # an empty batch (`hpnb.models.accept_empty_batch`), on all ranks alike
             return x.sum() * x.new_zeros((0, length, x.size(-1)))
-        gather = comm.gather if replicated else comm.all_gather
+        gather = comm.gather if head_is_replicated else comm.all_gather
         return gather(x, self.axis, TOKENS, batch_size * length).view(batch_size, length, -1)
 
-    # --- at the ends of a pair ----------------------------------------------------------------------------
+    # --- at the ends of a region --------------------------------------------------------------------------
 
     def region_entry(self) -> RegionEntry:
-        """Into a pair: (b, s, h), or (1, b s/t, h), -> (b, s, h); the backward sums over the ranks."""
+        """Into a region: (b, s, h), or (1, b s/t, h), -> (b, s, h); the backward sums over the ranks."""
         if self.axis.size == 1:
             return NO_COMMUNICATION
         if not self.enabled:
@@ -132,7 +133,7 @@ class SequenceSharding:
         )
 
     def region_exit(self) -> RegionExit | None:
-        """Out of a pair: a rank's summand (b, s, h), which is overwritten, -> (b, s, h) or (1, b s/t, h)."""
+        """Out of a region: a rank's summand (b, s, h), overwritten, -> (b, s, h) or (1, b s/t, h)."""
         if self.axis.size == 1:
             return None
         if not self.enabled:

@@ -6,9 +6,10 @@
     [gather tokens]            with sequence parallelism, after the last norm
     head                       vocabulary sharded, logits stay so; a classifier is replicated
 
-The brackets are regions (`async_all_reduce.py`): in at a column-parallel layer, out at a row-parallel layer.
-What does not divide is split unevenly: 25 heads over 4 ranks are 7, 6, 6 and 6 (`split_heads.py`). The
-mathematics and the bytes are in `tp_1d_linear.py` and `sequence_parallel.py`.
+[q k v | attention | o] and [up | f | down] are regions (`async_all_reduce.py`). A region begins before its
+column-parallel layers and ends after its row-parallel layer; nothing is sent in between. What does not divide
+is split unevenly: 25 heads over 4 ranks are 7, 6, 6 and 6 (`split_heads.py`). The mathematics and the bytes
+are in `tp_1d_linear.py` and `sequence_parallel.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,13 @@ from hpnb.split_sizes import split_sizes
 from hpnb.tensor_parallel.dropout_rng import DropoutRng, has_dropout
 from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
 from hpnb.tensor_parallel.mode import ModelToShard, TensorParallelMode
-from hpnb.tensor_parallel.module_hooks import around_forward, change_input, change_output
+from hpnb.tensor_parallel.module_hooks import (
+    after_forward,
+    around_forward,
+    before_forward,
+    change_input,
+    change_output,
+)
 from hpnb.tensor_parallel.sequence_parallel import SequenceSharding
 from hpnb.tensor_parallel.split_heads import is_transposed, split_evenly, split_units
 from hpnb.tensor_parallel.tp_1d_linear import ColumnParallelLinear, ParallelRegion, RowParallelLinear
@@ -39,7 +46,7 @@ from hpnb.tensor_parallel.tp_1d_regions import connect_partial_outputs, find_reg
 from hpnb.tensor_parallel.vocab_cross_entropy import cross_entropy, vocab_shard
 from hpnb.tensor_parallel.vocab_embedding import VocabParallelEmbedding
 
-_SHAPE = "hpnb_shape"
+_SHAPE_ARGUMENT = "hpnb_batch_shape"  # the keyword under which a recomputed forward gets (b, s)
 
 
 class TensorParallel1D(TensorParallelMode):
@@ -67,7 +74,7 @@ class TensorParallel1D(TensorParallelMode):
             self._check_convolutions(model)
 
     def _check_convolutions(self, model: ModelToShard) -> None:
-        """A convolution between two pairs would see this rank's tokens alone, without their neighbours."""
+        """A convolution between two regions would see this rank's tokens alone, without their neighbours."""
         for path, (section, _) in model.layers.items():
             module = model.module.get_submodule(path)
             if section == "block" and isinstance(module, _ConvNd) and max(module.kernel_size) > 1:
@@ -80,7 +87,7 @@ class TensorParallel1D(TensorParallelMode):
     def _check_units(self, units: int, what: str, path: str) -> None:
         if units < self.axis.size:
             works = f"use at most {units} ranks along {self.axis.name}"
-            if units == 1 and what != "heads":  # what a role has that says nothing
+            if units == 1 and what != "heads":  # 1 is the default of Role.units
                 works = f"say units= in its role (its heads, or hidden columns), or {works}"
             raise ValueError(f"{path} has {units} {what}, which {self.axis.size} ranks cannot share; {works}")
 
@@ -122,26 +129,27 @@ class TensorParallel1D(TensorParallelMode):
             return
         if self.sharding.enabled:
             change_input(model.anatomy.blocks[0].module, self.sharding.split_tokens)
-        drops = has_dropout(model.module)
+        draws = has_dropout(model.module)
         for block in model.anatomy.blocks:
-            self._connect_block(block.name, block.module, model, drops)
+            self._connect_block(block.name, block.module, model, draws)
         vocab_size = model.vocab_size
         if self.sharding.enabled:
             norm = self._last_norm(model)
             self._sum_replicated_grads(norm, [norm], model)
-            replicated = vocab_size is None  # the head is not sharded, and each rank computes all of it
+            head_is_replicated = vocab_size is None
             change_output(
-                model.module.get_submodule(norm), lambda x: self.sharding.gather_tokens(x, replicated)
+                model.module.get_submodule(norm),
+                lambda x: self.sharding.gather_tokens(x, head_is_replicated),
             )
         for path, (section, _) in model.layers.items():
             head = model.module.get_submodule(path)
             if section == "head" and isinstance(head, ColumnParallelLinear):
-                if not self.sharding.enabled:
+                if not self.sharding.enabled:  # else the backward of gather_tokens sums over the ranks
                     self._make_region(head, [head])
                 if not model.lazy_logits:
                     change_output(head, lambda z: comm.gather(z, self.axis, -1, vocab_size))
 
-    def _connect_block(self, name: str, block: nn.Module, model: ModelToShard, drops: bool) -> None:
+    def _connect_block(self, name: str, block: nn.Module, model: ModelToShard, draws: bool) -> None:
         paths = [path for path in model.layers if path.startswith(name + ".")]
         if self.sharding.enabled:
             self._sum_replicated_grads(name, paths, model)
@@ -154,18 +162,25 @@ class TensorParallel1D(TensorParallelMode):
             self._make_region(parent, layers)
         for path in paths:
             connect_partial_outputs(model.module.get_submodule(path), model.layers[path][1], self.axis)
-        if drops:
+        if draws:
             self._connect_dropout(block, [model.module.get_submodule(path) for path in paths])
 
     def _pass_batch_shape(self, block: nn.Module, model: ModelToShard) -> None:
-        """Activation checkpointing keeps a block's keyword arguments, and runs its forward again without the
-        block's hooks. So the batch's shape is a keyword argument. The block's forward takes it; but where
-        transformers checkpoints inside of that forward, the attention takes it, to which it is passed on."""
+        """Give (b, s) to a forward that is recomputed in a backward, when another batch was the last one.
+
+        Checkpointing keeps a forward's arguments, so (b, s) is a keyword argument. A block's own hook adds
+        it. Who takes it depends on what is recomputed:
+
+            hpnb.hybrid.recompute        block.forward, without the block's hooks: `_forward_with_shape` does
+            transformers' blocks         the forward of their class, which passes keyword arguments on to the
+                                         attention: a hook on the attention does
+            a checkpoint around a block  the block with its hooks, where `recall_batch_shape` restores (b, s)
+        """
         checkpoints_itself = hasattr(block, "gradient_checkpointing")
 
         def add_shape(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             if block.training and (block.gradient_checkpointing if checkpoints_itself else True):
-                return args, {**kwargs, _SHAPE: self.sharding.shape}
+                return args, {**kwargs, _SHAPE_ARGUMENT: self.sharding.shape}
             return None
 
         block.register_forward_pre_hook(add_shape, with_kwargs=True)
@@ -174,7 +189,7 @@ class TensorParallel1D(TensorParallelMode):
             return
 
         def take_shape(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            self.sharding.set_batch_shape(*kwargs.pop(_SHAPE, self.sharding.shape))
+            self.sharding.set_batch_shape(*kwargs.pop(_SHAPE_ARGUMENT, self.sharding.shape))
             return args, kwargs
 
         modules = set(block.modules())
@@ -187,23 +202,18 @@ class TensorParallel1D(TensorParallelMode):
         """Sharded activations draw from this rank's state: with sequence parallelism all of a block, else
         what lies between a column- and a row-parallel layer."""
 
-        def draw_independently(x: torch.Tensor) -> torch.Tensor:
+        def draw_independently() -> None:
             if block.training:
                 self.dropout_rng.use_rank_state()
-            return x
-
-        def draw_alike(x: torch.Tensor) -> torch.Tensor:
-            self.dropout_rng.use_common_state()
-            return x
 
         if self.sharding.enabled:
-            change_input(block, draw_independently)
+            before_forward(block, draw_independently)
         else:
             for layer in layers:
                 if isinstance(layer, ColumnParallelLinear):
-                    change_output(layer, draw_independently)
+                    after_forward(layer, draw_independently)
                 elif isinstance(layer, RowParallelLinear):
-                    change_input(layer, draw_alike)
+                    before_forward(layer, self.dropout_rng.use_common_state)
         around_forward(block, self.dropout_rng.discard_rank_state, self.dropout_rng.use_common_state)
 
     def _make_region(
@@ -213,19 +223,24 @@ class TensorParallel1D(TensorParallelMode):
         change_input(parent, region.begin)
         parent.register_forward_hook(lambda *_: region.end(), always_call=True)
 
-    def _sum_replicated_grads(self, part: str, paths: Sequence[str], model: ModelToShard) -> None:
-        """Sum the gradients of `part`'s replicated weights, which a rank uses on its tokens alone."""
+    def _sum_replicated_grads(self, path: str, layers: Sequence[str], model: ModelToShard) -> None:
+        """Sum the gradients of replicated weights, which a rank uses on its tokens alone.
+
+        Args:
+            path: the block or norm with whose forward the sum begins and ends.
+            layers: paths of the modules in it that have the weights.
+        """
         grad_sum = ReplicatedGradSum([self.axis])
-        for path in paths:
-            module = model.module.get_submodule(path)
-            names = [name for name, role in model.layers[path][1].items() if not is_sharded(role)]
+        for layer in layers:
+            module = model.module.get_submodule(layer)
+            names = [name for name, role in model.layers[layer][1].items() if not is_sharded(role)]
             if not isinstance(module, ColumnParallelLinear | RowParallelLinear):  # these see all tokens
                 grad_sum.add(module, *names)
                 grad_sums = self._grad_sums.setdefault(module, [])
                 grad_sums.append(grad_sum)
                 if len(grad_sums) == 1:
                     _use_summed_weights(module, names, grad_sums)
-        around_forward(model.module.get_submodule(part), grad_sum.begin, grad_sum.end)
+        around_forward(model.module.get_submodule(path), grad_sum.begin, grad_sum.end)
 
     def _last_norm(self, model: ModelToShard) -> str:
         norms = [
@@ -257,7 +272,7 @@ class TensorParallel1D(TensorParallelMode):
 def _forward_with_shape(
     sharding: SequenceSharding, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    sharding.set_batch_shape(*kwargs.pop(_SHAPE, sharding.shape))
+    sharding.set_batch_shape(*kwargs.pop(_SHAPE_ARGUMENT, sharding.shape))
     return forward(*args, **kwargs)
 
 
@@ -268,11 +283,15 @@ def _sums_grads(roles: Mapping[str, Role]) -> bool:
 def _use_summed_weights(
     module: nn.Module, names: Sequence[str], grad_sums: Sequence[ReplicatedGradSum]
 ) -> None:
-    """During a forward of `module`, its weights are those that the sum of the running block makes of them."""
+    """Use a weight in the forward of `module` through the node that sums its gradient over the ranks.
+
+    As in FSDP, another tensor stands under the weight's name while the forward runs, so `named_parameters`
+    lacks the weight then. If several blocks share `module`, the node is that of the block that runs.
+    """
     parameters: dict[str, nn.Parameter] = {}
 
     def replace(*_: Any) -> None:
-        grad_sum = next((one for one in grad_sums if one.is_begun), grad_sums[0])
+        grad_sum = next((grad_sum for grad_sum in grad_sums if grad_sum.is_begun), grad_sums[0])
         for name in names:
             parameter = module._parameters[name]
             assert parameter is not None

@@ -7,14 +7,14 @@
     backward    dz replicated ->  dy_r ->  dx = all-reduce(dx_r)
 
 (Shoeybi et al. 2019, *Megatron-LM*, arXiv 1909.08053, section 3.) f must work on columns independently: a
-GELU, or an attention whose heads are columns. A transformer block has two such pairs, attention and MLP. For
-a batch of b sequences with s tokens of hidden size h,
+GELU, or an attention whose heads are columns. A transformer block has two such pairs, and each is a region:
+attention and MLP. For a batch of b sequences with s tokens of hidden size h,
 
     bytes that leave a rank, per block, forward and backward:   4 * 2 (t-1)/t * b s h * element size
 
-The bias of a row-parallel layer is added once: by the first rank, in its matmul, before the sum. What happens
-at the start and the end of a pair, also with sequence parallelism, is in `sequence_parallel.py`; the overlap
-of the backward's all-reduce in `async_all_reduce.py`.
+The bias of a row-parallel layer is added once: by the first rank, in its matmul, before the sum. What is
+sent at the start and the end of a region, also with sequence parallelism, is in `sequence_parallel.py`. How
+the backward's all-reduce overlaps is in `async_all_reduce.py`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,14 @@ from hpnb.tensor_parallel.sequence_parallel import SequenceSharding
 
 
 class _ParallelLinear(nn.Module):
-    """A linear layer of which this rank has a shard. It replaces an nn.Linear or a Conv1D and keeps its
-    weight: (out, in), or (in, out) if `transposed`."""
+    """A linear layer of which this rank has a shard. It replaces an nn.Linear or a Conv1D and takes
+    over its Parameters; the weight is (out, in), or (in, out) if `transposed`.
+
+    Attributes:
+        forward_weights: the weights to compute with, which come from the node that begins the region.
+            `ParallelRegion` sets them when the region's forward begins, and clears them when it ends. None
+            outside of a region.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -47,7 +53,7 @@ class _ParallelLinear(nn.Module):
         self.register_parameter("weight", old.get_parameter("weight"))
         self.register_parameter("bias", getattr(old, "bias", None))
         self.train(old.training)
-        self.forward_weights: ForwardWeights | None = None  # set while its region's forward runs
+        self.forward_weights: ForwardWeights | None = None
 
     def extra_repr(self) -> str:
         shape = tuple(self.weight.shape) if self.transposed else tuple(self.weight.shape[::-1])
@@ -72,13 +78,13 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, y: torch.Tensor) -> torch.Tensor:
         weights = self.forward_weights
-        if weights is None:
+        if weights is None:  # the columns before it are regions by themselves, so it only ends one
             y, (weights,) = enter_region(y, [self], NO_COMMUNICATION)
         return linear_deferring_weight_grad(y, weights, self.sharding.region_exit())
 
 
 class ParallelRegion:
-    """A column-row pair and what lies between: an attention, or an MLP.
+    """A module that is a region, such as an attention or an MLP; or a column-parallel layer by itself.
 
     Attributes:
         layers: its column- and row-parallel layers, in the order of their use.

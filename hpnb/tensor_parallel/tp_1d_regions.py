@@ -1,11 +1,11 @@
 """Where 1D tensor parallelism enters a region of sharded computation in a layer, and where it leaves it.
 
     attention, MLP          one region from the module's input to its row-parallel layer
-    latent attention        q_a, kv_a | q_b, kv_b .. o    each column starts a region; before it all is whole
+    latent attention        q_a, kv_a | q_b, kv_b .. o    each column starts a region, replicated before
     experts                 hidden states and routing weights in, a sum over ranks out
 
 At a region's start the forward changes nothing and the backward sums over the ranks; at its end the other way
-round. Replicated weights before the start have whole gradients; those inside have a rank's part.
+round. So replicated weights before a region get complete gradients, and those inside get partial gradients.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ def is_sharded(role: Role) -> bool:
 def find_regions(
     model: ModelToShard, block: nn.Module, paths: Sequence[str], sharded_tokens: bool
 ) -> Iterator[tuple[nn.Module, list[ColumnParallelLinear | RowParallelLinear]]]:
-    """Modules with one row-parallel layer and its columns; any other column is a region by itself.
+    """(module, its column- and row-parallel layers in order) of each region of a block.
 
-    So is each column of a module that also has replicated weights of which all ranks use the same, such as
-    those before the columns of latent attention: their gradients are whole where a region begins after them.
+    A module with exactly one row-parallel layer and some columns is one region. Otherwise each column is a
+    region by itself. So it is too if the module has replicated weights before its columns, as latent
+    attention does: a region around them would give them partial gradients.
     """
     layers_of: dict[str, list[ColumnParallelLinear | RowParallelLinear]] = {}
     for path in paths:
@@ -46,13 +47,13 @@ def find_regions(
         rows = [layer for layer in layers if isinstance(layer, RowParallelLinear)]
         columns = [layer for layer in layers if isinstance(layer, ColumnParallelLinear)]
         module = model.module.get_submodule(parent)
-        shared = not sharded_tokens and any(
+        has_replicated_inside = not sharded_tokens and any(
             not (role.sum_grads or is_sharded(role))
             for path in paths
             if f"{path}.".startswith(f"{parent}.") and model.module.get_submodule(path) not in layers
             for role in model.layers[path][1].values()
         )
-        if len(rows) == 1 and columns and module is not block and not shared:
+        if len(rows) == 1 and columns and module is not block and not has_replicated_inside:
             yield module, layers
         else:
             for column in columns:
@@ -60,14 +61,17 @@ def find_regions(
 
 
 def connect_partial_outputs(module: nn.Module, roles: Mapping[str, Role], axis: Axis) -> None:
-    """Of a module that computes with shards of its own, such as a layer of experts, sum the outputs; of a
-    replicated one of whose outputs a rank uses some for its heads alone, sum their gradients."""
+    """Sum outputs, or their gradients, where a module is not a column- or row-parallel layer.
+
+    A module that computes with shards, such as a layer of experts, gives partial sums: they are summed. Of a
+    replicated layer, a rank may use the last outputs for its heads alone: their gradients are summed.
+    """
     if not isinstance(module, RowParallelLinear) and any(role.kind == "row" for role in roles.values()):
         module.register_forward_pre_hook(partial(_replicate_inputs, axis), with_kwargs=True)
         change_output(module, lambda z: comm.all_reduce(z, axis))
-    size = roles["weight"].partial_outputs if "weight" in roles else 0
-    if size:
-        change_output(module, partial(_replicate_last, axis, size))
+    num_partial = roles["weight"].partial_outputs if "weight" in roles else 0
+    if num_partial:
+        change_output(module, partial(_replicate_last, axis, num_partial))
 
 
 def _replicate_inputs(axis: Axis, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -79,6 +83,6 @@ def _replicate_inputs(axis: Axis, _: nn.Module, args: Any, kwargs: dict[str, Any
     return tuple(map(replicate, args)), {name: replicate(x) for name, x in kwargs.items()}
 
 
-def _replicate_last(axis: Axis, size: int, x: torch.Tensor) -> torch.Tensor:
-    first, last = x.split([x.size(-1) - size, size], -1)
+def _replicate_last(axis: Axis, num_partial: int, x: torch.Tensor) -> torch.Tensor:
+    first, last = x.split([x.size(-1) - num_partial, num_partial], -1)
     return torch.cat([first, comm.replicate(last, axis)], -1)

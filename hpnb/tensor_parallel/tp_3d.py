@@ -2,7 +2,7 @@
 
     "tp.0", "tp.1", "tp.2"      a, b, c
     hidden states (b, s, h)     batch over a, then c; hidden size over b      (b / l^2, s, h / l)
-    inside of a pair            batch over a, then b; hidden size over c      b and c change places
+    inside of a region          batch over a, then b; hidden size over c      b and c change places
     matrix (in, out)            in and out over the axes of its input and output, then once more over a
     norm, bias                  over the axis of the hidden size
     embedding (V, h)            vocabulary over c, then a; hidden size over b; V need not divide

@@ -1833,3 +1833,26 @@ def boost_with_loaders() -> list[int]:
 
 def test_a_batch_sampler_of_ones_own_is_a_split(pools: dict[int, hpnb.Ranks]) -> None:
     assert on(pools, 2).run(boost_with_loaders) == [[0, 0, 1]] * 2
+
+
+def boost_batch_norms() -> list[str]:
+    """What is warned of: two norms with dp 2, and one in microbatches; not SyncBatchNorm, nor evaluation."""
+    layers = torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4)
+    model, said = torch.nn.Sequential(*layers), []
+    synced = torch.nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
+    plugin = HybridParallelPlugin(precision="fp32")
+    pipeline = HybridParallelPlugin(precision="fp32", pp_size=2, num_microbatches=2)
+    for boosted_by, net, trains in (
+        (plugin, model, True), (plugin, synced, True), (plugin, model, False), (pipeline, synced, True),
+    ):  # fmt: skip
+        net = copy.deepcopy(net)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1) if trains else None
+            hpnb.Booster(boosted_by).boost(net, optimizer)
+        said.append(" ".join(str(w.message).split(" mean and")[0] for w in caught))
+    return said
+
+
+def test_a_norm_over_the_batch_is_warned_about(pools: dict[int, hpnb.Ranks]) -> None:
+    assert on(pools, 2).run(boost_batch_norms) == [["1 and 1 more take", "", "", "1 and 1 more take"]] * 2

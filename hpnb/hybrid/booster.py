@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
@@ -124,6 +125,8 @@ class Booster(BoosterFiles):
         if lr_scheduler is not None and getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
             raise ValueError("lr_scheduler is of another optimizer; make it of the one that is boosted")
         self._warn_if_not_split(dataloader)
+        if optimizer is not None:
+            self._warn_of_batch_statistics(model)
         example = _example(dataloader) if self.plugin.cut in ("flops", "time") else None
         boosted = parallelize_model(self.plugin, model, optimizer, example)
         if verbose:
@@ -245,6 +248,26 @@ class Booster(BoosterFiles):
             warnings.warn(
                 f"this DataLoader gives each of the {self.plugin.dp_size} data-parallel ranks all samples, "
                 "unless its dataset is split; plugin.prepare_dataloader(dataset, batch_size) does it",
+                stacklevel=3,
+            )
+
+    def _warn_of_batch_statistics(self, model: Model) -> None:
+        """Warn about a BatchNorm, whose outputs depend on how the batch is split."""
+        plugin = self.plugin
+        microbatches = (
+            plugin.pp_size > 1 or plugin.num_microbatches not in (None, 1) or plugin.microbatch_size
+        )
+        if not isinstance(model, nn.Module) or not (plugin.dp_size > 1 or microbatches):
+            return
+        synced = () if microbatches else nn.SyncBatchNorm
+        norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+        norms = [name for name in norms if not isinstance(model.get_submodule(name), synced)]
+        if norms:
+            what = f"{norms[0]} and {len(norms) - 1} more take" if len(norms) > 1 else f"{norms[0]} takes"
+            warnings.warn(
+                f"{what} mean and variance of a rank's microbatch, so training is not that of one process. "
+                "GroupNorm does not depend on the layout; without microbatches "
+                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) averages over the ranks",
                 stacklevel=3,
             )
 

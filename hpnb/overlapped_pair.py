@@ -17,12 +17,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -165,12 +166,13 @@ def _side_of(thread: int) -> bool:
 
 
 def _context_of_this_thread() -> Callable[[], AbstractContextManager[object]]:
-    """What the second thread must share with this one: autocast, whether gradients are recorded, and on a
-    GPU the device and the stream."""
+    """What the second thread must share with this one: autocast, whether gradients are recorded, what watches
+    operators (`hpnb.record.traffic` counts bytes so), and on a GPU the device and the stream."""
     kind = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     gradients = torch.is_grad_enabled()
     stream = torch.cuda.current_stream() if kind == "cuda" else None
+    watching = _get_current_dispatch_mode_stack()
 
     @contextmanager
     def share() -> Iterator[None]:
@@ -178,7 +180,10 @@ def _context_of_this_thread() -> Callable[[], AbstractContextManager[object]]:
             torch.set_grad_enabled(gradients),
             torch.autocast(kind, dtype, enabled) if enabled else nullcontext(),
             nullcontext() if stream is None else torch.cuda.stream(stream),
+            ExitStack() as modes,
         ):
+            for mode in watching:
+                modes.enter_context(mode)
             yield
 
     return share

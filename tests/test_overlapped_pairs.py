@@ -189,5 +189,21 @@ def test_overlapped_steps_equal_one_process(pools: RankPools, kind: str, more: d
     assert abs(losses[-1] - losses[0]) > 1e-3
 
 
+def bytes_of_steps(more: dict[str, Any], overlaps: bool) -> dict[str, float]:
+    with hpnb.record.traffic() as sent:
+        steps("Mixtral", {**PLUGIN, "ep_size": 2, **more}, overlaps)
+    return dict(sent.bytes)
+
+
+@pytest.mark.parametrize("more", [{}, {"zero_stage": 3}], ids=str)
+def test_what_both_sides_of_a_pair_send_is_counted(pools: RankPools, more: dict[str, Any]) -> None:
+    apart, paired = (pools[4].run(bytes_of_steps, more, overlaps) for overlaps in (False, True))
+    for one, other in zip(apart, paired, strict=True):
+        assert one["ep"] > 0
+        if more:  # a pair gathers the root's weights once, and fewer blocks ahead that nobody uses
+            assert 0 < other.pop("dp") <= one.pop("dp")
+        assert other == one
+
+
 def test_without_experts_nothing_overlaps(pools: RankPools) -> None:
     assert all(ran == 0 for *_, ran in pools[4].run(steps, "Mixtral", PLUGIN, True))

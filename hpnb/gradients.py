@@ -2,8 +2,8 @@
 
 A backward calls `ready(parameter)` when nothing more will be added to that parameter's gradient in this step,
 and `finish()` after the last. Data parallelism implements the sink. A plain backward calls it through
-autograd's hooks (`attach`). A pipeline calls it explicitly, because a hook does not fire if a weight gradient
-is computed separately, and does not know which microbatch is the last.
+autograd's hooks (`hook_gradients`). A pipeline calls it explicitly, because a hook does not fire if a weight
+gradient is computed separately, and does not know which microbatch is the last.
 """
 
 from __future__ import annotations
@@ -60,19 +60,20 @@ class GradientSink:
         return self
 
 
-def attach(
+def hook_gradients(
     parameters: Iterable[torch.nn.Parameter],
     ready: Callable[[torch.nn.Parameter], None],
-    keep: bool = True,
+    keeps_owner_alive: bool = True,
 ) -> list[RemovableHandle]:
     """Call `ready(parameter)` whenever autograd has accumulated a gradient. Returns the hooks' handles.
 
-    The garbage collector does not look into these hooks, so parameters whose hook refers back to them would
-    never be freed. Therefore a method's object is referenced weakly by them, and strongly by a hook of
-    another kind on one parameter, which the collector does see: the object lives as long as the parameters.
+    The garbage collector cannot see into these hooks. If one held a bound method, the method's object, and
+    with it the model, would never be freed. So these hooks hold a weak reference to the object. One hook of
+    another kind, which the collector sees, holds a strong one: the object lives as long as the parameters.
 
     Args:
-        keep: False if something else keeps the object.
+        ready: a function, or a method of the object that is called its owner here.
+        keeps_owner_alive: False if something else holds a strong reference to the owner.
     """
     trained = [p for p in parameters if p.requires_grad]
     if not isinstance(ready, MethodType):
@@ -80,7 +81,7 @@ def attach(
         return [p.register_post_accumulate_grad_hook(hook) for p in trained]
     weakly: Callable[..., None] = partial(_call_back, ref(ready.__self__), ready.__func__)
     handles = [p.register_post_accumulate_grad_hook(weakly) for p in trained]
-    if keep and trained:
+    if keeps_owner_alive and trained:
         handles.append(trained[0].register_hook(partial(_keep, ready.__self__)))
     return handles
 
@@ -101,25 +102,25 @@ def after_backward(call: Callable[[], None]) -> None:
 
 
 def in_backward() -> bool:
-    """Whether a backward is running on this thread."""
+    """Whether a backward is running on this thread: only then can an empty callback be queued."""
     try:
         after_backward(lambda: None)
-    except RuntimeError:  # autograd raises it outside of a backward
+    except RuntimeError:
         return False
     return True
 
 
-# What reduces which parameter's gradient. A table, because a copy of the parameter is not reduced.
-_claims: MutableMapping[torch.Tensor, ref[object] | None] = WeakIdKeyDictionary()
+# What reduces the gradient of each parameter. A table, because a copy of a parameter is not reduced.
+_reducers: MutableMapping[torch.Tensor, ref[object] | None] = WeakIdKeyDictionary()
 
 
 def reduced_by(parameter: torch.Tensor) -> object | None:
     """The object that reduces the gradient of `parameter` during backwards, if there is one."""
-    reducer_ref = _claims.get(parameter)
+    reducer_ref = _reducers.get(parameter)
     return None if reducer_ref is None else reducer_ref()
 
 
-def claim(parameters: Iterable[torch.Tensor], reducer: object | None) -> None:
+def set_reducer(parameters: Iterable[torch.Tensor], reducer: object | None) -> None:
     """Note that `reducer` reduces the gradients of `parameters`, so that nothing else does as well."""
     for p in parameters:
-        _claims[p] = None if reducer is None else ref(reducer)
+        _reducers[p] = None if reducer is None else ref(reducer)

@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 import hpnb
 from hpnb import Layout, Mesh
-from hpnb.gradients import attach
+from hpnb.gradients import hook_gradients
 from hpnb.pipeline_parallel import weight_gradients
 from hpnb.pipeline_parallel.split_backward import SplitBackward
 from hpnb.placement import full_tensors
@@ -850,7 +850,7 @@ def test_each_parameter_is_ready_once_and_then_complete() -> None:
 
             output = model(random(*shape))  # no gradient is there yet
             if mode == "fused":
-                hooks = attach(model.parameters(), ready)
+                hooks = hook_gradients(model.parameters(), ready)
                 with split.fused():
                     backward(output)
                 for hook in hooks:
@@ -879,7 +879,7 @@ def test_a_fused_backward_tells_early() -> None:
     split = SplitBackward([model])
     came: list[object] = []
     model[0].register_full_backward_pre_hook(lambda *_: came.append("first layer"))
-    attach(model.parameters(), lambda p: came.append(p))
+    hook_gradients(model.parameters(), lambda p: came.append(p))
     with split.fused():
         model(torch.ones(2, 6)).sum().backward()
     at = came.index("first layer")

@@ -5,13 +5,15 @@
     stage 2   ZeroOptimizer    gradients too
     stage 3   fully_shard      parameters too: fsdp.py, fsdp_hooks.py, fsdp_units.py, flat_params.py
 
-`compare_replicas` says which parameters and gradients differ between replicas, when they should not.
+`replicas.py` makes replicas equal at the start. `compare_replicas` says which parameters and gradients differ
+between them later, when they should not.
 """
 
 from hpnb.data_parallel.compare_replicas import compare_replicas
-from hpnb.data_parallel.ddp import DataParallel, broadcast, global_mean
+from hpnb.data_parallel.ddp import DataParallel, global_mean
 from hpnb.data_parallel.fsdp import fully_shard, load_full_state_dict, no_sync, sink
 from hpnb.data_parallel.reducer import Reducer
+from hpnb.data_parallel.replicas import broadcast
 from hpnb.data_parallel.zero import ZeroOptimizer
 
 __all__ = [

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-SMALL = 16384  # elements of a gradient in the mean: below, kernel launches cost more than bytes
+FOREACH_BELOW = 16384  # elements of a gradient, on average: with fewer, launches cost more than bytes
 
 
 @dataclass(frozen=True)
@@ -58,16 +58,16 @@ def assign_buckets(
     if not bucket_mb > 0:
         raise ValueError(f"bucket_mb={bucket_mb!r} must be above 0; 25 is a good start")
     buckets: list[Bucket] = []
-    unfinished: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
     for p in parameters:
         kind = (p.dtype, p.device)
-        members = unfinished.setdefault(kind, [])
+        members = open_buckets.setdefault(kind, [])
         limit = (min(first_mb, bucket_mb) if not buckets else bucket_mb) * 2**20
         if members and sum(q.nbytes for q in members) + p.nbytes > limit:
             buckets.append(Bucket(tuple(members)))
-            members = unfinished[kind] = []
+            members = open_buckets[kind] = []
         members.append(p)
-    return [*buckets, *(Bucket(tuple(members)) for members in unfinished.values() if members)]
+    return [*buckets, *(Bucket(tuple(members)) for members in open_buckets.values() if members)]
 
 
 def assign_buckets_by_group(groups: Sequence[Mapping[str, Any]], bucket_mb: float) -> list[Bucket]:
@@ -106,13 +106,15 @@ def fill_bucket(
     Large gradients are scaled as they are copied, in one pass over memory. Small ones are copied by one call
     for all, and then scaled in the cache, where a second pass costs less than a call for each.
     """
-    casts = next((g.dtype for g in grads if g is not None), flat.dtype) != flat.dtype  # before it is scaled
-    scale_flat = casts or scale == 1.0 or flat.numel() <= SMALL * len(views)
+    # Gradients of another dtype are cast first, and scaled in the bucket's. A bucket's parameters have one
+    # dtype, and so do their gradients: the first one tells.
+    casts = next((g.dtype for g in grads if g is not None), flat.dtype) != flat.dtype
+    scale_flat = casts or scale == 1.0 or flat.numel() <= FOREACH_BELOW * len(views)
     targets, sources = [], []
     for view, grad in zip(views, grads, strict=True):
         if grad is None:
             view.zero_()
-        elif grad.data_ptr() == view.data_ptr():  # it lies there already
+        elif grad.data_ptr() == view.data_ptr():  # it is in the bucket already
             if not scale_flat:
                 view.mul_(scale)
         elif scale_flat:

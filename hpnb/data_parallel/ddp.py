@@ -4,7 +4,8 @@
     grad = (1/N) sum over ranks r of grad_r            one all-reduce, bucket by bucket, during the backward
 
 Replicas that start equal and apply equal gradients stay equal. So parameters and buffers are sent once, at
-the start, and only buffers (batch statistics) again before each forward.
+the start, and only buffers (batch statistics) again before each forward. Which bucket is sent when is decided
+in `reducer.py`.
 
 A mean of means is not the mean if ranks have unequally many samples. `global_mean` divides each rank's sum by
 the count over all ranks.
@@ -12,11 +13,10 @@ the count over all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
-from itertools import zip_longest
 from typing import Any, NoReturn
 
 import torch
@@ -24,12 +24,10 @@ import torch.distributed as dist
 from torch import nn
 
 from hpnb.data_parallel.reducer import Reducer
+from hpnb.data_parallel.replicas import broadcast, check_replicas
 from hpnb.data_parallel.split_reducer import SplitReducer, is_expert
-from hpnb.gradients import GradientSink, after_backward, attach, claim, in_backward, reduced_by
+from hpnb.gradients import GradientSink, after_backward, hook_gradients, in_backward, reduced_by, set_reducer
 from hpnb.mesh import Axis, Mesh, axis_of
-from hpnb.placement import placement_of
-
-_MESSAGE_BYTES = 2**25  # of a broadcast, which copies what it sends
 
 
 class DataParallel(nn.Module):
@@ -93,7 +91,7 @@ class DataParallel(nn.Module):
         axis = axis_of(axis, "dp")
         self.module, self.axis, self.broadcast_buffers = module, axis, broadcast_buffers
         self._sync = True
-        self._awaits_end = False  # of a backward, which calls `_finish`
+        self._in_backward = False  # `_finish` is queued, for its end
         _check(module)
         named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         options = {"bucket_mb": bucket_mb, "average": average, "static_graph": static_graph,
@@ -121,22 +119,24 @@ class DataParallel(nn.Module):
             check=check_reduction,
             copy_engines=copy_engines,
         )  # fmt: skip
-        claim(module.parameters(), self)
+        set_reducer(module.parameters(), self)
         self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
-        self._hooks = attach(module.parameters(), self._on_gradient)
+        self._hooks = hook_gradients(module.parameters(), self._on_gradient)
         if average and experts and expert_axis is not None:
-            share = expert_axis.size / axis.size  # the mean over edp is a sum over the ranks of ep
+            # An expert's gradient has the tokens of all ranks of ep already, and the reducer divides it by
+            # edp.size. To divide by dp.size instead, it is multiplied by their ratio first.
+            ratio = expert_axis.size / axis.size
             for p in experts:
                 if p.requires_grad:
-                    self._hooks.append(p.register_hook(lambda grad: grad * share))
+                    self._hooks.append(p.register_hook(lambda grad: grad * ratio))
         if not average and earlier_sink is None:
             for p in module.parameters():
                 if p.requires_grad:
                     self._hooks.append(p.register_hook(partial(self._before_accumulation, p)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._awaits_end and not in_backward():  # an exception has ended the last one
-            self._awaits_end = False
+        if self._in_backward and not in_backward():  # an exception has ended the last backward
+            self._in_backward = False
             self.sink.drop()
         if self.broadcast_buffers and self.training and self._sync:
             buffers = [b for table, key in self._buffers_to_send if (b := table[key]) is not None]
@@ -157,7 +157,7 @@ class DataParallel(nn.Module):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        claim(self.module.parameters(), None)
+        set_reducer(self.module.parameters(), None)
         return self.module
 
     def hand_over(self) -> GradientSink:
@@ -172,9 +172,9 @@ class DataParallel(nn.Module):
         memo[id(self)] = copied
         nn.Module.__init__(copied)
         copied.module, copied.axis = deepcopy(self.module, memo), self.axis
-        copied.broadcast_buffers = copied._awaits_end = False
+        copied.broadcast_buffers = copied._in_backward = False
         copied._sync = True
-        copied._hooks = attach(copied.module.parameters(), _refuse_gradient)
+        copied._hooks = hook_gradients(copied.module.parameters(), _refuse_gradient)
         return copied.train(self.training)
 
     @property
@@ -210,13 +210,13 @@ class DataParallel(nn.Module):
     def _on_gradient(self, parameter: torch.nn.Parameter) -> None:
         if not self._sync:
             return
-        if not self._awaits_end:
-            self._awaits_end = True
+        if not self._in_backward:
+            self._in_backward = True
             after_backward(self._finish)
         self.sink.ready(parameter)
 
     def _finish(self) -> None:
-        self._awaits_end = False
+        self._in_backward = False
         if thawed := [name for name, p in self._frozen.items() if p.requires_grad]:
             raise RuntimeError(
                 f"{len(thawed)} parameters, {thawed[0]} first, were frozen when the module was wrapped and "
@@ -275,47 +275,3 @@ def global_mean(total: torch.Tensor, count: int | torch.Tensor, axis: Axis) -> t
     if global_count <= 0:
         raise ValueError(f"no rank of axis {axis.name} has a sample to take the mean over")
     return total * (axis.size / global_count)
-
-
-def check_replicas(tensors: Mapping[str, torch.Tensor], axis: Axis, options: Mapping[str, object]) -> None:
-    """Make sure that all ranks have the same options, and the same tensors except for their values.
-
-    Messages are matched by their order alone, so ranks that differ would sum unrelated gradients.
-
-    Raises:
-        ValueError: the first difference; on every rank, so that nobody is left waiting.
-    """
-    # Shapes are those in the full model: of what is sharded along this axis already, local shapes differ.
-    described = [(n, placement_of(t, n).shape, str(t.dtype), t.requires_grad) for n, t in tensors.items()]
-    messages: list[Any] = [None] * axis.size
-    dist.all_gather_object(messages, (described, dict(options)), axis.group)
-    first, first_options = messages[0]
-    for rank, (other, other_options) in enumerate(messages):
-        if other_options != first_options:
-            raise ValueError(
-                f"rank {rank} of axis {axis.name} was given {other_options}, and rank 0 {first_options}"
-            )
-        for a, b in zip_longest(first, other):
-            if a != b:
-                raise ValueError(
-                    f"replicas differ along {axis.name}: rank 0 has {a} where rank {rank} has {b}, of "
-                    f"{len(first)} and {len(other)} tensors; build and freeze the same model on every rank"
-                )
-
-
-def broadcast(tensors: Sequence[torch.Tensor], axis: Axis) -> None:
-    """Give all ranks of `axis` the values that its rank 0 has, many small tensors in one message."""
-    if axis.size == 1:
-        return
-    by_kind: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
-    for tensor in tensors:
-        groups = by_kind.setdefault((tensor.dtype, tensor.device), [[]])
-        if sum(t.nbytes for t in groups[-1]) > _MESSAGE_BYTES:
-            groups.append([])
-        groups[-1].append(tensor.detach())
-    for group in (group for groups in by_kind.values() for group in groups):
-        message = torch.cat([tensor.reshape(-1) for tensor in group])
-        dist.broadcast(message, src=axis.ranks[0], group=axis.group)
-        if axis.rank:
-            for tensor, values in zip(group, message.split([t.numel() for t in group]), strict=True):
-                tensor.copy_(values.view(tensor.shape))

@@ -26,7 +26,7 @@ from torch import nn
 from hpnb.background import Background, Pending
 from hpnb.data_parallel.buckets import fill_bucket
 from hpnb.data_parallel.shard_layout import ShardLayout
-from hpnb.gradients import attach
+from hpnb.gradients import hook_gradients
 from hpnb.mesh import Axis
 from hpnb.placement import FLAT, Cut, placement_of, set_placement
 
@@ -166,7 +166,7 @@ class FlatParam:
         trained = [p for p in self.unsharded_params if p.requires_grad]
         for p in trained:
             if p not in self._hooked:
-                attach([p], self._on_gradient, keep=False)  # hooks of the module keep this object
+                hook_gradients([p], self._on_gradient, keeps_owner_alive=False)  # the module's hooks do
                 self._hooked.add(p)
         self.num_trained, self.has_frozen = len(trained), len(trained) < len(self.unsharded_params)
         self.missing = self.num_trained

@@ -29,9 +29,9 @@ import torch
 from torch import nn
 
 from hpnb.background import Background
-from hpnb.data_parallel.ddp import broadcast, check_replicas
 from hpnb.data_parallel.flat_params import FSDPPolicy
 from hpnb.data_parallel.fsdp_hooks import FSDPState, fsdp_state_of
+from hpnb.data_parallel.replicas import broadcast, check_replicas
 from hpnb.data_parallel.split_reducer import is_expert
 from hpnb.gradients import GradientSink
 from hpnb.mesh import Axis, Mesh, axis_of

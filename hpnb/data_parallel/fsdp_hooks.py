@@ -33,7 +33,7 @@ from hpnb.data_parallel.fsdp_prefetch import PrefetchOrder
 from hpnb.data_parallel.fsdp_units import FSDPUnit, assign_parameters, find_units
 from hpnb.data_parallel.reducer import unused_message
 from hpnb.data_parallel.split_reducer import is_expert
-from hpnb.gradients import GradientSink, after_backward, claim, in_backward
+from hpnb.gradients import GradientSink, after_backward, in_backward, set_reducer
 from hpnb.mesh import Axis
 from hpnb.placement import keep_placements, placement_of
 from hpnb.record.recorder import communication
@@ -102,7 +102,7 @@ class FSDPState(GradientSink):
             self._register_hooks(module_of[name] if name else module, unit)
         self.root = self.units[0]
         self.flat_params = [flat for unit in self.units for flat in unit.flat_params]
-        claim((p for flat in self.flat_params for p in flat.sharded_params), self)
+        set_reducer((p for flat in self.flat_params for p in flat.sharded_params), self)
         self._unsharded_of = {
             sharded: (unsharded, flat)
             for flat in self.flat_params

@@ -35,7 +35,9 @@ class Reducer(GradientSink):
         find_unused: a parameter without a gradient counts as zero, instead of being an error. This costs one
             small all-reduce a step, by which all ranks agree on what none of them used.
         static: every step uses the same parameters in the same order. What is unused in the first step stays
-            unused without asking again, and buckets follow the order in which the first gradients came.
+            unused without asking again, and buckets follow the order in which the first gradients came. New
+            buckets are made after the first step. Its gradients stay in the old ones until they are zeroed,
+            so until then gradients exist twice.
         as_view: .grad is a view of its bucket. False gives it separate memory, for a copy a step.
         overlap: send a bucket as soon as it is full. False sends all at the end.
         check: compare the reduced gradients of all ranks after every step.
@@ -89,8 +91,9 @@ class Reducer(GradientSink):
     # --- the sink ---------------------------------------------------------------------------
 
     def before_accumulation(self, parameter: torch.nn.Parameter) -> None:
-        """The gradient of `parameter` is about to be added to. If it is a sum over the ranks already, every
-        rank would contribute that sum again to the next one, so only rank 0 keeps it."""
+        """A second backward adds to .grad. If that is a sum over the ranks already, every rank would send the
+        sum again. So rank 0 keeps it, and the others clear theirs: until the next reduction .grad is this
+        backward's alone on all ranks but 0."""
         number = self._number[id(parameter)]
         if number in self._summed:
             self._summed.discard(number)
@@ -126,33 +129,33 @@ class Reducer(GradientSink):
         Raises:
             RuntimeError: parameters without a gradient (unless `find_unused`), by name.
         """
-        # A parameter that an earlier backward of this step used has a gradient. A frozen one needs none.
-        silent = [p for number, p in enumerate(self.names) if number not in self._ready]
-        frozen = frozenset(p for p in silent if p.grad is None and not p.requires_grad)
-        unused = [p for p in silent if p.grad is None and p not in frozen]
+        # What this backward did not use has the gradient of an earlier backward, or is frozen, or is unused.
+        not_ready = [p for number, p in enumerate(self.names) if number not in self._ready]
+        frozen = frozenset(p for p in not_ready if p.grad is None and not p.requires_grad)
+        unused_here = [p for p in not_ready if p.grad is None and p not in frozen]
         with separate_compute():
             try:
-                if unused and not self.find_unused:
-                    raise RuntimeError(unused_message([self.names[p] for p in unused], len(self.names)))
-                for p in silent:
+                if unused_here and not self.find_unused:
+                    raise RuntimeError(unused_message([self.names[p] for p in unused_here], len(self.names)))
+                for p in not_ready:
                     self.before_accumulation(p)
                 while len(self._sent) < len(self.buckets):
                     self._send(len(self._sent))
-                nowhere = self._find_unused_anywhere(unused) | frozen
+                without_grad = self._find_unused_anywhere(unused_here) | frozen
                 wait_all(self._sent)
                 in_place = self.as_view and self.average
-                if self._sent_as_zeros or nowhere or not in_place:
+                if self._sent_as_zeros or without_grad or not in_place:
                     for index in range(len(self.buckets)):
-                        self._assign_gradients(index, nowhere)
+                        self._assign_gradients(index, without_grad)
                 if self.check:
                     self._compare_ranks()
                 if self.static and not self._learned_order:
-                    self._learn_order(nowhere)
+                    self._learn_order(without_grad)
             finally:
                 self.drop()
 
     def drop(self) -> None:
-        """Forget what a backward that failed has left behind."""
+        """Start the next backward afresh, at the end of one and after one that failed."""
         wait_all(self._sent)  # no bucket may be filled while it is being reduced
         self._start_step()
 
@@ -184,9 +187,10 @@ class Reducer(GradientSink):
                     p.grad = view  # which frees what autograd made
         self._sent.append(background.all_reduce(flat, self.average and background.averages))
 
-    def _assign_gradients(self, index: int, nowhere: Collection[torch.nn.Parameter]) -> None:
+    def _assign_gradients(self, index: int, without_grad: Collection[torch.nn.Parameter]) -> None:
+        """Let .grad be the reduced gradients of a bucket, and None for parameters in `without_grad`."""
         for p, view in zip(self.buckets[index].parameters, self._views[index], strict=True):
-            if p in nowhere:
+            if p in without_grad:
                 p.grad = None
             elif self.as_view:
                 p.grad = view
@@ -211,11 +215,11 @@ class Reducer(GradientSink):
                 )
             return self._unused_anywhere
         self._unused_here = frozenset(unused)
-        return find_unused_anywhere(list(self.names), unused, self.axis)
+        return agree_on_unused(list(self.names), unused, self.axis)
 
-    def _learn_order(self, nowhere: frozenset[torch.nn.Parameter]) -> None:
+    def _learn_order(self, without_grad: frozenset[torch.nn.Parameter]) -> None:
         """Order buckets by rank 0's first step, so that they fill one after the other."""
-        self._learned_order, self._unused_anywhere = True, nowhere
+        self._learned_order, self._unused_anywhere = True, without_grad
         arrived = dict.fromkeys([*self._ready, *range(len(self.names))])
         order = torch.tensor(list(arrived), device=self._flat[0].device)
         if self.axis.size > 1:
@@ -238,7 +242,7 @@ class Reducer(GradientSink):
 # --- for every reducer -------------------------------------------------------------------------------
 
 
-def find_unused_anywhere(
+def agree_on_unused(
     parameters: Sequence[torch.nn.Parameter], unused: Collection[torch.nn.Parameter], axis: Axis
 ) -> frozenset[torch.nn.Parameter]:
     """Those of `parameters` that are unused on every rank of `axis`."""

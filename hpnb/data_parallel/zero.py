@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from hpnb.background import wait_all
 from hpnb.data_parallel.buckets import assign_buckets_by_group, split_groups
-from hpnb.data_parallel.ddp import broadcast, check_replicas
+from hpnb.data_parallel.replicas import broadcast, check_replicas
 from hpnb.data_parallel.split_reducer import is_expert
 from hpnb.data_parallel.zero_bucket import ZeroBucket
 from hpnb.data_parallel.zero_checks import (
@@ -196,7 +196,7 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
                 "torch.amp.GradScaler sees one rank's shards, so ranks would not agree on an overflow: use "
                 "hpnb.precision.step(zero, [axis], scaler=hpnb.precision.LossScaler())"
             )
-        if self._awaits_end:
+        if self._in_backward:
             raise RuntimeError("the last backward raised before its end: zero_grad() forgets what is left")
         if any(p.requires_grad for p in self._frozen):
             raise RuntimeError(

@@ -19,9 +19,9 @@ from torch import nn
 
 from hpnb.background import Background
 from hpnb.data_parallel.ddp import DataParallel
-from hpnb.data_parallel.reducer import Reducer, find_unused_anywhere, unused_message
+from hpnb.data_parallel.reducer import Reducer, agree_on_unused, unused_message
 from hpnb.data_parallel.zero_bucket import ZeroBucket
-from hpnb.gradients import GradientSink, after_backward, attach, claim
+from hpnb.gradients import GradientSink, after_backward, hook_gradients, set_reducer
 from hpnb.mesh import Axis
 
 MAX_REDUCING = 2  # buckets of full gradients that ZeRO 2 reduces at once
@@ -61,7 +61,7 @@ class ZeroReduceScatter(GradientSink):
         self._start_backward()
 
     def _start_backward(self) -> None:
-        self._awaits_end = False  # of a backward, which calls `finish`
+        self._in_backward = False  # `finish` is queued, for its end
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._ready: set[int] = set()  # ids of parameters
         self._sent = 0
@@ -71,8 +71,8 @@ class ZeroReduceScatter(GradientSink):
     def _attach(self, replica: DataParallel | None, leave_reduction: bool) -> None:
         """Hook the parameters; or become the sink of `replica`, and maybe leave the reduction to its own."""
         if replica is None:
-            self._hooks = attach(self.names, self._on_gradient)
-            claim(self.names, self)
+            self._hooks = hook_gradients(self.names, self._on_gradient)
+            set_reducer(self.names, self)
             return
         self._hooks = []
         if leave_reduction:
@@ -92,7 +92,7 @@ class ZeroReduceScatter(GradientSink):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        claim(self.names, None)
+        set_reducer(self.names, None)
         return self
 
     @contextmanager
@@ -107,8 +107,8 @@ class ZeroReduceScatter(GradientSink):
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         if not self._sync:
             return
-        if not self._awaits_end:
-            self._awaits_end = True
+        if not self._in_backward:
+            self._in_backward = True
             after_backward(self.finish)
         self.ready(parameter)
 
@@ -166,14 +166,14 @@ class ZeroReduceScatter(GradientSink):
                 raise RuntimeError(unused_message([self.names[p] for p in unused], len(self.names)))
             while self._sent < len(self.buckets):
                 self._send()
-            nowhere = frozen
+            without_grad = frozen
             if self.find_unused:
-                nowhere |= self._find_unused_anywhere(unused)
+                without_grad |= self._find_unused_anywhere(unused)
             for bucket in self.buckets:
                 bucket.wait_for_reduction()
             self._wait_for_copies()
             for bucket in self.buckets:
-                bucket.assign_gradients(nowhere)
+                bucket.assign_gradients(without_grad)
             self._replace_gradients = False
         finally:
             for bucket in self.buckets:
@@ -193,7 +193,7 @@ class ZeroReduceScatter(GradientSink):
         replicas: dict[str, tuple[Axis, list[nn.Parameter]]] = {}
         for bucket in self.buckets:
             replicas.setdefault(bucket.axis.name, (bucket.axis, []))[1].extend(bucket.parameters)
-        sets = [find_unused_anywhere(parameters, unused, axis) for axis, parameters in replicas.values()]
+        sets = [agree_on_unused(parameters, unused, axis) for axis, parameters in replicas.values()]
         return frozenset[nn.Parameter]().union(*sets)
 
     @torch.no_grad()

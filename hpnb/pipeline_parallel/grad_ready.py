@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hpnb.gradients import GradientSink, attach
+from hpnb.gradients import GradientSink, hook_gradients
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel.schedule import Action
 from hpnb.pipeline_parallel.split_backward import SplitBackward
@@ -142,7 +142,7 @@ class GradReady:
             self._close_use(self._parameter_of[holder])
 
         holders = [self._holders[p] for p in self._by_stage[action.stage]]
-        hooks = attach(holders, on_accumulated)
+        hooks = hook_gradients(holders, on_accumulated)
         try:
             yield
         finally:

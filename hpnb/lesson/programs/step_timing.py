@@ -22,7 +22,7 @@ import torch.distributed as dist
 import hpnb
 from hpnb.data import Dataset, ImageTransform, Loader
 from hpnb.data_parallel.buckets import assign_buckets
-from hpnb.gradients import attach
+from hpnb.gradients import hook_gradients
 from hpnb.mesh import Axis
 from hpnb.record import Event, MemoryProfile, Timeline
 from hpnb.record.recorder import Recorder
@@ -100,7 +100,7 @@ def time_backward(module: torch.nn.Module, loss: Loss, bucket_mb: float = 25.0, 
                 if not missing[bucket_of[p]]:
                     to.begin(Event(hpnb.rank(), -1, READY, bucket_of[p], 0.0, 0.0))()
 
-            hooks = attach(trained, mark)
+            hooks = hook_gradients(trained, mark)
             try:
                 with recorder.span("step"):  # where ranks share a GPU, no other's turn lies between F and B
                     _forward_and_backward(loss, recorder)

@@ -176,7 +176,7 @@ def _norm_of_a_part(norm: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def narrow_mask_as_hidden(mode: GridMode, attention: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return args, kwargs | {"attention_mask": mode.hidden.narrow_batch(kwargs["attention_mask"])}
+    return args, kwargs | {"attention_mask": mode.hidden_layout.narrow_batch(kwargs["attention_mask"])}
 
 
 BREAKAGES: dict[str, tuple[type, str, Any]] = {
@@ -514,7 +514,7 @@ def odds(grid: str) -> dict[str, float]:
     with torch.inference_mode():
         found["inference"] = abs(float(model(**batch).loss / causal_loss(plain(**batch), batch)) - 1)
     # A large mean beside a small spread, in float32: the variance keeps its digits.
-    width = model._hpnb_tensor_parallel.hidden.hidden_axis
+    width = model._hpnb_tensor_parallel.hidden_layout.hidden_axis
     whole, x = nn.LayerNorm(32), 1000 + torch.randn(7, 32, generator=torch.Generator().manual_seed(2))
     exact = F.layer_norm(x.double(), (32,)).chunk(width.size, -1)[width.rank]
     mine = x.chunk(width.size, -1)[width.rank]

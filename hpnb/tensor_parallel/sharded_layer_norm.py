@@ -35,7 +35,8 @@ class ShardedLayerNorm(nn.Module):
 
     Args:
         hidden_axis: the axis along which h is sharded, evenly.
-        grad_sum: sums the gradients of scale and shift over shards of the batch; None if the batch is whole.
+        grad_sum: sums the gradients of scale and shift over shards of the batch; None if each rank
+            has the full batch.
     """
 
     weight: nn.Parameter | None

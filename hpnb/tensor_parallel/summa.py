@@ -13,6 +13,9 @@ arXiv 2104.05343, section 3.) The gradients of each are the others, so a linear 
     Y = X W      dX = dY W^T  (abt)    dW = X^T dY  (atb)    X: (b s / q, in / q), W: (in / q, out / q)
     Z = X E^T    dX = dZ E    (ab)     dE = dZ^T X  (atb)    E: an embedding, (V / q, h / q)
 
+`ab` and `abt` are functions below. atb is not, because a layer computes it together with its other gradient,
+step by step: of Y in `linear_gradients`, of Z in `_Logits2D.backward` (`tp_2d_linear.py`).
+
 A panel is the block that a whole row or column of ranks uses at step t. While panels t are multiplied, panels
 t + 1 are on their way (two buffers), and so is the sum of t - 1:
 
@@ -45,9 +48,9 @@ from hpnb.mesh import Axis
 class PanelAxis(Background):
     """The collectives that panels need, along a row or column of the grid."""
 
-    def reduce(self, tensor: torch.Tensor, to: int) -> Pending:
-        """Sum `tensor` on place `to` of the axis, in place; elsewhere its values are lost."""
-        target = self.axis.ranks[to]
+    def reduce(self, tensor: torch.Tensor, index: int) -> Pending:
+        """Sum `tensor` in place on rank `index` of the axis; elsewhere its values are lost."""
+        target = self.axis.ranks[index]
         return self._start(
             "reduce",
             tensor.nbytes,
@@ -59,8 +62,8 @@ class SummaGrid:
     """q x q ranks, seen from one of them, and the depth of a 2.5D grid.
 
     Args:
-        down: the ranks of this column, with all i; `down.rank` is i.
-        across: the ranks of this row, with all j; `across.rank` is j.
+        down: the ranks of this rank's column, with all i; `down.rank` is i.
+        across: the ranks of this rank's row, with all j; `across.rank` is j.
         depth: the ranks at (i, j) of all layers; None for 2D.
 
     Raises:
@@ -74,7 +77,7 @@ class SummaGrid:
         self.depth = Background(depth, device) if depth is not None and depth.size > 1 else None
 
 
-# --- the three products --------------------------------------------------------------------------------
+# --- the products --------------------------------------------------------------------------------------
 
 
 def ab(a: torch.Tensor, b: torch.Tensor, grid: SummaGrid, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -144,7 +147,7 @@ class Panels:
     Args:
         block: this rank's, 2 dims; a transposed view is sent as it lies in memory.
         dim: in which the blocks may differ.
-        sizes: of that dim, by place.
+        sizes: of that dim, by the index of the rank in the row or column.
     """
 
     def __init__(
@@ -154,12 +157,12 @@ class Panels:
         self._block = block.t() if self._transposed else block.contiguous()
         self._axis, self._dim, self._sizes = axis, 1 - dim if self._transposed else dim, sizes
         self._buffers: dict[int, torch.Tensor] = {}
-        self.place = axis.axis.rank
+        self.index = axis.axis.rank
 
     def start(self, t: int) -> tuple[torch.Tensor, Pending]:
         """Start to broadcast panel t: (panel, what to wait for). Panel t - 2 is overwritten."""
         panel = self._block
-        if t != self.place:
+        if t != self.index:
             shape = list(panel.shape)
             if self._sizes is not None:
                 shape[self._dim] = self._sizes[t]
@@ -184,7 +187,7 @@ def iterate_panels(steps: int, *panels: Panels) -> Iterator[tuple[int, tuple[tor
         current = upcoming
         upcoming = [source.start(t + 1) for source in panels] if t + 1 < steps else []
         for source, (_, pending) in zip(panels, current, strict=True):
-            if t == source.place:
+            if t == source.index:
                 sending.append(pending)
             else:
                 pending.wait()
@@ -194,19 +197,19 @@ def iterate_panels(steps: int, *panels: Panels) -> Iterator[tuple[int, tuple[tor
 
 
 class PanelSums:
-    """Sums over a row or column of the grid, each on its way to its place while the next one is computed."""
+    """Sums over a row or column of the grid, each on its way to its rank while the next one is computed."""
 
     def __init__(self, axis: PanelAxis) -> None:
         self._axis = axis
         self._result: torch.Tensor | None = None
         self._previous: tuple[torch.Tensor, Pending] | None = None  # keeps its memory until it was sent
 
-    def add(self, summand: torch.Tensor, to: int) -> None:
-        """This rank's summand of what place `to` will have; the caller may not use it any more."""
-        pending = self._axis.reduce(summand, to) if summand.numel() else Pending()
+    def add(self, summand: torch.Tensor, index: int) -> None:
+        """Start to sum `summand` on rank `index` of the axis. The caller may not use it any more."""
+        pending = self._axis.reduce(summand, index) if summand.numel() else Pending()
         self._wait()
         self._previous = (summand, pending)
-        if to == self._axis.axis.rank:
+        if index == self._axis.axis.rank:
             self._result = summand
 
     def result(self) -> torch.Tensor:

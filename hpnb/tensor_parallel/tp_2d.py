@@ -53,7 +53,8 @@ class TensorParallel2D(GridMode):
         self.axes = axis.split(q, q) if depth == 1 else axis.split(depth, q, q)
         *layers, self.down, self.across = self.axes
         self.grid = SummaGrid(self.down, self.across, self.device, layers[0] if layers else None)
-        self.hidden = self.inner = self.logits = ActivationLayout(self.axes[:-1], self.across)
+        layout = ActivationLayout(self.axes[:-1], self.across)
+        self.hidden_layout = self.inner_layout = self.logits_layout = layout
 
     def describe(self) -> str:
         return f"2d grid ({self.down.size} x {self.across.size})"

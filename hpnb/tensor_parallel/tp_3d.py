@@ -53,8 +53,8 @@ class TensorParallel3D(GridMode):
         super().__init__(axis)
         self.side = round(axis.size ** (1 / 3))
         self.axes = self.a, self.b, self.c = axis.split(self.side, self.side, self.side)
-        self.hidden = ActivationLayout((self.a, self.c), self.b)
-        self.inner = self.logits = ActivationLayout((self.a, self.b), self.c)
+        self.hidden_layout = ActivationLayout((self.a, self.c), self.b)
+        self.inner_layout = self.logits_layout = ActivationLayout((self.a, self.b), self.c)
         self.column = MatmulAxes3D(self.a, self.b, self.c, self.device)
         self.row = MatmulAxes3D(self.a, self.c, self.b, self.device)
 
@@ -67,7 +67,8 @@ class TensorParallel3D(GridMode):
 
     def matrix_cuts(self, role: Role, shape: Sequence[int]) -> tuple[Cut, ...]:
         assert role.in_dim is not None
-        before, after = (self.hidden, self.inner) if role.kind == "column" else (self.inner, self.hidden)
+        hidden, inner = self.hidden_layout, self.inner_layout
+        before, after = (hidden, inner) if role.kind == "column" else (inner, hidden)
         inputs = split_evenly(before.hidden_axis, role.in_dim, shape[role.in_dim])
         if role.kind == "row":
             outputs = split_evenly(after.hidden_axis, role.out_dim, shape[role.out_dim])

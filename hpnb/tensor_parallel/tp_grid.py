@@ -11,13 +11,15 @@ batch (norms, biases) are summed over them, those of a block together. Inside a 
 over all ranks, so each draws dropout independently; before the first block all ranks have the whole batch,
 and ranks with the same part of the hidden size draw alike.
 
-A subclass says how matrices are sharded and multiplied: `tp_2d.py`, `tp_25d.py`, `tp_3d.py`.
+Nothing is multiplied in this file. A subclass says how matrices are sharded and multiplied: `tp_2d.py`,
+`tp_25d.py`, `tp_3d.py`. What a layout is, is in `activation_layout.py`.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,22 +55,22 @@ class GridMode(TensorParallelMode):
     """A mode on an axis that is split into a grid.
 
     Attributes:
-        hidden: the layout of hidden states between the layers of a block.
-        inner: their layout between a column and its row: in an attention, and in an MLP.
-        logits: the layout of logits of a vocabulary.
+        hidden_layout: of hidden states between the layers of a block.
+        inner_layout: of hidden states between a column and its row: in an attention, and in an MLP.
+        logits_layout: of the logits of a vocabulary.
         defers_weight_grads: whether sums of matrices' gradients overlap the rest of a block's backward.
     """
 
-    hidden: ActivationLayout
-    inner: ActivationLayout
-    logits: ActivationLayout
+    hidden_layout: ActivationLayout
+    inner_layout: ActivationLayout
+    logits_layout: ActivationLayout
     defers_weight_grads: bool
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self.device = this_device()
-        self._grad_sums: dict[str, _PartGradSums] = {}  # by the path of the block, norm or head
-        self._linears: dict[str, SharedInputLinears] = {}  # columns by the path of their module
+        self._sums_of_part: dict[str, _PartGradSums] = {}  # by the path of the block, norm or head
+        self._groups: dict[str, SharedInputLinears] = {}  # by path: of a row, or of the module with columns
 
     # --- what a subclass says --------------------------------------------------------------------------
 
@@ -78,7 +80,7 @@ class GridMode(TensorParallelMode):
 
     @abstractmethod
     def embedding_cuts(self, vocab_dim: int, hidden_dim: int, shape: Sequence[int]) -> tuple[Cut, ...]:
-        """This rank's part of an embedding over a vocabulary."""
+        """This rank's shard of an embedding over a vocabulary."""
 
     @abstractmethod
     def matrix_product(self, role: Role) -> MatrixProduct:
@@ -86,7 +88,7 @@ class GridMode(TensorParallelMode):
 
     @abstractmethod
     def logits_product(self, vocab_size: int) -> LogitsProduct:
-        """How logits are computed from hidden states and this rank's part of an embedding."""
+        """How logits are computed from hidden states and this rank's shard of an embedding."""
 
     @abstractmethod
     def make_embedding(self, old: nn.Embedding, vocab_size: int) -> nn.Module:
@@ -104,33 +106,36 @@ class GridMode(TensorParallelMode):
 
     def check(self, model: ModelToShard) -> None:
         if self.axis.size > 1:
-            hidden, inner = self.hidden.hidden_axis.size, self.inner.hidden_axis.size
-            GridRequirements(self.describe(), hidden, inner, self.extra_divisors).check(model)
+            hidden_ranks = self.hidden_layout.hidden_axis.size
+            inner_ranks = self.inner_layout.hidden_axis.size
+            GridRequirements(self.describe(), hidden_ranks, inner_ranks, self.extra_divisors).check(model)
 
     def weight_cuts(self, role: Role, shape: Sequence[int]) -> tuple[Cut, ...]:
         if self.axis.size == 1 or not shape:
             return ()
         if role.vocabulary is not None:
             if role.bias:
-                return (split_evenly(self.logits.hidden_axis, 0, shape[0]),)
+                return (split_evenly(self.logits_layout.hidden_axis, 0, shape[0]),)
             hidden_dim = role.out_dim if role.in_dim is None else role.in_dim
             return self.embedding_cuts(role.vocabulary, hidden_dim, shape)
         if role.kind in ("column", "row") and not role.bias:
             return self.matrix_cuts(role, shape)
         if role.kind == "column":
-            return (split_units(self.inner.hidden_axis, role, 0, shape[0]),)
+            return (split_units(self.inner_layout.hidden_axis, role, 0, shape[0]),)
         if role.kind == "head":
             if role.in_dim is None:
                 return ()
-            return (split_evenly(self.hidden.hidden_axis, role.in_dim, shape[role.in_dim]),)
-        return (split_evenly(self.hidden.hidden_axis, role.out_dim, shape[role.out_dim]),)
+            return (split_evenly(self.hidden_layout.hidden_axis, role.in_dim, shape[role.in_dim]),)
+        return (split_evenly(self.hidden_layout.hidden_axis, role.out_dim, shape[role.out_dim]),)
 
     def local_heads(self, heads: int) -> int:
-        return heads // self.inner.hidden_axis.size
+        return heads // self.inner_layout.hidden_axis.size
 
     # --- layers ----------------------------------------------------------------------------------------
 
     def replace_layer(self, path: str, old: nn.Module, model: ModelToShard) -> nn.Module | None:
+        """See TensorParallelMode. It also notes what to sum: the gradients of replicated weights of the new
+        layer over the batch, and which layers have the same input."""
         section, roles = model.layers[path]
         role = roles.get("weight")
         if role is None or self.axis.size == 1:
@@ -139,40 +144,39 @@ class GridMode(TensorParallelMode):
             assert isinstance(old, nn.Embedding)
             return self.make_embedding(old, model.vocab_size_of(path))
         part = next(p.name for p in model.anatomy.parts if path == p.name or path.startswith(p.name + "."))
-        sums = self._grad_sums.setdefault(part, _PartGradSums())
+        sums = self._sums_of_part.setdefault(part, _PartGradSums())
         if role.vocabulary is not None:
-            grad_sum, multiply = sums.over(self.logits), self.logits_product(model.vocab_size_of(path))
+            grad_sum, multiply = sums.over(self.logits_layout), self.logits_product(model.vocab_size_of(path))
             new: nn.Module = GridVocabHead(old, multiply, grad_sum, self.defers_weight_grads)
             grad_sum.add(new, "bias")
         elif role.kind == "norm":
             assert isinstance(old, nn.LayerNorm)
             if section == "embedding":  # each rank has the whole batch there, so its gradients are complete
-                return ShardedLayerNorm(old, self.hidden.hidden_axis, None)
-            grad_sum = sums.over(self.hidden)
-            new = ShardedLayerNorm(old, self.hidden.hidden_axis, grad_sum)
+                return ShardedLayerNorm(old, self.hidden_layout.hidden_axis, None)
+            grad_sum = sums.over(self.hidden_layout)
+            new = ShardedLayerNorm(old, self.hidden_layout.hidden_axis, grad_sum)
             grad_sum.add(new, "weight", "bias")
         elif role.kind in ("column", "row"):
-            grad_sum = sums.over(self.inner if role.kind == "column" else self.hidden)
-            new = GridLinear(old, self._linears_with(path, role, is_transposed(roles), grad_sum, sums))
-            grad_sum.add(new, "bias")
+            group = self._group_of(path, role, is_transposed(roles), sums)
+            new = GridLinear(old, group)
+            group.grad_sum.add(new, "bias")
         elif role.kind == "head":
-            grad_sum = sums.over(self.hidden)
-            new = GridClassifier(old, is_transposed(roles), self.hidden, grad_sum)
+            grad_sum = sums.over(self.hidden_layout)
+            new = GridClassifier(old, is_transposed(roles), self.hidden_layout, grad_sum)
             grad_sum.add(new, "weight")
         else:
             return None
         return new
 
-    def _linears_with(
-        self, path: str, role: Role, transposed: bool, grad_sum: ReplicatedGradSum, sums: _PartGradSums
-    ) -> SharedInputLinears:
-        """Which layers a layer is computed with: the columns of one module together, a row alone."""
-        group = path.rpartition(".")[0] if role.kind == "column" else path
-        if group not in self._linears:
+    def _group_of(self, path: str, role: Role, transposed: bool, sums: _PartGradSums) -> SharedInputLinears:
+        """The layers that a layer is computed with: the columns of one module together, a row alone."""
+        key = path.rpartition(".")[0] if role.kind == "column" else path
+        if key not in self._groups:
             product = self.matrix_product(role)
-            self._linears[group] = SharedInputLinears(product, grad_sum, transposed, self.defers_weight_grads)
-            sums.linears.append(self._linears[group])
-        return self._linears[group]
+            grad_sum = sums.over(self.inner_layout if role.kind == "column" else self.hidden_layout)
+            self._groups[key] = SharedInputLinears(product, grad_sum, transposed, self.defers_weight_grads)
+            sums.linears.append(self._groups[key])
+        return self._groups[key]
 
     # --- hooks -----------------------------------------------------------------------------------------
 
@@ -180,7 +184,7 @@ class GridMode(TensorParallelMode):
         if self.axis.size == 1:
             return
         module = model.module
-        for path, sums in self._grad_sums.items():
+        for path, sums in self._sums_of_part.items():
             around_forward(module.get_submodule(path), sums.begin, sums.end)
         for attention in model.attentions:
             module.get_submodule(attention.path).register_forward_pre_hook(
@@ -205,32 +209,33 @@ class GridMode(TensorParallelMode):
         Raises:
             ValueError: a batch, or a microbatch of a pipeline, that does not divide.
         """
-        batch_size, shards = hidden.size(0), self.hidden.batch_shards
+        batch_size, shards = hidden.size(0), self.hidden_layout.batch_shards
         if batch_size % shards:
             below, above = batch_size // shards * shards, (batch_size // shards + 1) * shards
             raise ValueError(
                 f"a batch of {batch_size} samples cannot be split into the {shards} batch shards of this "
                 f"{self.describe()}; use {f'{below} or {above}' if below else above}"
             )
-        return self.hidden.split_batch(hidden)
+        return self.hidden_layout.split_batch(hidden)
 
     def _gather_hidden(self, model: nn.Module, args: Any, outputs: Any) -> Any:
         if isinstance(outputs, tuple):
-            return (self.hidden.gather(outputs[0]), *outputs[1:])
-        outputs.last_hidden_state = self.hidden.gather(outputs.last_hidden_state)
+            return (self.hidden_layout.gather(outputs[0]), *outputs[1:])
+        outputs.last_hidden_state = self.hidden_layout.gather(outputs.last_hidden_state)
         return outputs
 
     def _narrow_mask(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Of a mask (b, 1, s, s), and of what else has an entry per sample, those of an attention's samples.
+        """Narrow an attention's arguments that have an entry per sample to its samples.
 
-        One mask for all samples, (1, 1, s, s), stays.
+        By position, that is a tensor of 4 dims, a mask (b, 1, s, s); by name, `_BATCHED_ARGUMENTS`. A mask
+        (1, 1, s, s) is for all samples and stays.
         """
 
         def narrow(value: Any) -> Any:
             batched = isinstance(value, torch.Tensor) and value.dim() > 0 and value.size(0) > 1
-            return self.inner.narrow_batch(value) if batched else value
+            return self.inner_layout.narrow_batch(value) if batched else value
 
-        others = [v if isinstance(v, torch.Tensor) and v.dim() != 4 else narrow(v) for v in args[1:]]
+        others = [narrow(v) if isinstance(v, torch.Tensor) and v.dim() == 4 else v for v in args[1:]]
         named = {name: narrow(kwargs[name]) for name in _BATCHED_ARGUMENTS if name in kwargs}
         return (*args[:1], *others), {**kwargs, **named}
 
@@ -247,33 +252,32 @@ class GridMode(TensorParallelMode):
 
     def _connect_dropout(self, model: ModelToShard) -> None:
         in_blocks = DropoutRng(self.axis, self.device)
-        before_blocks = DropoutRng(self.hidden.hidden_axis, self.device)
+        before_blocks = DropoutRng(self.hidden_layout.hidden_axis, self.device)
         parts = [(part, before_blocks) for part in model.anatomy.embedding]
         parts += [(block, in_blocks) for block in model.anatomy.blocks]
         for part, rng in parts:
-            if not part.name:
-                continue  # parameters of the model itself, which drop nothing
-            module = model.module.get_submodule(part.name)
-
-            def begin(module: nn.Module = module, rng: DropoutRng = rng) -> None:
-                rng.discard_rank_state()
-                if module.training:
-                    rng.use_rank_state()
-
-            around_forward(module, begin, rng.use_common_state)
+            if part.name:  # else parameters of the model itself, which drop nothing
+                module = model.module.get_submodule(part.name)
+                around_forward(module, partial(_begin_dropout, module, rng), rng.use_common_state)
 
     # --- logits ----------------------------------------------------------------------------------------
 
     def cross_entropy(
         self, logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, **options: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        local_targets, axis = self.logits.narrow_batch(targets), self.logits.hidden_axis
+        local_targets, axis = self.logits_layout.narrow_batch(targets), self.logits_layout.hidden_axis
         total, _ = cross_entropy(logits, local_targets, axis, vocab_size, **options)  # type: ignore[arg-type]
         count = (targets != options.get("ignore_index", IGNORE_INDEX)).sum()  # each rank has all targets
-        return self.logits.sum_over_batch(total), count
+        return self.logits_layout.sum_over_batch(total), count
 
     def gather_logits(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        return self.logits.gather(logits, vocab_size)
+        return self.logits_layout.gather(logits, vocab_size)
+
+
+def _begin_dropout(module: nn.Module, rng: DropoutRng) -> None:
+    rng.discard_rank_state()
+    if module.training:
+        rng.use_rank_state()
 
 
 class _PartGradSums:
@@ -281,20 +285,20 @@ class _PartGradSums:
 
     def __init__(self) -> None:
         self.linears: list[SharedInputLinears] = []
-        self._grad_sums: dict[tuple[Axis, ...], ReplicatedGradSum] = {}
+        self._sum_over_axes: dict[tuple[Axis, ...], ReplicatedGradSum] = {}
 
     def over(self, layout: ActivationLayout) -> ReplicatedGradSum:
         """What sums gradients over the batch shards of `layout`."""
-        return self._grad_sums.setdefault(layout.batch_axes, ReplicatedGradSum(layout.batch_axes))
+        return self._sum_over_axes.setdefault(layout.batch_axes, ReplicatedGradSum(layout.batch_axes))
 
     def begin(self) -> None:
-        for grad_sum in self._grad_sums.values():
+        for grad_sum in self._sum_over_axes.values():
             grad_sum.begin()
         for linears in self.linears:
             linears.begin()
 
     def end(self) -> None:
-        for grad_sum in self._grad_sums.values():
+        for grad_sum in self._sum_over_axes.values():
             grad_sum.end()
         for linears in self.linears:
             linears.end()

@@ -17,20 +17,20 @@ class GridRequirements:
 
     Attributes:
         description: such as "2d grid (2 x 2)".
-        hidden: the ranks that share the hidden size between the layers of a block.
-        inner: the ranks that share the width, and the heads, between a column and its row.
+        hidden_ranks: the ranks that share the hidden size between the layers of a block.
+        inner_ranks: the ranks that share the width, and the heads, between a column and its row.
         extra_divisors: (role, shape) -> what else of a matrix must divide: what it is, its size, by what.
     """
 
     description: str
-    hidden: int
-    inner: int
+    hidden_ranks: int
+    inner_ranks: int
     extra_divisors: Callable[[Role, Sequence[int]], Iterable[tuple[str, int, int]]]
 
     def check(self, model: ModelToShard) -> None:
         """Raises ValueError, with the numbers and what comes nearest, if `model` cannot be sharded so."""
         for attention in model.attentions:
-            self._check_divides(attention.path, attention.heads, "heads", self.inner)
+            self._check_divides(attention.path, attention.heads, "heads", self.inner_ranks)
         for path in model.layers:
             self._check_layer(path, model)
         for path, module in model.module.named_modules():
@@ -46,7 +46,7 @@ class GridRequirements:
             if role.kind in ("embedding", "norm"):
                 name = f"{path}.{attribute}" if path else attribute
                 self._check_divides(
-                    name, model.shapes[name][role.out_dim], "values along the width", self.hidden
+                    name, model.shapes[name][role.out_dim], "values along the width", self.hidden_ranks
                 )
         weight = roles.get("weight")
         if weight is None:
@@ -62,8 +62,9 @@ class GridRequirements:
     def _check_matrix(self, path: str, role: Role, shape: Sequence[int]) -> None:
         if role.in_dim is None:
             raise ValueError(f"{path} has no dim of inputs, which a {self.description} shards; use mode='1d'")
-        before, after = (self.hidden, self.inner) if role.kind == "column" else (self.inner, self.hidden)
-        self._check_divides(path, role.units, "pieces that must stay whole", self.inner)
+        hidden, inner = self.hidden_ranks, self.inner_ranks
+        before, after = (hidden, inner) if role.kind == "column" else (inner, hidden)
+        self._check_divides(path, role.units, "pieces that must stay whole", self.inner_ranks)
         self._check_divides(path, shape[role.in_dim], "inputs", before)
         self._check_divides(path, shape[role.out_dim] // role.fused, "outputs", after)
         for what, size, divisor in self.extra_divisors(role, shape):

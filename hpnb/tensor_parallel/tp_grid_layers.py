@@ -74,7 +74,7 @@ class SharedInputLinears:
         defers_weight_grads: bool,
     ) -> None:
         self.layers: list[GridLinear] = []
-        self._multiply, self._grad_sum, self._transposed = multiply, grad_sum, transposed
+        self._multiply, self.grad_sum, self._transposed = multiply, grad_sum, transposed
         self._defers_weight_grads = defers_weight_grads
         self._weights: tuple[torch.Tensor, ...] = ()
         self._pending_grads: PendingWeightGrads | None = None
@@ -93,7 +93,7 @@ class SharedInputLinears:
     def __call__(self, layer: GridLinear, x: torch.Tensor) -> torch.Tensor:
         if self._x is not x or layer not in self._results:
             weights = self._weights or [member.weight for member in self.layers]
-            biases = [self._grad_sum.weight(member.bias) for member in self.layers]
+            biases = [self.grad_sum.weight(member.bias) for member in self.layers]
             ys = self._multiply(
                 x, weights, biases, transposed=self._transposed, pending_grads=self._pending_grads
             )

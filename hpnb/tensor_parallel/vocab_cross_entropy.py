@@ -1,16 +1,16 @@
 """Vocabulary-parallel cross entropy: the loss of logits sharded along the vocabulary, never gathered.
 
-    loss = log sum_v exp(z_v) - z_target            z_v: the logit of token v, v = 1 .. V
+    loss = log sum_v exp(z_v) - z_y            z_v: the logit of token v, v = 1 .. V; y: the target
 
 Each rank holds V / t logits for every position. With m the largest of all (so that exp stays finite), three
 numbers per position are reduced over the ranks, and nothing else is sent:
 
     m = max over ranks of max_v z_v                      all-reduce (max) of n numbers
     S = sum over ranks of sum_v exp(z_v - m)             all-reduce (sum), together with
-    z = sum over ranks of z_target, where it lies        the logit of the target: 2 n numbers
-    loss = m + log S - z
+    z_y = sum over ranks of z_y or 0                     the one rank that has y adds its logit: 2 n numbers
+    loss = m + log S - z_y
 
-    backward: (softmax_v - [v = target]) / count, of this rank's shard alone; no communication
+    backward: softmax_v - [v = y], of this rank's shard alone; no communication
 
 for n positions, so 2 (t-1)/t * 3 n numbers leave a rank, instead of the (t-1)/t V n that gathering takes
 (Shoeybi et al. 2019, arXiv 1909.08053, section 3). Label smoothing e mixes the target with the mean over the
@@ -58,11 +58,11 @@ def cross_entropy(
         ValueError: logits that are not this rank's shard, targets of another shape, a smoothing outside of 0
             to 1, or a target outside of the vocabulary (on a GPU, a device-side assertion fails instead).
     """
-    first, stop = split_range(vocab_size, axis.size, axis.rank)
-    if logits.size(-1) != stop - first:
+    vocab_start, vocab_end = split_range(vocab_size, axis.size, axis.rank)
+    if logits.size(-1) != vocab_end - vocab_start:
         raise ValueError(
             f"rank {axis.rank} of axis {axis.name} has logits of {logits.size(-1)} tokens; its shard of a "
-            f"vocabulary of {vocab_size} has {stop - first}"
+            f"vocabulary of {vocab_size} has {vocab_end - vocab_start}"
         )
     if logits.shape[:-1] != targets.shape:
         raise ValueError(
@@ -77,7 +77,7 @@ def cross_entropy(
         logits.flatten(0, -2),
         targets.flatten(),
         axis,
-        first,
+        vocab_start,
         vocab_size,
         ignore_index,
         label_smoothing,
@@ -87,8 +87,8 @@ def cross_entropy(
 
 
 def vocab_shard(axis: Axis, vocab_size: int) -> VocabShard | None:
-    """This rank's, for passes over logits in place (`hpnb.models.chunked_cross_entropy`); None if there are
-    more ranks than tokens."""
+    """What `hpnb.models.chunked_cross_entropy` needs to know of this rank: its first token, and how to
+    combine partial results of the ranks. None if there are more ranks than tokens."""
     if vocab_size < axis.size:
         return None
 
@@ -96,9 +96,9 @@ def vocab_shard(axis: Axis, vocab_size: int) -> VocabShard | None:
         largest: torch.Tensor, total: torch.Tensor, target_logit: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         local_largest = largest.clone()
-        _reduce(largest, axis, dist.ReduceOp.MAX)
+        _all_reduce(largest, axis, dist.ReduceOp.MAX)
         sums = torch.stack([total * (local_largest - largest).exp(), target_logit])  # (2, n)
-        _reduce(sums, axis, dist.ReduceOp.SUM)
+        _all_reduce(sums, axis, dist.ReduceOp.SUM)
         return largest, sums[0], sums[1]
 
     return VocabShard(split_range(vocab_size, axis.size, axis.rank)[0], combine)
@@ -111,7 +111,7 @@ class _CrossEntropy(torch.autograd.Function):
         logits: torch.Tensor,  # (n, V / t)
         targets: torch.Tensor,  # (n,)
         axis: Axis,
-        first: int,
+        vocab_start: int,
         vocab_size: int,
         ignore_index: int,
         smoothing: float,
@@ -119,12 +119,12 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         dtype = torch.promote_types(logits.dtype, torch.float32)
         n, local_size = logits.shape
-        counted = targets != ignore_index  # (n,)
-        columns = targets - first
-        is_local = counted & (columns >= 0) & (columns < local_size)
+        valid = targets != ignore_index  # (n,)
+        columns = targets - vocab_start
+        is_local = valid & (columns >= 0) & (columns < local_size)
         columns = columns.clamp(0, max(local_size - 1, 0))
         largest = logits.amax(-1).to(dtype) if local_size else logits.new_full((n,), -torch.inf, dtype=dtype)
-        _reduce(largest, axis, dist.ReduceOp.MAX)
+        _all_reduce(largest, axis, dist.ReduceOp.MAX)
         softmax = (logits.to(dtype) - largest.unsqueeze(-1)).exp_()  # (n, V / t)
         sums = softmax.new_zeros((3 if smoothing else 2, n))
         sums[0] = softmax.sum(-1)
@@ -133,7 +133,7 @@ class _CrossEntropy(torch.autograd.Function):
             sums[1] = torch.where(is_local, target_logit, 0.0)
         if smoothing:
             sums[2] = logits.sum(-1, dtype=dtype)
-        _reduce(sums, axis, dist.ReduceOp.SUM)
+        _all_reduce(sums, axis, dist.ReduceOp.SUM)
         log_sum = largest + sums[0].log()  # (n,): log sum exp
         loss = log_sum - sums[1]
         if smoothing:
@@ -141,13 +141,13 @@ class _CrossEntropy(torch.autograd.Function):
         if z_loss:
             loss = loss + z_loss * log_sum.square()
         softmax.div_(sums[0].unsqueeze(-1))
-        ctx.save_for_backward(softmax, columns, is_local, counted, log_sum)
+        ctx.save_for_backward(softmax, columns, is_local, valid, log_sum)
         ctx.options = (logits.dtype, vocab_size, smoothing, z_loss)
-        return torch.where(counted, loss, 0.0)
+        return torch.where(valid, loss, 0.0)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        softmax, columns, is_local, counted, log_sum = ctx.saved_tensors
+        softmax, columns, is_local, valid, log_sum = ctx.saved_tensors
         dtype, vocab_size, smoothing, z_loss = ctx.options
         (grad,) = grads  # (n,)
         factor = 1 + 2 * z_loss * log_sum if z_loss else torch.ones_like(log_sum)
@@ -157,11 +157,11 @@ class _CrossEntropy(torch.autograd.Function):
         if d_logits.size(-1):
             at_target = is_local.to(d_logits.dtype) * (smoothing - 1)
             d_logits.scatter_add_(-1, columns.unsqueeze(-1), at_target.unsqueeze(-1))
-        d_logits *= torch.where(counted, grad, 0.0).unsqueeze(-1)
+        d_logits *= torch.where(valid, grad, 0.0).unsqueeze(-1)
         return d_logits.to(dtype), *(None,) * 7
 
 
-def _reduce(x: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType) -> None:
+def _all_reduce(x: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType) -> None:
     if axis.size > 1:
         with communication("all_reduce", axis.name, x.nbytes, axis.ranks):
             dist.all_reduce(x, op, group=axis.group)

@@ -40,14 +40,14 @@ class VocabParallelEmbedding(nn.Module):
                 "its vocabulary: each of them needs all rows at once; leave them out, or keep the model full"
             )
         self.axes, self.vocab_size = axes, vocab_size
-        self.first, stop = 0, vocab_size
+        self.vocab_start, vocab_end = 0, vocab_size
         for axis in axes:
-            start, end = split_range(stop - self.first, axis.size, axis.rank)
-            self.first, stop = self.first + start, self.first + end
-        self.rows = stop - self.first
+            start, end = split_range(vocab_end - self.vocab_start, axis.size, axis.rank)
+            self.vocab_start, vocab_end = self.vocab_start + start, self.vocab_start + end
+        self.rows = vocab_end - self.vocab_start
         padding = old.padding_idx
-        is_local = padding is not None and self.first <= padding < stop
-        self.padding_idx = padding - self.first if padding is not None and is_local else None
+        is_local = padding is not None and self.vocab_start <= padding < vocab_end
+        self.padding_idx = padding - self.vocab_start if padding is not None and is_local else None
         self.weight = nn.Parameter(old.weight) if not isinstance(old.weight, nn.Parameter) else old.weight
         scale = getattr(old, "embed_scale", None)  # of Gemma, which multiplies what it looks up
         self.register_buffer("embed_scale", torch.as_tensor(scale) if scale is not None else None, False)
@@ -56,7 +56,7 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         is_token = (ids >= 0) & (ids < self.vocab_size)
         check_token_ids(ids, is_token, f"token ids of 0 to {self.vocab_size - 1}")
-        local_ids = ids - self.first
+        local_ids = ids - self.vocab_start
         elsewhere = (local_ids < 0) | (local_ids >= self.rows)
         if self.rows:
             hidden = F.embedding(local_ids.masked_fill(elsewhere, 0), self.weight, self.padding_idx)

@@ -206,7 +206,7 @@ def compare(case: Case) -> tuple[float, float, int]:
     model, gradients, zero = trained(case, range(case.steps))
     wanted, theirs, _ = serially(case, hpnb.world_size(), range(case.steps))
     # Matrices are given alone; otherwise an optimizer knows every parameter.
-    number = {n: zero._numbers[p] for n, p in model.named_parameters() if p in zero._numbers}
+    number = {n: zero._index_of[p] for n, p in model.named_parameters() if p in zero._index_of}
     mine = {n: gradients[i] for n, i in number.items() if gradients[i] is not None}
     of = {n: g for (n, _), g in zip(wanted.named_parameters(), theirs, strict=True) if g is not None}
     assert mine.keys() == of.keys()  # none where nobody had one

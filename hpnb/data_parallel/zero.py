@@ -33,7 +33,7 @@ from hpnb.data_parallel.zero_bucket import ZeroBucket
 from hpnb.data_parallel.zero_checks import (
     check_class,
     check_parameters,
-    find_replica,
+    find_ddp,
     is_elementwise,
     trained_parameter_names,
 )
@@ -54,6 +54,9 @@ from hpnb.precision.masters import multiply, parameters_of
 
 class ZeroOptimizer(ZeroReduceScatter, Optimizer):
     """ZeRO around any optimizer of PyTorch. Use it as an optimizer, and the model as if there were no ranks.
+
+    It inherits `ZeroReduceScatter`, which reduces gradients in the backward. This class shards parameters
+    and steps.
 
     Args:
         params: what any optimizer takes: parameters, named parameters, or groups with options; the same on
@@ -82,9 +85,12 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
             `clip_grad_norm_` of this optimizer, or `hpnb.precision.step(zero, [axis], max_norm=...)`:
             torch's function would see nothing, or the shards of one rank.
 
-    Several backwards before a step add up. After a step the next gradients replace the old ones, even without
-    a zero_grad, because `model.zero_grad()` does not reach shards. (In stage 1 on a DataParallel the
-    gradients are DataParallel's, and add up until they are zeroed.)
+    What the gradients of a backward do to those that are there:
+
+        before a step                they are added
+        after a step                 they replace them, even without a zero_grad: `model.zero_grad()` does not
+                                     reach shards
+        stage 1 on a DataParallel    they are added until they are zeroed, as DataParallel's are
 
     A DataParallel may wrap the same parameters, before or after. Then its no_sync decides when to reduce.
     Gradients are reduced with the options of whichever was made first, and both need the same `average`.
@@ -124,17 +130,18 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
     ) -> None:
         axis = axis_of(axis, "dp")
         check_class(stage, optimizer_class)
-        Optimizer.__init__(self, params, {})  # reads them as any optimizer does
+        # Parses `params` as any optimizer does. What it makes of them is replaced below by self.optimizer's.
+        Optimizer.__init__(self, params, {})
         self._full_groups = self.param_groups
         parameters: list[nn.Parameter] = [p for group in self._full_groups for p in group["params"]]
-        self._numbers = {p: i for i, p in enumerate(parameters)}
+        self._index_of = {p: i for i, p in enumerate(parameters)}
         self.names = trained_parameter_names(self._full_groups)
         check_parameters(self.names, axis)
         chosen = {"class": optimizer_class.__name__, "stage": stage, "bucket_mb": bucket_mb,
                   "average": average, "find_unused": find_unused_parameters}  # fmt: skip
         check_replicas({name: p for p, name in self.names.items()}, axis, chosen)
-        leave_reduction = stage == 1 and not cpu_offload and communication_dtype is None
-        replica = find_replica(self.names, axis, average, leave_reduction)
+        ddp_reduces = stage == 1 and not cpu_offload and communication_dtype is None
+        ddp = find_ddp(self.names, axis, average, ddp_reduces)
 
         self._axes = [axis]
         if experts := [name for p, name in self.names.items() if is_expert(p)]:
@@ -146,9 +153,9 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
             self._axes.append(expert_axis)
         assigned = assign_buckets_by_group(split_groups(self._full_groups, is_expert), bucket_mb)
         self._frozen = [p for p in parameters if not p.requires_grad]
-        if replica is None:
+        if ddp is None:
             frozen = [[p for p in self._frozen if is_expert(p) == side] for side in (False, True)]
-            for members in (*(b.parameters for b in assigned), *frozen):  # one by one: each is copied
+            for members in (*(b.parameters for b in assigned), *frozen):
                 if members:
                     broadcast(list(members), self._axis_of(members[0]))
         if elementwise is None:
@@ -175,9 +182,10 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
         self.defaults = self.optimizer.defaults
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
         is_16_bit = any(p.dtype.itemsize == 2 for p in self.names)
+        # Its hooks on the optimizer step float32 masters and write the shards: see step().
         self.masters = Masters(self.optimizer) if is_16_bit else None
         self._note_versions()
-        self._attach(replica, leave_reduction)
+        self._connect(ddp, ddp_reduces)
 
     _step_supports_amp_scaling = True  # so that torch.amp.GradScaler calls `step`, which refuses it
 
@@ -222,7 +230,7 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
             )
         if self._versions != [p._version for p in self.names]:
             self.refresh()  # a checkpoint or a broadcast has written parameters
-        self.optimizer.step()
+        self.optimizer.step()  # with masters, their hooks on the optimizer run in it
         self._gather_parameters()
         self._replace_gradients, self._finished = True, False
 
@@ -307,9 +315,10 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
 
         Every rank of the axis calls it and gets all of them.
         """
-        grads = {self._numbers[p]: {"grad": s.grad} for p, s in self.shards.items() if s.grad is not None}
+        grads = {self._index_of[p]: {"grad": s.grad} for p, s in self.shards.items() if s.grad is not None}
         gathered = gather_states(grads, self._shard_placements(self.names), self._axes)
-        return [gathered[n]["grad"].to(p.device) if n in gathered else None for p, n in self._numbers.items()]
+        indices = self._index_of.items()
+        return [gathered[i]["grad"].to(p.device) if i in gathered else None for p, i in indices]
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -319,10 +328,10 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
         of the axis calls it, and gets all of it.
         """
         states = local_states(self.optimizer.state_dict(), list(self._shard_placements(self.shards)))
-        groups = []
-        for group, full, numbers in zip(self.param_groups, self._full_groups, self._numbering, strict=True):
+        groups, indices_by_group = [], self._indices_by_group
+        for group, full, indices in zip(self.param_groups, self._full_groups, indices_by_group, strict=True):
             names = {"param_names": full["param_names"]} if "param_names" in full else {}
-            groups.append({**group_options(group), **names, "params": numbers})
+            groups.append({**group_options(group), **names, "params": indices})
         gathered = gather_states(states, self._shard_placements(self.names), self._axes)
         return build_state_dict(gathered, groups, self.masters is not None)
 
@@ -331,14 +340,14 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
         return self._axes[-1] if is_expert(parameter) else self._axes[0]
 
     @property
-    def _numbering(self) -> list[list[int]]:
-        """The numbers of all parameters, by group."""
-        return [[self._numbers[p] for p in group["params"]] for group in self._full_groups]
+    def _indices_by_group(self) -> list[list[int]]:
+        """Of every group the indices of its parameters among all."""
+        return [[self._index_of[p] for p in group["params"]] for group in self._full_groups]
 
     def _shard_placements(self, parameters: Collection[nn.Parameter]) -> dict[int, Placement]:
-        """{number: which elements of the parameter this rank has}, group by group."""
+        """{index: which elements of the parameter this rank has}, group by group."""
         by_parameter = {p: where for bucket in self.buckets for p, where in bucket.shard_placements().items()}
-        return {n: by_parameter[p] for p, n in self._numbers.items() if p in parameters}
+        return {i: by_parameter[p] for p, i in self._index_of.items() if p in parameters}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -349,9 +358,9 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
         Raises:
             ValueError: it is the state of other parameters.
         """
-        local = split_state_dict(state_dict, self._numbering, self._shard_placements(self.shards))
+        local = split_state_dict(state_dict, self._indices_by_group, self._shard_placements(self.shards))
         self._refresh_offloaded()
-        if self.masters is None:  # shards are wide enough to be their own masters
+        if self.masters is None:  # no 16-bit parameters: shards take the values of saved masters
             shards = parameters_of(self.optimizer)
             for i, master in local.pop("masters").items():
                 shards[i].copy_(master)

@@ -5,6 +5,20 @@
     this rank             [ b | c |pad]       its shard of both: shards, and their .grad, are views of it
 
 A step writes this rank's shard of the parameters, and an all-gather brings the others', without a copy.
+
+On one of N ranks, for a bucket of n elements with its padding, there is:
+
+    tensor            elements  lives
+    flat              n         always; parameters are views of it
+    _shard_in_flat    n/N       always; a view of `flat`
+    _shard            n/N       always; `_shard_in_flat`, or a copy on the CPU with offload
+    shards            n/N       always; views of `_shard`, one for each parameter
+    p.grad            n         from the backward to start_reduction
+    _flat_grad        n         from start_reduction to wait_for_reduction; in ZeRO 1 it is `_kept_grad`
+    _kept_grad        n         from the first reduction on, in ZeRO 1
+    _shard_grad       n/N       from start_reduction to assign_gradients; in ZeRO 1 a view of `_kept_grad`
+    _offloaded_grad   n/N       always, with offload; on the CPU
+    shard.grad        n/N       from assign_gradients until it is zeroed or replaced; a view of `_shard_grad`
 """
 
 from __future__ import annotations
@@ -59,7 +73,6 @@ class ZeroBucket:
             p.data = view
         self._addresses = [p.data_ptr() for p in parameters]
         self._shard_in_flat = self.layout.shard(self.flat, axis.rank)  # (shard_numel,)
-        # (shard_numel,): what the optimizer updates.
         self._shard = _copy_to_cpu(self._shard_in_flat) if offload else self._shard_in_flat
         self.ranges = self.layout.ranges(axis.rank)
         views = self._views_in_shard(self._shard)
@@ -68,10 +81,10 @@ class ZeroBucket:
             for p, name, view, span in zip(parameters, names, views, self.ranges, strict=True)
         ]
         self._keep_gradients = keep_gradients
-        self._kept_grad: torch.Tensor | None = None  # the flat gradients of ZeRO 1
+        self._kept_grad: torch.Tensor | None = None
         self._offloaded_grad = _copy_to_cpu(self._shard_in_flat) if offload else None
-        self._flat_grad: torch.Tensor | None = None  # while it is reduced
-        self._shard_grad: torch.Tensor | None = None  # what it becomes
+        self._flat_grad: torch.Tensor | None = None
+        self._shard_grad: torch.Tensor | None = None
         self._reducing: Pending | None = None
 
     def _make_shard(
@@ -99,7 +112,7 @@ class ZeroBucket:
         }
 
     def _views_in_shard(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Of (shard_numel,) one view for each parameter, as the optimizer sees it."""
+        """Of (shard_numel,) one view for each parameter, (1,) for one without dims."""
         views = self.layout.views_in_shard(shard, self.axis.rank)
         return [view if view.dim() else view.view(1) for view in views]
 
@@ -111,11 +124,12 @@ class ZeroBucket:
         Args:
             replace: they replace the gradients of shards, instead of adding to them.
         """
+        reuses_buffers = self._keep_gradients or self._offloaded_grad is not None
         for shard in self.shards:
-            if shard is not None and shard.grad is not None:
-                # The buffers below are used again, so what is still needed moves out of them.
-                reused = self._keep_gradients or self._offloaded_grad is not None
-                shard.grad = None if replace else shard.grad.clone() if reused else shard.grad
+            if shard is not None and replace:
+                shard.grad = None
+            elif shard is not None and shard.grad is not None and reuses_buffers:
+                shard.grad = shard.grad.clone()  # out of the buffer that is used again below
         flat, self._shard_grad = self._gradient_buffers()
         scale = 1.0 if background.averages or not average else 1.0 / self.axis.size
         fill_bucket(flat, self.layout.views(flat), [p.grad for p in self.parameters], scale)

@@ -77,42 +77,42 @@ def check_parameters(names: Mapping[nn.Parameter, str], axis: Axis) -> None:
             )
 
 
-def find_replica(
-    names: Mapping[nn.Parameter, str], axis: Axis, average: bool, leave_reduction: bool
+def find_ddp(
+    names: Mapping[nn.Parameter, str], axis: Axis, average: bool, ddp_reduces: bool
 ) -> DataParallel | None:
     """The DataParallel around these parameters, if there is one.
 
     Args:
         average: what the ZeroOptimizer is to do with sums; DataParallel must do the same.
-        leave_reduction: DataParallel goes on to reduce. Otherwise it must train exactly these parameters.
+        ddp_reduces: DataParallel goes on to reduce. Otherwise it must train exactly these parameters.
     """
     reducers = {id(reducer): reducer for reducer in map(reduced_by, names)}
-    replica, *others = reducers.values()
-    if replica is None and not others:
+    ddp, *others = reducers.values()
+    if ddp is None and not others:
         return None
-    if others or not isinstance(replica, DataParallel):
+    if others or not isinstance(ddp, DataParallel):
         kinds = ", ".join("nobody" if r is None else type(r).__name__ for r in reducers.values())
         raise ValueError(
             f"the gradients of these parameters are reduced by {kinds} already; a ZeroOptimizer needs "
             "parameters that nobody reduces, or that one DataParallel does"
         )
-    if replica.axis.ranks != axis.ranks:
+    if ddp.axis.ranks != axis.ranks:
         raise ValueError(
-            f"DataParallel reduces along {replica.axis.name} over ranks {replica.axis.ranks}, and ZeRO would "
+            f"DataParallel reduces along {ddp.axis.name} over ranks {ddp.axis.ranks}, and ZeRO would "
             f"along {axis.name} over {axis.ranks}; give both the same axis"
         )
-    if replica.sink.average != average:
+    if ddp.sink.average != average:
         raise ValueError(
-            f"average={average} here, and average={replica.sink.average} in the DataParallel of the same "
+            f"average={average} here, and average={ddp.sink.average} in the DataParallel of the same "
             "parameters; give both the same"
         )
-    keeps_reducing = getattr(replica.sink, "reducing_sink", None) is not None
-    if leave_reduction and (isinstance(replica.sink, Reducer) or keeps_reducing):
-        return replica
-    trained = {p for p in replica.module.parameters() if p.requires_grad}
-    if leave_reduction or trained != set(names) or not isinstance(replica.sink, Reducer):
+    keeps_reducing = getattr(ddp.sink, "reducing_sink", None) is not None
+    if ddp_reduces and (isinstance(ddp.sink, Reducer) or keeps_reducing):
+        return ddp
+    trained = {p for p in ddp.module.parameters() if p.requires_grad}
+    if ddp_reduces or trained != set(names) or not isinstance(ddp.sink, Reducer):
         raise ValueError(
             f"a DataParallel trains {len(trained)} parameters, and this ZeroOptimizer would take over the "
             f"reduction of {len(names)}; it needs all of them, from a DataParallel that has no other"
         )
-    return replica
+    return ddp

@@ -4,9 +4,16 @@
     reduce-scatter        [ bucket 0 ][ bucket 1  ][ ...    in one order on all ranks
     finish           wait; shard.grad is this rank's part of each sum
 
-`ready` and `finish` are called by hooks on the parameters, or by a DataParallel around the same parameters.
-ZeRO 1 on top of a DataParallel does not reduce. It leaves that to DataParallel's earlier sink
-(`reducing_sink`), and its shards see slices of those sums.
+Who calls `ready` and `finish`, and who reduces, depends on whether a DataParallel wraps the same parameters:
+
+    DataParallel             they are called by     who reduces
+    none                     hooks of this class    this class
+    made after               DataParallel's hooks   this class
+    made before, stage 2     DataParallel's hooks   this class
+    made before, stage 1     DataParallel's hooks   DataParallel's Reducer, which is the `reducing_sink` here
+
+In the last case `ready` and `finish` are passed on, and gradients of shards are slices of the reduced ones.
+With cpu_offload or a communication_dtype, stage 1 reduces by itself, as stage 2 does.
 """
 
 from __future__ import annotations
@@ -28,7 +35,10 @@ MAX_REDUCING = 2  # buckets of full gradients that ZeRO 2 reduces at once
 
 
 class ZeroReduceScatter(GradientSink):
-    """Reduces the gradients of `names` into the shards of `buckets`. `ZeroOptimizer` inherits it.
+    """Reduces the gradients of `names` into the shards of `buckets`.
+
+    `ZeroOptimizer` inherits it. A step and a zero_grad there set `_replace_gradients` and clear `_finished`,
+    and a step is refused while `_in_backward`.
 
     Args:
         names: {parameter: name}.
@@ -51,7 +61,7 @@ class ZeroReduceScatter(GradientSink):
     ) -> None:
         self.names, self.buckets, self.axis, self.stage = dict(names), list(buckets), axis, stage
         self.average, self.overlap, self.find_unused, self.offload = average, overlap, find_unused, offload
-        self.reducing_sink: GradientSink | None = None  # of a DataParallel that goes on to reduce
+        self.reducing_sink: GradientSink | None = None
         self._bucket_of = {id(p): i for i, b in enumerate(self.buckets) for p in b.parameters}
         kinds = {(b.flat.device, b.axis.name): b.axis for b in self.buckets}
         self._background = {kind: Background(along, kind[0]) for kind, along in kinds.items()}
@@ -64,28 +74,28 @@ class ZeroReduceScatter(GradientSink):
         self._in_backward = False  # `finish` is queued, for its end
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._ready: set[int] = set()  # ids of parameters
-        self._sent = 0
+        self._num_sent = 0
 
     # --- who calls `ready` and `finish` -----------------------------------------------------------
 
-    def _attach(self, replica: DataParallel | None, leave_reduction: bool) -> None:
-        """Hook the parameters; or become the sink of `replica`, and maybe leave the reduction to its own."""
-        if replica is None:
+    def _connect(self, ddp: DataParallel | None, ddp_reduces: bool) -> None:
+        """Hook the parameters; or become the sink of `ddp`, and maybe leave the reduction to its Reducer."""
+        if ddp is None:
             self._hooks = hook_gradients(self.names, self._on_gradient)
             set_reducer(self.names, self)
             return
         self._hooks = []
-        if leave_reduction:
-            self.reducing_sink = replica.sink
+        if ddp_reduces:
+            self.reducing_sink = ddp.sink
         else:
-            assert isinstance(replica.sink, Reducer)
-            self.overlap, self.find_unused = replica.sink.overlap, replica.sink.find_unused
+            assert isinstance(ddp.sink, Reducer)
+            self.overlap, self.find_unused = ddp.sink.overlap, ddp.sink.find_unused
             if any(p.grad is not None for p in self.names):
                 raise ValueError(
                     "there are gradients already, in the memory of a DataParallel whose reduction is to be "
                     "taken over: call zero_grad() before the ZeroOptimizer is made"
                 )
-        replica.sink = self
+        ddp.sink = self
 
     def hand_over(self) -> GradientSink:
         """Remove the hooks. From now on others call `ready` and `finish`."""
@@ -115,8 +125,8 @@ class ZeroReduceScatter(GradientSink):
     # --- the sink ---------------------------------------------------------------------------------
 
     def before_accumulation(self, parameter: nn.Parameter) -> None:
-        """Ask a DataParallel that goes on to reduce. Otherwise a reduced gradient is on a shard, and the
-        parameter's own is None."""
+        """Pass it on, if DataParallel's Reducer reduces. Otherwise reduced gradients are on shards, and
+        backwards do not add to those."""
         if self.reducing_sink is not None:
             self.reducing_sink.before_accumulation(parameter)
 
@@ -140,7 +150,7 @@ class ZeroReduceScatter(GradientSink):
             )
         self._ready.add(id(parameter))
         self._missing[number] -= 1
-        while self.overlap and self._sent < len(self.buckets) and not self._missing[self._sent]:
+        while self.overlap and self._num_sent < len(self.buckets) and not self._missing[self._num_sent]:
             self._send()
 
     @torch.no_grad()
@@ -164,7 +174,7 @@ class ZeroReduceScatter(GradientSink):
         try:
             if unused and not self.find_unused:
                 raise RuntimeError(unused_message([self.names[p] for p in unused], len(self.names)))
-            while self._sent < len(self.buckets):
+            while self._num_sent < len(self.buckets):
                 self._send()
             without_grad = frozen
             if self.find_unused:
@@ -181,7 +191,7 @@ class ZeroReduceScatter(GradientSink):
             self._start_backward()
 
     def drop(self) -> None:
-        """Forget what a backward that failed has left behind."""
+        """Forget gradients that have not been reduced, after a zero_grad or a backward that failed."""
         if self.reducing_sink is not None:
             self.reducing_sink.drop()
         for bucket in self.buckets:
@@ -198,11 +208,11 @@ class ZeroReduceScatter(GradientSink):
 
     @torch.no_grad()
     def _send(self) -> None:
-        if self.stage == 2 and self._sent >= MAX_REDUCING:
-            self.buckets[self._sent - MAX_REDUCING].wait_for_reduction()
-        bucket = self.buckets[self._sent]
+        if self.stage == 2 and self._num_sent >= MAX_REDUCING:
+            self.buckets[self._num_sent - MAX_REDUCING].wait_for_reduction()
+        bucket = self.buckets[self._num_sent]
         bucket.start_reduction(self._background_of(bucket), self.average, replace=self._replace_gradients)
-        self._sent += 1
+        self._num_sent += 1
 
     def _background_of(self, bucket: ZeroBucket) -> Background:
         return self._background[bucket.flat.device, bucket.axis.name]

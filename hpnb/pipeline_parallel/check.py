@@ -1,12 +1,12 @@
 """Prove that a schedule can be run, by going through its lists.
 
 The executor's promises keep the proof short. From each rank to each other there is one queue, in the order of
-the sender's list. No rank waits until its message is received. Before an action, its rank posts all receives
-of a queue up to the one that it needs. So everything that is sent arrives, and only the lists can be wrong:
+the sender's list. Sending never blocks. Before an action, its rank posts all receives of a queue up to the
+one that it needs. So everything that is sent arrives, and only the lists can be wrong:
 
     a stage is on two ranks; an action is missing, and with it a message that nobody sends or nobody receives;
     an action comes twice; one comes before what it needs on the same rank;
-    or ranks wait for each other in a circle
+    or ranks wait for each other in a circle, a deadlock
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def check(schedule: ActionLists) -> None:
     """
     for test in (
         _check_actions,
-        _check_one_rank_a_stage,
+        _check_stages,
         _check_once,
         _check_complete,
         _check_order_on_rank,
@@ -35,9 +35,9 @@ def check(schedule: ActionLists) -> None:
 
 
 def _error(
-    schedule: ActionLists, position: Position, reason: str, also: Collection[Position] = ()
+    schedule: ActionLists, position: Position, reason: str, also_marked: Collection[Position] = ()
 ) -> ScheduleError:
-    return ScheduleError(*position, reason, draw_lists(schedule, {position, *also}))
+    return ScheduleError(*position, reason, draw_lists(schedule, {position, *also_marked}))
 
 
 def _check_actions(schedule: ActionLists) -> None:
@@ -52,14 +52,14 @@ def _check_actions(schedule: ActionLists) -> None:
                 raise _error(schedule, (rank, step), reason)
 
 
-def _check_one_rank_a_stage(schedule: ActionLists) -> None:
+def _check_stages(schedule: ActionLists) -> None:
     first: dict[int, Position] = {}
     for rank, row in enumerate(schedule.actions):
         for step, a in enumerate(row):
-            home, at = first.setdefault(a.stage, (rank, step))
-            if home != rank:
-                reason = f"{a} is of stage {a.stage}, which is on rank {home} (from step {at})"
-                raise _error(schedule, (rank, step), reason, [(home, at)])
+            other_rank, at = first.setdefault(a.stage, (rank, step))
+            if other_rank != rank:
+                reason = f"{a} is of stage {a.stage}, which is on rank {other_rank} (from step {at})"
+                raise _error(schedule, (rank, step), reason, [(other_rank, at)])
     for stage in range(schedule.stages):
         if stage not in first:
             after = min(s for s in first if s > stage)
@@ -115,8 +115,8 @@ def _check_order_on_rank(schedule: ActionLists) -> None:
     for rank, row in enumerate(schedule.actions):
         for step, a in enumerate(row):
             for need in schedule.needs(a):
-                home, later = schedule.positions[need]
-                if home == rank and later > step:
+                other_rank, later = schedule.positions[need]
+                if other_rank == rank and later > step:
                     reason = f"{a} needs {need}, which this rank does later, at step {later}"
                     raise _error(schedule, (rank, step), reason, [(rank, later)])
 
@@ -130,8 +130,8 @@ def _check_no_circle(schedule: ActionLists) -> None:
     while rank not in waits:  # who waits, waits for one who waits: follow that until it comes round
         action = schedule.actions[rank][steps[rank]]
         for need in schedule.needs(action):
-            home, step = schedule.positions[need]
-            if step >= steps[home]:
+            other_rank, step = schedule.positions[need]
+            if step >= steps[other_rank]:
                 waits[rank] = action, need
         rank = schedule.positions[waits[rank][1]][0]
     circle = list(waits)[list(waits).index(rank) :]
@@ -140,7 +140,8 @@ def _check_no_circle(schedule: ActionLists) -> None:
     words = []
     for r in circle:
         action, need = waits[r]
-        home, step = schedule.positions[need]
-        words.append(f"rank {r} waits at step {steps[r]} with {action} for {need}, rank {home}'s step {step}")
-    places = [(r, steps[r]) for r in circle]
-    raise _error(schedule, places[0], f"a circle: {'; '.join(words)}", places)
+        other, step = schedule.positions[need]
+        where = f"rank {other}'s step {step}"
+        words.append(f"rank {r} waits at step {steps[r]} with {action} for {need}, {where}")
+    marked = [(r, steps[r]) for r in circle]
+    raise _error(schedule, marked[0], f"a circle: {'; '.join(words)}", marked)

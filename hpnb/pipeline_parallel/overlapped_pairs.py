@@ -15,7 +15,7 @@ go through the segments of both sides as `hpnb.overlapped_pair` runs them:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -28,7 +28,11 @@ Pairs = tuple[frozenset[int], ...]
 
 
 def overlapped_pairs(schedule: ActionLists) -> Pairs:
-    """All F with the B or I directly after them that can overlap. `schedule` is one that runs."""
+    """All F with the B or I directly after them that can overlap. `schedule` is one that runs.
+
+    The two are of different stages, so 1F1B has no pair: modules have state for one use at a time, such as
+    unsharded weights, and with recomputation a backward runs those of its stage forward again.
+    """
     pairs = [
         {
             step
@@ -37,26 +41,39 @@ def overlapped_pairs(schedule: ActionLists) -> Pairs:
         }
         for row in schedule.actions
     ]
+    for rank, step, group in _runnable_groups(schedule, pairs):
+        if not group:
+            pairs[rank].discard(step)
+    return tuple(map(frozenset, pairs))
+
+
+def _runnable_groups(
+    schedule: ActionLists, pairs: Sequence[frozenset[int] | set[int]]
+) -> Iterator[tuple[int, int, Sequence[Action]]]:
+    """(rank, step, the action or the pair that it does there), in an order in which they can be done.
+
+    Where all ranks wait, one of them waits for a backward that needs the forward of its pair: then this gives
+    (its rank, its step, no actions), and goes on if that pair is taken out of `pairs`.
+    """
     steps, done = [0] * schedule.ranks, set[Action]()
 
-    def runs(actions: Sequence[Action]) -> bool:
-        return all(need in done for action in actions for need in schedule.needs(action))
+    def group_at(rank: int) -> Sequence[Action]:
+        step = steps[rank]
+        return schedule.actions[rank][step : step + (2 if step in pairs[rank] else 1)]
 
-    def advance(rank: int) -> bool:
-        group = _group(schedule, pairs, rank, steps[rank])
-        if not group or not runs(group):
-            return False
-        done.update(group)
-        steps[rank] += len(group)
-        return True
+    def can_run(group: Sequence[Action]) -> bool:
+        return bool(group) and all(need in done for action in group for need in schedule.needs(action))
 
-    while any(steps[rank] < len(schedule.actions[rank]) for rank in range(schedule.ranks)):
-        if any(advance(rank) for rank in range(schedule.ranks)):
-            continue
-        # All ranks wait: one of them for a backward that needs the forward of its pair.
-        rank = next(r for r in range(schedule.ranks) if runs(_group(schedule, pairs, r, steps[r])[:1]))
-        pairs[rank].discard(steps[rank])
-    return tuple(map(frozenset, pairs))
+    while any(steps[rank] < len(row) for rank, row in enumerate(schedule.actions)):
+        before = sum(steps)
+        for rank in range(schedule.ranks):
+            if can_run(group := group_at(rank)):
+                yield rank, steps[rank], group
+                done.update(group)
+                steps[rank] += len(group)
+        if sum(steps) == before:
+            rank = next(r for r in range(schedule.ranks) if can_run(group_at(r)[:1]))
+            yield rank, steps[rank], ()
 
 
 @dataclass(frozen=True)
@@ -79,7 +96,7 @@ def exposed_time(
     schedule: ActionLists,
     pairs: Pairs,
     segments: Mapping[Action, Segments],
-    seconds: Callable[[float], float],
+    message_seconds: Callable[[float], float],
     transfer: float = 0.0,
 ) -> ExposedTime:
     """Simulate a step with its messages.
@@ -87,36 +104,29 @@ def exposed_time(
     Args:
         pairs: of `overlapped_pairs`; empty sets run one action after the other.
         segments: of every action.
-        seconds: how long a message of so many bytes travels.
+        message_seconds: how long a message of so many bytes travels.
         transfer: from the end of an action to when another rank can use its result.
     """
-    steps, ends, idle_from = [0] * schedule.ranks, dict[Action, float](), [0.0] * schedule.ranks
+    ends, free_at = dict[Action, float](), [0.0] * schedule.ranks
     totals = {name: [0.0] * schedule.ranks for name in ("compute", "exposed", "sent")}
-    while any(steps[rank] < len(schedule.actions[rank]) for rank in range(schedule.ranks)):
-        before = sum(steps)
-        for rank in range(schedule.ranks):
-            group = _group(schedule, pairs, rank, steps[rank])
-            needs = [need for action in group for need in schedule.needs(action)]
-            if not group or any(need not in ends for need in needs):
-                continue
-            start = idle_from[rank]
-            for need in needs:
-                delay = 0.0 if schedule.rank_of[need.stage] == rank else transfer
-                start = max(start, ends[need] + delay)
-            sides = [segments[action] for action in group]
-            duration = pair_seconds(sides, seconds)
-            compute = sum(sum(side.compute) for side in sides)
-            totals["compute"][rank] += compute
-            totals["exposed"][rank] += duration - compute
-            totals["sent"][rank] += sum(seconds(nbytes) for side in sides for nbytes in side.nbytes)
-            idle_from[rank] = start + duration
-            ends.update(dict.fromkeys(group, start + duration))
-            steps[rank] += len(group)
-        if sum(steps) == before:
+    for rank, _, group in _runnable_groups(schedule, pairs):
+        if not group:
             raise ValueError(
                 f"{schedule.name}: with these pairs all ranks wait; use overlapped_pairs(schedule)"
             )
-    return ExposedTime(max(idle_from), *(tuple(totals[name]) for name in ("compute", "exposed", "sent")))
+        start = free_at[rank]
+        for need in (need for action in group for need in schedule.needs(action)):
+            delay = 0.0 if schedule.rank_of[need.stage] == rank else transfer
+            start = max(start, ends[need] + delay)
+        sides = [segments[action] for action in group]
+        duration = pair_seconds(sides, message_seconds)
+        compute = sum(sum(side.compute) for side in sides)
+        totals["compute"][rank] += compute
+        totals["exposed"][rank] += duration - compute
+        totals["sent"][rank] += sum(message_seconds(nbytes) for side in sides for nbytes in side.nbytes)
+        free_at[rank] = start + duration
+        ends.update(dict.fromkeys(group, start + duration))
+    return ExposedTime(max(free_at), *(tuple(totals[name]) for name in ("compute", "exposed", "sent")))
 
 
 def even_segments(
@@ -137,7 +147,7 @@ def even_segments(
     return segments
 
 
-def pair_seconds(sides: Sequence[Segments], seconds: Callable[[float], float]) -> float:
+def pair_seconds(sides: Sequence[Segments], message_seconds: Callable[[float], float]) -> float:
     """How long the sides take together, turn by turn as in `hpnb.overlapped_pair`; one side takes the sum of
     its segments and messages."""
     position, arrived = [0] * len(sides), [0.0] * len(sides)
@@ -148,17 +158,10 @@ def pair_seconds(sides: Sequence[Segments], seconds: Callable[[float], float]) -
         now = max(now, arrived[side]) + sides[side].compute[at]
         position[side] += 1
         if at < len(sides[side].nbytes):
-            link_free = max(now, link_free) + seconds(sides[side].nbytes[at])
+            link_free = max(now, link_free) + message_seconds(sides[side].nbytes[at])
             arrived[side] = link_free
         others = [s for s in range(len(sides)) if s != side and position[s] < len(sides[s].compute)]
         if others:
             side = others[0]
         elif position[side] == len(sides[side].compute):
             return now
-
-
-def _group(
-    schedule: ActionLists, pairs: Sequence[frozenset[int] | set[int]], rank: int, step: int
-) -> Sequence[Action]:
-    """What the rank does next: an action, or a pair of them."""
-    return schedule.actions[rank][step : step + (2 if step in pairs[rank] else 1)]

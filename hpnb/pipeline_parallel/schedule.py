@@ -1,5 +1,8 @@
 """A pipeline schedule: the action lists of all ranks, which can be checked, simulated, drawn and executed.
 
+Schedule adds to ActionLists what is done with the lists. They are two classes because check, simulation and
+drawing take ActionLists, and Schedule imports these three.
+
     action_lists.py   Action, and the lists as plain data
     check.py          proves that every rank gets through its list
     simulate.py       predicts what each rank does when
@@ -43,7 +46,7 @@ class Schedule(ActionLists):
         Raises:
             ScheduleError: with rank, step, reason and the grid, the fault marked.
         """
-        self._checked  # noqa: B018
+        self._checked  # noqa: B018 - a cached property, so lists are checked once
 
     @cached_property
     def _checked(self) -> bool:

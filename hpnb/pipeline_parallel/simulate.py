@@ -25,7 +25,7 @@ PerStage = float | Sequence[float]
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of one stage: a chunk is a stage, so a rank with two chunks takes twice that a microbatch.
+    """Seconds of one stage for one microbatch. A chunk is a stage, so two chunks on a rank take twice that.
 
     Args:
         forward: of F; one number, or one a stage.
@@ -79,7 +79,8 @@ class Costs:
     def measured(cls, timeline: Timeline, transfer: float = 0.0) -> Costs:
         """The median of each stage's recorded F, I and W, in seconds.
 
-        Where a stage never splits its backward, the whole B is `input_grad`, and `weight_grad` is 0.
+        Where a stage never splits its backward, all of B counts as `input_grad`, and `weight_grad` is 0. Do
+        not simulate a schedule with W with such costs: its W would look free.
 
         Raises:
             ValueError: a stage of which no forward or no backward is recorded.
@@ -120,15 +121,15 @@ def replay(
     source: Source = "simulated",
 ) -> Timeline:
     """The Timeline of a checked schedule, if each action takes `duration(action)` seconds."""
-    idle_from: list[float] = [0] * schedule.ranks  # per rank; no 0.0, which would round fractions
+    free_at: list[float] = [0] * schedule.ranks  # per rank; int 0, so that Fractions stay exact
     ends: dict[Action, float] = {}
     events = []
     for rank, _, action in schedule.order:
-        start = idle_from[rank]
+        start = free_at[rank]
         for need in schedule.needs(action):
             delay = 0 if schedule.rank_of[need.stage] == rank else transfer
             start = max(start, ends[need] + delay)
-        idle_from[rank] = ends[action] = start + duration(action)
+        free_at[rank] = ends[action] = start + duration(action)
         events.append(Event(rank, action.stage, action.op, action.microbatch, start, ends[action]))
     return Timeline(tuple(events), source)
 

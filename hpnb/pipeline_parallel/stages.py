@@ -4,8 +4,9 @@
     rank 1 of 4  Stages: vit.layers.3.attention.q_proj.weight ... vit.layers.5.mlp.fc2.bias
 
 The modules are those of the model, so an optimizer that was made before stays attached; the other stages are
-let go. Each parameter is placed as cut along the pipeline's axis with all of it on this rank, so a norm over
-all ranks counts it once. A tied weight counts on the first of its stages.
+let go. The placement of each parameter says: divided along the pipeline's axis, with all of it here. So a
+norm sums it over that axis instead of counting it as replicated. A tied weight counts on the first of its
+stages.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from hpnb.ranks.current_rank import device as this_device
 class Stages(nn.Module):
     """The layers of this rank's stages, on `device`. Names, values and module objects are the model's.
 
-    What is on the meta device gets memory here and zeros, to be filled by
+    They move to `device`, and so does what all blocks share, such as rotary tables, although it belongs to
+    the other stages too. What is on the meta device gets memory here and zeros, to be filled by
     `hpnb.placement.load_full_state_dict(stages, full, strict=False)`; with device="meta" it stays there, for
     `fully_shard` to shard. A Builder's layers are made here.
 
@@ -47,7 +49,7 @@ class Stages(nn.Module):
         axis: the pipeline's axis, `mesh.pp`; None without ranks.
 
     Attributes:
-        units: its blocks, or its layers where the model does not tell them apart:
+        units: what FSDP wraps, its blocks, or its layers where the model does not tell them apart:
             `hpnb.fully_shard(stages, mesh.dp, units=stages.units)`.
         tied: the tied weights of the model, that is those which several stages use.
         causal: whether the model's targets are its inputs, shifted by one.
@@ -80,8 +82,8 @@ class Stages(nn.Module):
         build_on = target if target.type == "meta" else None
         self._layers = {stage: tuple(layer.built(build_on) for layer in cut[stage]) for stage in self.numbers}
         rank_layers = [layer for stage_layers in self._layers.values() for layer in stage_layers]
-        blocks = [layer for layer in rank_layers if layer.kind in ("block", "layer")]
-        self.units = [part.module for layer in blocks for part in layer.parts]
+        wrapped = [layer for layer in rank_layers if layer.kind in ("block", "layer")]
+        self.units = [part.module for layer in wrapped for part in layer.parts]
         parts = [part for layer in rank_layers for part in layer.parts]
         for part in parts:
             _add_submodule(self, part.name, part.module)
@@ -92,7 +94,7 @@ class Stages(nn.Module):
             if layer.anatomy is not None:
                 layer.anatomy.move_shared(this_device() if target.type == "meta" else target)
         if axis is not None:
-            self._place(axis)
+            self._mark_owned_by_stage(axis)
 
     def forward(self, stage: int, hidden: Any, inputs: Inputs) -> Any:
         """Run one of this rank's stages.
@@ -116,13 +118,13 @@ class Stages(nn.Module):
         parts = (part for layer in self._layers[stage] for part in layer.parts)
         return list({p: None for part in parts for p in part.module.parameters() if p.requires_grad})
 
-    def _place(self, axis: Axis) -> None:
+    def _mark_owned_by_stage(self, axis: Axis) -> None:
         elsewhere = [tied for tied in self.tied if tied.stages[0] not in self.numbers]
         first = {name: tied.names[0] for tied in elsewhere for name in tied.names[1:]}
         for name, p in self.named_parameters():
             where = placement_of(p, name)
             shape = where.local_shape
-            cuts = [cut for cut in where.cuts if cut.axis != axis.name]
+            cuts = [other for other in where.cuts if other.axis != axis.name]
             if axis.size > 1:
                 cuts.append(Cut(axis.name, 0, ((0, shape[0] if shape else 1),)))
             set_placement(p, replace(where, name=name, cuts=tuple(cuts), tied_to=first.get(name)))
@@ -278,9 +280,9 @@ def _describe_stage(
     parts = [part for layer in stages._layers[stage] for part in layer.parts]
     roots = tuple(f"{part.name}." for part in parts if part.name)
     names = {name for part in parts if not part.name for name in part.module.state_dict()}
-    places = dict(stages.named_parameters(remove_duplicate=False))
+    parameters = dict(stages.named_parameters(remove_duplicate=False))
     return {
-        name: (placement_of(places.get(name, value), name).shape, value.dtype)
+        name: (placement_of(parameters.get(name, value), name).shape, value.dtype)
         for name, value in state.items()
         if name.startswith(roots) or name in names
     }
@@ -309,10 +311,11 @@ def _add_submodule(root: nn.Module, name: str, module: nn.Module) -> None:
     root._modules[leaf] = module
 
 
-def _check_buffers(cut: Sequence[Sequence[Layer]]) -> None:
+def _check_buffers(stage_layers: Sequence[Sequence[Layer]]) -> None:
     """A buffer in the state dict is state: if two stages changed it, their values would diverge."""
     first_use: dict[torch.Tensor, tuple[str, int]] = {}
-    parts = [(s, part) for s, stage in enumerate(cut) for layer in stage for part in layer.parts]
+    stages = enumerate(stage_layers)
+    parts = [(stage, part) for stage, of_stage in stages for layer in of_stage for part in layer.parts]
     for stage, part in parts:
         for name, value in part.module.state_dict(keep_vars=True).items():
             if isinstance(value, nn.Parameter) or not isinstance(value, torch.Tensor):

@@ -31,24 +31,26 @@ class TiedWeight:
 def tie_weights(
     module: nn.Module, tied_weights: Sequence[TiedWeight], axis: Axis, rank_of: Mapping[int, int]
 ) -> dict[nn.Parameter, Axis]:
-    """{parameter of this rank: the ranks that have it}, for those on several. They take the first's value.
+    """{parameter of this rank: the ranks that have it}, for those on several. The first of these ranks
+    broadcasts its value to the others.
 
     Every rank of the world calls it, with the tied weights of the same cut, because all ranks take part in
     making a group.
 
     Args:
         module: this rank's stages.
-        rank_of: {stage: the place on the axis that has it}.
+        rank_of: {stage: the rank of the axis that has it}.
     """
     named = dict(module.named_parameters(remove_duplicate=False))
-    holders: dict[nn.Parameter, Axis] = {}
+    ranks_of: dict[nn.Parameter, Axis] = {}
     for tied in tied_weights:
-        places = sorted({rank_of[stage] for stage in tied.stages})
-        if len(places) == 1:
+        ranks = sorted({rank_of[stage] for stage in tied.stages})
+        if len(ranks) == 1:
             continue
-        group = axis.among(places)
-        if axis.rank in places:
+        group = axis.among(ranks)
+        if axis.rank in ranks:
+            # One, because all names of a tied weight are the same object where a rank has several.
             (parameter,) = {named[name] for name in tied.names if name in named}
             dist.broadcast(parameter.data, src=group.ranks[0], group=group.group)
-            holders[parameter] = group
-    return holders
+            ranks_of[parameter] = group
+    return ranks_of

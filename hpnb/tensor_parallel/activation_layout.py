@@ -31,7 +31,7 @@ class ActivationLayout:
 
     @property
     def batch_shards(self) -> int:
-        """Into how many parts the batch is split."""
+        """Into how many shards the batch is split."""
         return prod(axis.size for axis in self.batch_axes)
 
     def split_batch(self, x: torch.Tensor) -> torch.Tensor:

@@ -84,6 +84,6 @@ class _SumGradients(torch.autograd.Function):
         for axis in ctx.axes:
             with communication("all_reduce", axis.name, flat.nbytes, axis.ranks):
                 dist.all_reduce(flat, group=axis.group)
-        parts = flat.split([shape.numel() for shape, _ in ctx.shapes])
-        sums = [p.view(shape).to(dtype) for p, (shape, dtype) in zip(parts, ctx.shapes, strict=True)]
+        flat_sums = flat.split([shape.numel() for shape, _ in ctx.shapes])
+        sums = [s.view(shape).to(dtype) for s, (shape, dtype) in zip(flat_sums, ctx.shapes, strict=True)]
         return None, *sums

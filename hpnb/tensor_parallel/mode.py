@@ -136,11 +136,11 @@ class TensorParallelMode(ABC):
     def cross_entropy(
         self, logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, **options: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Summed loss and count over the whole batch, on all ranks.
+        """Summed loss and count over the full batch, on all ranks.
 
         Args:
             logits: as this rank's head gives them.
-            targets: (b, s) of the whole batch, equal on all ranks.
+            targets: (b, s) of the full batch, equal on all ranks.
             options: of `hpnb.tensor_parallel.cross_entropy`.
         """
 

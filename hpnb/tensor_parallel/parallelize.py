@@ -2,7 +2,7 @@
 
     model = hpnb.models.vit("laptop", classes=3)
     hpnb.tensor_parallel.parallelize(model, mesh.tp, mode="1d", sequence_parallel=True)
-    loss = model(pixel_values=pixels, labels=labels).loss         # the whole batch in, the whole loss out
+    loss = model(pixel_values=pixels, labels=labels).loss         # the full batch in, the full loss out
     loss.backward()
     hpnb.tensor_parallel.full_state_dict(model)                   # of the full model
 

@@ -17,7 +17,7 @@ from hpnb.split_sizes import split_range
 
 
 def split_units(axis: Axis, role: Role, dim: int, size: int) -> Cut:
-    """A split of `dim` that keeps the role's units (an attention's heads) whole.
+    """A split of `dim` between the role's units, such as an attention's heads, never inside of one.
 
     A fused weight holds q, k and v side by side, and each of the three is split.
     """

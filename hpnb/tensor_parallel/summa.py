@@ -1,6 +1,6 @@
 """SUMMA: products of matrices in q x q blocks over q x q ranks, for 2D and 2.5D tensor parallelism.
 
-Rank (i, j) of the grid holds block (i, j) of each matrix, and no rank ever holds a whole matrix:
+Rank (i, j) of the grid holds block (i, j) of each matrix, and no rank ever holds a full matrix:
 
     ab     C = A B       C_ij = sum_t  A_it   B_tj       A_it comes along the row, B_tj along the column
     abt    C = A B^T     C_it = sum_j  A_ij   B_tj^T     B_tj comes along the column; summed on the row's t-th

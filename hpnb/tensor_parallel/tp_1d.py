@@ -42,7 +42,12 @@ from hpnb.tensor_parallel.module_hooks import (
 from hpnb.tensor_parallel.sequence_parallel import SequenceSharding
 from hpnb.tensor_parallel.split_heads import is_transposed, split_evenly, split_units
 from hpnb.tensor_parallel.tp_1d_linear import ColumnParallelLinear, ParallelRegion, RowParallelLinear
-from hpnb.tensor_parallel.tp_1d_regions import connect_partial_outputs, find_regions, is_sharded
+from hpnb.tensor_parallel.tp_1d_regions import (
+    find_regions,
+    is_sharded,
+    sum_partial_gradients,
+    sum_partial_outputs,
+)
 from hpnb.tensor_parallel.vocab_cross_entropy import cross_entropy, vocab_shard
 from hpnb.tensor_parallel.vocab_embedding import VocabParallelEmbedding
 
@@ -161,7 +166,9 @@ class TensorParallel1D(TensorParallelMode):
         for parent, layers in find_regions(model, block, paths, self.sharding.enabled):
             self._make_region(parent, layers)
         for path in paths:
-            connect_partial_outputs(model.module.get_submodule(path), model.layers[path][1], self.axis)
+            module, roles = model.module.get_submodule(path), model.layers[path][1]
+            sum_partial_outputs(module, roles, self.axis)
+            sum_partial_gradients(module, roles, self.axis)
         if draws:
             self._connect_dropout(block, [model.module.get_submodule(path) for path in paths])
 

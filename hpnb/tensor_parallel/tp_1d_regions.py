@@ -60,15 +60,15 @@ def find_regions(
                 yield column, [column]
 
 
-def connect_partial_outputs(module: nn.Module, roles: Mapping[str, Role], axis: Axis) -> None:
-    """Sum outputs, or their gradients, where a module is not a column- or row-parallel layer.
-
-    A module that computes with shards, such as a layer of experts, gives partial sums: they are summed. Of a
-    replicated layer, a rank may use the last outputs for its heads alone: their gradients are summed.
-    """
+def sum_partial_outputs(module: nn.Module, roles: Mapping[str, Role], axis: Axis) -> None:
+    """Sum the outputs of a module that computes with shards by itself, such as a layer of experts."""
     if not isinstance(module, RowParallelLinear) and any(role.kind == "row" for role in roles.values()):
         module.register_forward_pre_hook(partial(_replicate_inputs, axis), with_kwargs=True)
         change_output(module, lambda z: comm.all_reduce(z, axis))
+
+
+def sum_partial_gradients(module: nn.Module, roles: Mapping[str, Role], axis: Axis) -> None:
+    """Sum the gradients of a replicated layer's last outputs, which each rank uses for its heads alone."""
     num_partial = roles["weight"].partial_outputs if "weight" in roles else 0
     if num_partial:
         change_output(module, partial(_replicate_last, axis, num_partial))

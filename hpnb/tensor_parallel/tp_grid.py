@@ -6,10 +6,10 @@
     head                       logits of a vocabulary: sharded along both; of classes: replicated
 
 The batch falls into r shards and the hidden size into w. An attention has its heads and its samples to
-itself, and gets the part of the mask that belongs to them. Gradients of what is replicated over shards of the
+itself, and gets the mask of those samples. Gradients of what is replicated over shards of the
 batch (norms, biases) are summed over them, those of a block together. Inside a block everything is sharded
-over all ranks, so each draws dropout independently; before the first block all ranks have the whole batch,
-and ranks with the same part of the hidden size draw alike.
+over all ranks, so each draws dropout independently; before the first block all ranks have the full batch,
+and ranks with the same shard of the hidden size draw alike.
 
 Nothing is multiplied in this file. A subclass says how matrices are sharded and multiplied: `tp_2d.py`,
 `tp_25d.py`, `tp_3d.py`. What a layout is, is in `activation_layout.py`.
@@ -151,7 +151,7 @@ class GridMode(TensorParallelMode):
             grad_sum.add(new, "bias")
         elif role.kind == "norm":
             assert isinstance(old, nn.LayerNorm)
-            if section == "embedding":  # each rank has the whole batch there, so its gradients are complete
+            if section == "embedding":  # each rank has the full batch there, so its gradients are complete
                 return ShardedLayerNorm(old, self.hidden_layout.hidden_axis, None)
             grad_sum = sums.over(self.hidden_layout)
             new = ShardedLayerNorm(old, self.hidden_layout.hidden_axis, grad_sum)

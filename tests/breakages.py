@@ -66,7 +66,7 @@ BREAKAGES = (
     ),
     Breakage(
         "nodes that hold the same shard do not sum its gradient",
-        "data_parallel/fsdp_hooks.py",
+        "data_parallel/fsdp_reductions.py",
         "                flat.sum_over_replicas()\n",
         "                pass\n",
         ("tests/test_hsdp.py",),
@@ -81,8 +81,8 @@ BREAKAGES = (
     Breakage(
         "ZeRO-3 shards experts over ranks that hold others",
         "data_parallel/fsdp_hooks.py",
-        "return FlatParam(parameters, expert_axis, of_experts, expert_policy, on_gradients)",
-        "return FlatParam(parameters, axis, background, policy, on_gradients)",
+        "return FlatParam(parameters, expert_axis, of_experts, expert_policy, on_complete)",
+        "return FlatParam(parameters, axis, background, policy, on_complete)",
         (f"{EXPERT_STEPS}[dp 2 x ep 2, ZeRO 3-Mixtral]",),
     ),
     Breakage(

@@ -295,19 +295,19 @@ def broken(what: str) -> float:
         first, self.has_gradients = self.missing == self.num_trained, True
         self.missing = 0 if first else -1
         if first:
-            self._on_gradients(self)
+            self._on_complete(self)
 
     def frees(self: FSDPState, unit: Any, grad: torch.Tensor) -> None:
         before(self, unit, grad)
         unit.reshard()
 
-    unshard, before, on_gradient = FlatParam.unshard, FSDPState._before_backward, FlatParam._on_gradient
+    unshard, before, on_gradient = FlatParam.unshard, FSDPState._before_backward, FlatParam._count_gradient
     options = {}
     try:
         if what == "second gather":
             FlatParam.unshard = only_once  # type: ignore[method-assign]
         elif what == "all gradients":
-            FlatParam._on_gradient = early  # type: ignore[method-assign]
+            FlatParam._count_gradient = early  # type: ignore[method-assign]
         elif what == "whole until used":
             FSDPState._before_backward = frees  # type: ignore[method-assign]
         elif what == "average":
@@ -317,7 +317,7 @@ def broken(what: str) -> float:
         return float("inf")
     finally:
         FlatParam.unshard, FSDPState._before_backward = unshard, before  # type: ignore[method-assign]
-        FlatParam._on_gradient = on_gradient  # type: ignore[method-assign]
+        FlatParam._count_gradient = on_gradient  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("what", ["second gather", "all gradients", "whole until used", "average"])

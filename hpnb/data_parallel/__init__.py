@@ -3,7 +3,8 @@
     stage 0   DataParallel     everything is replicated: ddp.py, reducer.py, buckets.py
     stage 1   ZeroOptimizer    optimizer state is sharded: zero.py, zero_reduce_scatter.py, zero_bucket.py
     stage 2   ZeroOptimizer    gradients too
-    stage 3   fully_shard      parameters too: fsdp.py, fsdp_hooks.py, fsdp_units.py, flat_params.py
+    stage 3   fully_shard      parameters too: fsdp.py, fsdp_hooks.py, fsdp_units.py, fsdp_prefetch.py,
+                               fsdp_reductions.py, flat_params.py
 
 `replicas.py` makes replicas equal at the start. `compare_replicas` says which parameters and gradients differ
 between them later, when they should not.

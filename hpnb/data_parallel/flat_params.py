@@ -59,16 +59,17 @@ class FSDPPolicy:
 
 
 class FlatParam:
-    """The parameters of a unit that are gathered by one call: of one dtype, and all trained or all frozen.
+    """Parameters of a unit that one call gathers: of one dtype, and at first all trained or all frozen.
 
     Args:
         named: {name: parameter}. They become this rank's shards, with the values of the axis's rank 0.
-        on_gradients: called in a backward when all gradients are complete.
+        on_complete: called in a backward when all gradients are complete.
 
     Attributes:
         sharded_params, unsharded_params: in the same order.
         axes: the ranks that hold the other shards, and those that hold the same shard if there are any.
-        is_unsharded: the full parameters are here, or on their way.
+        is_unsharded: the full parameters are here, or are being gathered.
+        is_gathered: they are here.
         has_gradients: there are full gradients that have not been reduced.
         missing: how many gradients the current backward has not brought yet.
     """
@@ -79,9 +80,9 @@ class FlatParam:
         axis: Axis,
         background: Background,
         policy: FSDPPolicy,
-        on_gradients: Callable[[FlatParam], None],
+        on_complete: Callable[[FlatParam], None],
     ) -> None:
-        self._background, self._policy, self._on_gradients = background, policy, on_gradients
+        self._background, self._policy, self._on_complete = background, policy, on_complete
         self.axes = (axis,) if policy.replicas is None else (axis, policy.replicas.axis)
         self.names, self.sharded_params = list(named), list(named.values())
         dtype = self.sharded_params[0].dtype
@@ -91,15 +92,15 @@ class FlatParam:
         self._shard = self._shard_parameters(axis)  # (n/p,)
 
         flat = torch.empty(self._layout.numel, dtype=compute_dtype, device=policy.device)  # (n,)
-        # With .data, because that has a version counter of its own. Autograd must not take the next
-        # all-gather for a change of what it saved, since it brings the same values back.
+        # view.data has its own version counter. So the next all-gather into `flat`, which brings the same
+        # values back, does not look to autograd like an in-place change of what it saved.
         self.unsharded_params = [
             nn.Parameter(view.data, p.requires_grad)
             for view, p in zip(self._layout.views(flat), self.sharded_params, strict=True)
         ]
         self._flat, self._flat_bytes = flat, flat.nbytes
-        # Another dtype or device: the shard is converted straight into its position in `flat`.
-        self._converts = compute_dtype != dtype or policy.offload
+        # Of another dtype or device, the shard is copied to its position in `flat` before a gather.
+        self._needs_copy_in = compute_dtype != dtype or policy.offload
         self._shard_in_flat = self._layout.shard(flat, axis.rank)
         self._gathering = Pending()
         _free(flat)
@@ -166,7 +167,7 @@ class FlatParam:
         trained = [p for p in self.unsharded_params if p.requires_grad]
         for p in trained:
             if p not in self._hooked:
-                hook_gradients([p], self._on_gradient, keeps_owner_alive=False)  # the module's hooks do
+                hook_gradients([p], self._count_gradient, keeps_owner_alive=False)  # the module's hooks do
                 self._hooked.add(p)
         self.num_trained, self.has_frozen = len(trained), len(trained) < len(self.unsharded_params)
         self.missing = self.num_trained
@@ -191,12 +192,13 @@ class FlatParam:
             return
         self.is_unsharded = True
         self._flat.untyped_storage().resize_(self._flat_bytes)
-        if self._converts:
+        if self._needs_copy_in:
             self._shard_in_flat.copy_(self._shard, non_blocking=True)
-        shard = self._shard_in_flat if self._converts else self._shard
+        shard = self._shard_in_flat if self._needs_copy_in else self._shard
         self._gathering = self._background.all_gather(self._flat, shard)
 
     def wait_for_unshard(self) -> None:
+        """The full parameters are here, if `unshard` was called since the last `reshard`."""
         self._gathering.wait()
         self.is_gathered = self.is_unsharded
 
@@ -209,13 +211,14 @@ class FlatParam:
 
     # --- gradients --------------------------------------------------------------------------
 
-    def _on_gradient(self, unsharded: nn.Parameter) -> None:
+    def _count_gradient(self, unsharded: nn.Parameter) -> None:
+        """A hook of every unsharded parameter: the backward has added to its gradient."""
         if not self.is_gathered or (unsharded.grad is not None and unsharded.grad.is_sparse):
             self._refuse_gradient(unsharded)
         self.has_gradients = True
         self.missing -= 1
         if self.missing == 0:
-            self._on_gradients(self)
+            self._on_complete(self)
 
     def _refuse_gradient(self, unsharded: nn.Parameter) -> None:
         name = next(n for n, p in zip(self.names, self.unsharded_params, strict=True) if p is unsharded)
@@ -226,7 +229,7 @@ class FlatParam:
             "a tensor elsewhere (in an attribute?) that the loss uses. Return it from the forward"
         )
 
-    def find_unused(self) -> list[str]:
+    def names_without_gradient(self) -> list[str]:
         """Names of trained parameters that have no gradient, neither reduced nor to be reduced."""
         triples = zip(self.names, self.sharded_params, self.unsharded_params, strict=True)
         return [
@@ -279,7 +282,7 @@ class FlatParam:
         (pending, shard), self._reducing = self._reducing, None
         pending.wait()
         _free(self._flat_grad)
-        if self._converts or shard.dtype != self._shard.dtype:
+        if self._needs_copy_in or shard.dtype != self._shard.dtype:
             pinned = self._shard.is_pinned() if self._policy.offload else False
             converted = torch.empty_like(self._shard, pin_memory=pinned)
             shard = converted.copy_(shard, non_blocking=pinned)
@@ -300,7 +303,7 @@ class FlatParam:
 
 def _free(flat: torch.Tensor) -> None:
     flat.untyped_storage().resize_(0)
-    flat.detach()  # a memory recorder looks at what operators return, and so learns the new size
+    flat.detach()  # for a memory recorder: it looks at what operators return, and learns the new size
 
 
 def _split_sizes(layout: ShardLayout, rank: int) -> list[int]:

@@ -64,13 +64,17 @@ def fully_shard(
     replicated, and equal at the start only. Earlier gradients are dropped, and hooks of parameters do not
     fire. All ranks call this and run the same units. Make master weights (`hpnb.precision`) after it.
 
-    Whatever looks at a parameter's shape, or at all gradients, silently sees this rank's elements only:
-    torch's clip_grad_norm_ and torch.amp.GradScaler would decide on each rank separately
-    (`hpnb.precision.step` with [axis] asks all); Adafactor and Muon need full matrices
-    (`hpnb.ZeroOptimizer` gives them); make groups by p.dim() before. Call the module and not its parts,
-    return what the loss uses, and step after the backward. Blocks are not sharded one by one before, as FSDP2
-    asks for: name them in `units`. A copy.deepcopy of the module holds the same shards, for an average of
-    weights (EMA); it can be gathered and saved, and cannot compute.
+    Whatever looks at a parameter's shape, or at all gradients, silently sees this rank's elements only. So:
+
+    - clip and scale by `hpnb.precision.step(optimizer, [axis], ...)`, which asks all ranks. torch's
+      clip_grad_norm_ and GradScaler decide on each rank separately.
+    - Do not use Adafactor or Muon, which need full matrices. `hpnb.ZeroOptimizer` gives them.
+    - Make an optimizer's groups by p.dim() before this call.
+    - Call the module and not its parts, return what the loss uses, and step after the backward.
+    - Do not shard blocks one by one before, as FSDP2 asks for. Name them in `units`.
+
+    A copy.deepcopy of the module holds the same shards, for an average of weights (EMA). It can be gathered
+    and saved, and cannot compute.
 
     A model on the meta device gets zeros, to be filled by `load_full_state_dict`. It never exists in full.
 
@@ -122,9 +126,9 @@ def fully_shard(
     if len(axes) > 1:
         check_replicas(dict(module.named_parameters()), axes[0], options)
 
-    def make_policy(replicas: Axis | None) -> FSDPPolicy:
-        copies = None if replicas is None or replicas.size == 1 else Background(replicas, device)
-        return FSDPPolicy(device, dtype, communication_dtype, average, cpu_offload, copies)
+    def make_policy(same_shards: Axis | None) -> FSDPPolicy:
+        background = None if same_shards is None or same_shards.size == 1 else Background(same_shards, device)
+        return FSDPPolicy(device, dtype, communication_dtype, average, cpu_offload, background)
 
     policy, experts = make_policy(replicas), None
     if names := [name for name, p in module.named_parameters() if is_expert(p)]:

@@ -23,20 +23,19 @@ from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hpnb.background import Background
 from hpnb.data_parallel.flat_params import FlatParam, FSDPPolicy
 from hpnb.data_parallel.fsdp_prefetch import PrefetchOrder
+from hpnb.data_parallel.fsdp_reductions import Reductions, find_used
 from hpnb.data_parallel.fsdp_units import FSDPUnit, assign_parameters, find_units
 from hpnb.data_parallel.reducer import unused_message
 from hpnb.data_parallel.split_reducer import is_expert
 from hpnb.gradients import GradientSink, after_backward, in_backward, set_reducer
 from hpnb.mesh import Axis
 from hpnb.placement import keep_placements, placement_of
-from hpnb.record.recorder import communication
 
 # A module's hooks hold its state. A second strong reference from here would keep weights and gradients of a
 # dropped module that lies in a cycle until the collection after the one that finds the module.
@@ -50,7 +49,18 @@ def fsdp_state_of(module: nn.Module) -> FSDPState | None:
 
 
 class FSDPState(GradientSink):
-    """Gathers and frees the units of one module around their forwards and backwards."""
+    """Gathers and frees the units of one module around their forwards and backwards.
+
+    What the hooks note for each other:
+
+        _in_forward, _in_backward    the root's forward runs; a backward runs, and `_end_backward` is queued
+        _running_forward             units whose forward has begun and not ended
+        sync                         reduce in the backward; off in no_sync, and if a pipeline calls `finish`
+        unit.unsharded_registered    the modules have the full parameters
+        unit.pending_backwards       for units with frozen parameters: see `_hook_input_gradients`
+        flat.missing                 gradients that the running backward has not brought yet
+        flat.has_gradients           full gradients that have not been reduced
+    """
 
     shards_parameters = True
 
@@ -70,9 +80,8 @@ class FSDPState(GradientSink):
         self.find_unused, self.reshard_after_forward = find_unused, reshard_after_forward and not find_unused
         self.sync = True
         self._in_forward = self._in_backward = False
-        self._running_forward: set[FSDPUnit] = set()  # whose forward has begun and not ended
-        self._reducing: list[FlatParam] = []  # a reduce-scatter runs
-        self._summing: list[FlatParam] = []  # an all-reduce over replicas runs
+        self._running_forward: set[FSDPUnit] = set()
+        self._reductions = Reductions()
         self._prefetch = PrefetchOrder[FSDPUnit](prefetch)
 
         already = frozenset(m for m in module.modules() if fsdp_state_of(m) is not None)
@@ -89,15 +98,15 @@ class FSDPState(GradientSink):
         of_experts = background if experts is None else Background(expert_axis, policy.device)
 
         def make_flat_param(
-            parameters: Mapping[str, nn.Parameter], on_gradients: Callable[[FlatParam], None]
+            parameters: Mapping[str, nn.Parameter], on_complete: Callable[[FlatParam], None]
         ) -> FlatParam:
             if is_expert(next(iter(parameters.values()))):
-                return FlatParam(parameters, expert_axis, of_experts, expert_policy, on_gradients)
-            return FlatParam(parameters, axis, background, policy, on_gradients)
+                return FlatParam(parameters, expert_axis, of_experts, expert_policy, on_complete)
+            return FlatParam(parameters, axis, background, policy, on_complete)
 
         self.units = []
         for name, parameters in assigned.items():
-            unit = FSDPUnit(parameters, modules, make_flat_param, self._on_gradients)
+            unit = FSDPUnit(parameters, modules, make_flat_param, self._on_complete)
             self.units.append(unit)
             self._register_hooks(module_of[name] if name else module, unit)
         self.root = self.units[0]
@@ -155,7 +164,7 @@ class FSDPState(GradientSink):
         if self._recomputes():
             return  # the unit's backward follows at once
         self._running_forward.discard(unit)
-        unit.use_sharded()
+        unit.register_sharded()
         trains = torch.is_grad_enabled()
         if trains:
             unit.pending_backwards += 1
@@ -170,7 +179,7 @@ class FSDPState(GradientSink):
         self._prefetch.end_forward()
         for other in self.units[1:]:
             gathered_ahead = not trains or self.reshard_after_forward
-            if gathered_ahead and not other.uses_unsharded:  # and then not used, here or in a backward beside
+            if gathered_ahead and not other.unsharded_registered:  # and not used, here or by another backward
                 other.reshard()
         if not trains:
             self._reshard_all()
@@ -181,15 +190,15 @@ class FSDPState(GradientSink):
         return self._in_backward and in_backward()
 
     def _unshard(self, unit: FSDPUnit, ahead: Iterable[FSDPUnit]) -> None:
-        # All gathers start before the unit's own kernels are launched: a gather waits for the kernels that
-        # were launched before it.
+        # Start all gathers before the unit's kernels are queued: a gather waits for what is queued before.
         unit.unshard()
         for other in ahead:
             other.unshard()
-        unit.use_unsharded()
+        unit.register_unsharded()
 
     def _hook_input_gradients(self, unit: FSDPUnit, inputs: Any) -> None:
-        """Frozen parameters get no gradient whose arrival ends the unit's backward; its inputs do."""
+        """A unit's backward has ended when all its parameters have gradients. With frozen ones it may go on:
+        gradients of its inputs come later, and need the weights. So those are counted too."""
         trained = [t for t in tensors_in(inputs) if t.requires_grad]
         missing = len(trained)
 
@@ -211,49 +220,27 @@ class FSDPState(GradientSink):
     # --- backward ---------------------------------------------------------------------------
 
     def _before_backward(self, unit: FSDPUnit, _: torch.Tensor) -> None:
-        if self._in_backward and unit.uses_unsharded:  # the gradient of another output has come before
+        if self._in_backward and unit.unsharded_registered:  # the gradient of another output has come before
             return
-        self._in_backward = True
+        self._in_backward = True  # perhaps it was already, after a backward that an exception ended
         after_backward(self._end_backward)
         self._unshard(unit, self._prefetch.next_in_backward(unit))
 
-    def _on_gradients(self, unit: FSDPUnit, flat: FlatParam) -> None:
+    def _on_complete(self, unit: FSDPUnit, flat: FlatParam) -> None:
         """All gradients of `flat` are complete."""
         if not self._in_backward:
             self._in_backward = True
             after_backward(self._end_backward)
         self._reshard_after_backward(unit)
         if self.sync and not self.find_unused:
-            self._reduce_scatter(flat)
+            self._reductions.start(flat)
 
     def _reshard_after_backward(self, unit: FSDPUnit) -> None:
         """Free a unit whose backward is complete."""
         is_complete = unit.missing == 0 and (unit.pending_backwards <= 0 or not unit.has_frozen)
         if is_complete and unit is not self.root and not self.find_unused:
-            unit.use_sharded()
+            unit.register_sharded()
             unit.reshard()
-
-    def _reduce_scatter(self, flat: FlatParam, used: Mapping[FlatParam, list[bool]] | None = None) -> None:
-        self._advance_reductions(used)  # full gradients of one unit at a time exist
-        flat.reduce_scatter()
-        self._reducing.append(flat)
-
-    def _advance_reductions(self, used: Mapping[FlatParam, list[bool]] | None = None) -> None:
-        """Finish what all ranks have summed. What is scattered goes on to the replicas, if there are any."""
-        scattered, self._reducing = self._reducing, []
-        ready, self._summing = self._summing, []
-        for flat in scattered:
-            if flat.has_replicas:
-                flat.sum_over_replicas()
-                self._summing.append(flat)
-            else:
-                ready.append(flat)
-        for flat in ready:
-            flat.finish_reduction(None if used is None else used[flat])
-
-    def _finish_reductions(self, used: Mapping[FlatParam, list[bool]] | None = None) -> None:
-        while self._reducing or self._summing:
-            self._advance_reductions(used)
 
     def _end_backward(self) -> None:
         """The backward is over. Autograd calls this once for every unit in it; the first call does it all."""
@@ -273,39 +260,22 @@ class FSDPState(GradientSink):
         Raises:
             RuntimeError: parameters without a gradient (unless `find_unused`), by name.
         """
-        used = self._find_used() if self.find_unused else None
+        used = find_used(self.flat_params, self.policy.device) if self.find_unused else None
         if used is None:
             self._refuse_unused()
         for flat in self.flat_params if used is None else used:
             if flat.has_gradients or used is not None:
-                self._reduce_scatter(flat, used)
-        self._finish_reductions(used)
+                self._reductions.start(flat, used)
+        self._reductions.finish(used)
 
     def _refuse_unused(self) -> None:
         """Raise if a parameter got no gradient, as ZeRO 1 and 2 do. One of an earlier backward counts."""
-        self._finish_reductions()
-        names = [name for flat in self.flat_params for name in flat.find_unused()]
+        self._reductions.finish()
+        names = [name for flat in self.flat_params for name in flat.names_without_gradient()]
         if names:
             for flat in self.flat_params:
                 flat.drop_gradients()
             raise RuntimeError(unused_message(names, sum(flat.num_trained for flat in self.flat_params)))
-
-    def _find_used(self) -> dict[FlatParam, list[bool]]:
-        """For each parameter whether any rank has a gradient of it, of FlatParams that are trained. Only the
-        ranks that have shards of a FlatParam are asked: for experts they are fewer."""
-        trained = [flat for flat in self.flat_params if flat.num_trained]
-        used: dict[FlatParam, list[bool]] = {}
-        for axes in dict.fromkeys(flat.axes for flat in trained):
-            members = [flat for flat in trained if flat.axes == axes]
-            flags = [p.grad is not None for flat in members for p in flat.unsharded_params]
-            counts = torch.tensor(flags, dtype=torch.int32).to(self.policy.device)
-            for axis in axes:
-                if axis.size > 1:
-                    with communication("all_reduce", axis.name, counts.nbytes, axis.ranks):
-                        dist.all_reduce(counts, group=axis.group)
-            anywhere = iter(counts.tolist())
-            used |= {flat: [next(anywhere) > 0 for _ in flat.unsharded_params] for flat in members}
-        return {flat: used[flat] for flat in trained}  # in the order in which all ranks reduce them
 
     # --- as a GradientSink, for a pipeline that says itself when a step is over ---------------------
 
@@ -325,7 +295,7 @@ class FSDPState(GradientSink):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Reduce what all backwards since the last time have left."""
+        """Reduce what all backwards since the last `finish` have left."""
         self._reduce_all()
         self._synchronize_offload()
 
@@ -333,8 +303,7 @@ class FSDPState(GradientSink):
         """The step failed: forget its gradients."""
         self._in_backward = self._in_forward = False
         self._running_forward.clear()
-        self._reducing.clear()
-        self._summing.clear()
+        self._reductions.drop()
         for flat in self.flat_params:
             flat.drop_gradients()
         self._reshard_all()
@@ -345,13 +314,14 @@ class FSDPState(GradientSink):
         """Register the shards and free what is unsharded, except for units whose forward runs."""
         for unit in self.units:
             if unit not in self._running_forward:
-                unit.use_sharded()
+                unit.register_sharded()
                 unit.reshard()
         for flat in self.flat_params:
             flat.missing = flat.num_trained
 
     def _recover(self) -> None:
-        """Clear up after a forward or backward that an exception ended."""
+        """Clear up after a forward or backward that an exception ended: drop what has not been reduced. The
+        root's next forward calls this, and so does every state_dict()."""
         if self._in_backward and not in_backward():
             self.drop()
         self._running_forward.clear()

@@ -35,7 +35,7 @@ class FSDPUnit:
             and for experts and others.
         modules: all modules that may have one of the parameters registered under some name.
         make_flat_param: called with parameters, and with what to call when they all have gradients.
-        on_gradients: called in a backward when all gradients of one FlatParam are complete.
+        on_complete: called in a backward when all gradients of one FlatParam are there.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class FSDPUnit:
         parameters: Mapping[str, nn.Parameter],
         modules: Sequence[nn.Module],
         make_flat_param: Callable[[Mapping[str, nn.Parameter], Callable[[FlatParam], None]], FlatParam],
-        on_gradients: Callable[[FSDPUnit, FlatParam], None],
+        on_complete: Callable[[FSDPUnit, FlatParam], None],
     ) -> None:
         kinds: dict[tuple[torch.dtype, bool, bool], dict[str, nn.Parameter]] = {}
         for name, p in parameters.items():
             kinds.setdefault((p.dtype, p.requires_grad, is_expert(p)), {})[name] = p
-        complete = partial(on_gradients, self)
+        complete = partial(on_complete, self)
         self.flat_params = tuple(make_flat_param(kind, complete) for kind in kinds.values())
         unsharded_of = {
             sharded: unsharded
@@ -61,8 +61,9 @@ class FSDPUnit:
             for key, p in module._parameters.items()
             if p in unsharded_of
         ]
-        self.uses_unsharded = False  # which parameters the modules have registered
-        self.pending_backwards = 0  # forwards whose backward has not gone through this unit
+        self.unsharded_registered = False
+        # Forwards whose backward has not gone through this unit. Only units with frozen parameters need it.
+        self.pending_backwards = 0
 
     @property
     def has_frozen(self) -> bool:
@@ -78,21 +79,21 @@ class FSDPUnit:
         for flat in self.flat_params:
             flat.unshard()
 
-    def use_unsharded(self) -> None:
-        """Register the full parameters, once they have arrived. `unshard` was called before."""
+    def register_unsharded(self) -> None:
+        """Wait for the full parameters, and register them in the modules. `unshard` was called before."""
         for flat in self.flat_params:
             flat.wait_for_unshard()
-        if not self.uses_unsharded:
-            self.uses_unsharded = True
+        if not self.unsharded_registered:
+            self.unsharded_registered = True
             for flat in self.flat_params:
                 flat.follow_requires_grad()
             for parameters, key, _, unsharded in self._registrations:
                 parameters[key] = unsharded
 
-    def use_sharded(self) -> None:
-        """Register the sharded parameters, which are the model's to everybody else."""
-        if self.uses_unsharded:
-            self.uses_unsharded = False
+    def register_sharded(self) -> None:
+        """Register the sharded parameters, which everybody outside of a forward or backward sees."""
+        if self.unsharded_registered:
+            self.unsharded_registered = False
             for parameters, key, sharded, _ in self._registrations:
                 parameters[key] = sharded
 
@@ -163,17 +164,18 @@ def find_units(module: nn.Module, units: Iterable[nn.Module | str] | None) -> di
 
 
 def assign_parameters(
-    module: nn.Module, units: dict[str, nn.Module], sharded: frozenset[nn.Module] = frozenset()
+    module: nn.Module, units: dict[str, nn.Module], already_sharded: frozenset[nn.Module] = frozenset()
 ) -> dict[str, dict[str, nn.Parameter]]:
     """{name of the unit: {name of the parameter: parameter}}, in the order of the module; the root is "".
 
-    A parameter belongs to the innermost unit around it. Parameters of modules in `sharded` are left out.
+    A parameter belongs to the innermost unit around it, and one of several units to the root. Parameters of
+    modules in `already_sharded` are left out: None stands for a unit of those here.
 
     Raises:
         ValueError: somebody else reduces the gradient of a parameter, or it is used both inside and outside
             of a module that is sharded already.
     """
-    unit_of_module = {m: name for name, m in units.items()} | dict.fromkeys(sharded)
+    unit_of_module = {m: name for name, m in units.items()} | dict.fromkeys(already_sharded)
     name_of, used_by = dict[nn.Parameter, str](), defaultdict[nn.Parameter, set[str | None]](set)
 
     def walk(current: nn.Module, path: str, unit: str | None) -> None:
@@ -202,7 +204,7 @@ def assign_parameters(
                 f"the gradient of {name} is reduced by {type(other).__name__} already; shard the module "
                 "instead of wrapping it"
             )
-        owner = users.pop() if len(users) == 1 else ""
+        owner = users.pop() if len(users) == 1 else ""  # of several users: the root
         assert owner is not None
         assigned[owner][name] = p
     return {name: parameters for name, parameters in assigned.items() if parameters or not name}

@@ -107,7 +107,7 @@ def four_ranks() -> Iterator[hpnb.Ranks]:
             ("gpt2", ("dp2-pp2-zero1-1f1b-mb4", "pp4-zb-v-mb2")),
             ("gpt2", ("tp4-mb16", "pp2-cp2-1f1b-mb8")),
             ("llama", ("dp4-zero3-mb2", "dp2-cp2-zero3-mb8-full")),
-            ("llama", ("cp4-zero2-mb16", "cp2-tp2-mb16-ulysses")),
+            ("llama", ("cp4-zero2-mb16", "cp2-tp2-mb16-ulysses", "cp2-mb16-all-gather")),
             ("mixtral", ("dp4-ep4-mb4", "dp2-cp2-ep2-zero1-mb4")),
             ("qwen3_moe", ("dp2-pp2-ep2-1f1b-mb4",)),
         )
@@ -179,10 +179,12 @@ def test_a_ring_is_hidden_by_long_sequences_alone() -> None:
     assert exposed[0] > 3 * exposed[1] > 0
     assert exposed[2] < 0.01
     task = task_of(LLAMA_8B, 64, 8, 131072)
-    ulysses, ring = (
-        plan_parts(task, parse_layout_code(f"dp8-cp8-mb1{mode}"))["cp"] for mode in ("-ulysses", "")
+    ulysses, gathered, ring = (
+        plan_parts(task, parse_layout_code(f"dp8-cp8-mb1{mode}"))["cp"]
+        for mode in ("-ulysses", "-all-gather", "")
     )
     assert ulysses > ring
+    assert gathered > ring
 
 
 def test_long_sequences_are_planned_with_context_parallelism() -> None:

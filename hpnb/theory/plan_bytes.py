@@ -1,7 +1,7 @@
 """Bytes that leave the mean rank of any `ModelShape` in a step, by axis, as `hpnb.record.traffic` counts.
 
     tp         4 all-reduces of a block's activation, 6 with recomputation; 2 at the ends, 3 numbers a token
-    cp         keys, values and their gradients around a ring, or Ulysses' all-to-alls (`context`)
+    cp         keys, values and their gradients around a ring or gathered, or Ulysses' all-to-alls (`context`)
     ep         4 all-to-alls of a block's routed tokens, 6 with recomputation, evenly routed (`experts`)
     pp         activations and their gradients at every stage's border; a tied table's gradient
     dp, edp    gradients, and weights under ZeRO, over dp x cp; of experts over the ranks that have the same
@@ -26,7 +26,8 @@ def plan_bytes(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
     tokens, blocks = task.batch / layout.dp * task.sequence / c, model.layers / p
     activation = 2 * tokens * model.hidden  # of all microbatches
     attention = m * blocks if c > 1 else 0.0
-    sent = (ring_bytes if layout.context_parallel == "ring" else ulysses_bytes)(attention_of(task, layout), c)
+    of_attention = ulysses_bytes if layout.context_parallel == "ulysses" else ring_bytes  # or all-gather
+    sent = of_attention(attention_of(task, layout), c)
     predicting = task.batch / layout.dp * model.output_tokens(task.sequence) / c
     v = layout.chunks_per_rank
     borders = p * v - (2 if layout.schedule == "zb-v" else 1)  # two chunks of zb-v meet on one rank

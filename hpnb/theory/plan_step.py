@@ -31,7 +31,13 @@ from functools import lru_cache
 from hpnb.mesh import ParallelLayout
 from hpnb.theory.cluster import Cluster
 from hpnb.theory.communication import collective_cost
-from hpnb.theory.context import Attention, ring_exposed, ring_step_seconds, ulysses_exposed
+from hpnb.theory.context import (
+    Attention,
+    all_gather_exposed,
+    ring_exposed,
+    ring_step_seconds,
+    ulysses_exposed,
+)
 from hpnb.theory.layout_step import BUCKET_BYTES, stage_blocks
 from hpnb.theory.links import Link
 from hpnb.theory.overlap import zero3_exposed_seconds
@@ -211,6 +217,9 @@ def context_seconds(task: PlanTask, layout: ParallelLayout, link: Link, forwards
         return (forwards + 1) * seconds("all_gather", nbytes, c, link)
     if layout.context_parallel == "ulysses":
         exposed = ulysses_exposed(attention, c, link)
+        return forwards * exposed.forward + exposed.backward
+    if layout.context_parallel == "all-gather":
+        exposed = all_gather_exposed(attention, c, link)
         return forwards * exposed.forward + exposed.backward
     rate = task.software.attention_share * task.cluster.share * task.cluster.peak
     step = ring_step_seconds(attention, c, rate)

@@ -176,12 +176,12 @@ def _sizes_that_divide(batch: int, pipelines: int) -> str:
 
 def _context_refusal(task: PlanTask, layout: ParallelLayout) -> str | None:
     """Why the tokens of a sample cannot be sharded over cp."""
-    model, c, ring = task.model, layout.cp, layout.context_parallel == "ring"
-    shards = 2 * c if ring else c  # a ring's ranks have two chunks, one from each end
+    model, c, zigzag = task.model, layout.cp, layout.context_parallel != "ulysses"
+    shards = 2 * c if zigzag else c  # a rank has two chunks, one from each end
     if not model.causal:
         return f"cp={c} shards the tokens of a causal language model, and {model.name} is none; use cp=1"
     if task.sequence % shards:
         return f"{task.sequence} tokens do not divide into {shards} for cp={c}; use a multiple of {shards}"
-    if not ring and model.heads // layout.tp < c:
+    if not zigzag and model.heads // layout.tp < c:
         return f"Ulysses gives each of {c} ranks a head of {model.heads // layout.tp}; use a ring"
     return None

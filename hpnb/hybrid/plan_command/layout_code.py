@@ -27,7 +27,7 @@ def layout_code(layout: ParallelLayout) -> str:
     words.append(f"mb{layout.microbatch_size}")
     words += [_RECOMPUTED[layout.recomputation]] if layout.recomputation else []
     words += ["sp"] * layout.sequence_parallel
-    words += ["ulysses"] * (layout.cp > 1 and layout.context_parallel == "ulysses")
+    words += [layout.context_parallel] * (layout.cp > 1 and layout.context_parallel != "ring")
     return "-".join(words)
 
 
@@ -41,7 +41,7 @@ def parse_layout_code(code: str) -> ParallelLayout:
     rest = code.strip().lower()
     while rest:
         match = re.match(
-            r"(dp|pp|cp|tp|ep|zero|mb|interleaved)(\d+)(?:-|$)|(1f1b|gpipe|zb-h1|zb-v|full|selective|sp|ulysses)(?:-|$)",
+            r"(dp|pp|cp|tp|ep|zero|mb|interleaved)(\d+)(?:-|$)|(1f1b|gpipe|zb-h1|zb-v|full|selective|sp|ulysses|all-gather)(?:-|$)",
             rest,
         )
         if match is None:
@@ -57,7 +57,7 @@ def parse_layout_code(code: str) -> ParallelLayout:
             sizes["recomputation"] = "full" if switch == "full" else "attention"
         elif switch == "sp":
             sizes["sequence_parallel"] = True
-        elif switch == "ulysses":
+        elif switch in ("ulysses", "all-gather"):
             sizes["context_parallel"] = switch
         else:
             sizes["schedule"] = switch

@@ -107,7 +107,7 @@ def four_ranks() -> Iterator[hpnb.Ranks]:
             ("gpt2", ("dp2-pp2-zero1-1f1b-mb4", "pp4-zb-v-mb2")),
             ("gpt2", ("tp4-mb16", "pp2-cp2-1f1b-mb8")),
             ("llama", ("dp4-zero3-mb2", "dp2-cp2-zero3-mb8-full")),
-            ("llama", ("cp4-zero2-mb16", "cp2-tp2-mb16-ulysses", "cp2-mb16-all-gather")),
+            ("llama", ("cp4-zero2-mb16", "cp2-tp2-mb16-ulysses", "dp2-cp2-mb8-all-gather")),
             ("mixtral", ("dp4-ep4-mb4", "dp2-cp2-ep2-zero1-mb4")),
             ("qwen3_moe", ("dp2-pp2-ep2-1f1b-mb4",)),
         )

@@ -1,11 +1,12 @@
 """Where each parameter lives: its name and shape in the full model, and which shard of it this rank holds.
 
     full parameter   (50257, 1600)
-    tensor parallel  cut along tp at dim 0: rows [12565, 25130)
-    ZeRO-3           then cut along dp: elements [0, 5026000) of these rows
+    tensor parallel  sharded along tp at dim 0: rows [12565, 25130)
+    ZeRO-3           then sharded along dp: elements [0, 5026000) of these rows
     this rank        a tensor of 5,026,000 elements
 
-A split model keeps the full model's parameter names. A `Placement` says which shard stands under a name.
+A sharded model keeps the full model's parameter names. A `Placement` says which shard stands under a name. It
+is what DTensorSpec is to a DTensor, and a `Cut` is one `Shard` of it, which here may be uneven or in ranges.
 Gradient norms, ZeRO, checkpoints and `full_state_dict` read it and need to know nothing else about the
 layout. A parameter without a placement is replicated along every axis.
 """
@@ -25,7 +26,7 @@ from torch import nn
 from hpnb.mesh import Axis
 from hpnb.ranks.current_rank import device as this_device
 
-FLAT = -1  # as a dim: the elements of all dims, one behind the other
+FLAT = -1  # as a dim: not the last one, but the elements of all dims, one behind the other
 
 Range = tuple[int, int]  # [start, stop)
 
@@ -56,7 +57,7 @@ class Placement:
     Attributes:
         name, shape: in the full model.
         cuts: one after the other; each splits what the one before has left. In a pipeline, a parameter of one
-            stage is cut along pp with everything in one range.
+            stage is sharded along pp with everything in one range.
         tied_to: the parameter whose value and gradient it shares, if it has no separate gradient.
     """
 
@@ -85,7 +86,7 @@ class Placement:
     def take(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's shard of the full parameter, or of any tensor of its shape."""
         if tuple(full.shape) != self.shape:
-            raise ValueError(f"{self.name} is {self.shape} in the whole model, not {tuple(full.shape)}")
+            raise ValueError(f"{self.name} is {self.shape} in the full model, not {tuple(full.shape)}")
         for cut in self.cuts:
             views = _views(full, cut)
             full = views[0] if len(views) == 1 else torch.cat(views, max(cut.dim, 0))
@@ -93,7 +94,10 @@ class Placement:
 
     def put(self, shard: torch.Tensor, full: torch.Tensor) -> None:
         """Write this rank's shard into its position in `full`."""
-        *outer_cuts, last = self.cuts or (Cut("", FLAT, ((0, full.numel()),)),)
+        if not self.cuts:
+            full.copy_(shard.reshape(full.shape))
+            return
+        *outer_cuts, last = self.cuts
         if not outer_cuts:
             _write(shard, full, last)
             return
@@ -139,13 +143,14 @@ def keep_placements(module: nn.Module) -> None:
 
 
 class _PlacedParameters:
-    """Stands in a module beside its table of parameters, is copied with it, and places the copies."""
+    """Keeps placements in copies of a module: it is an attribute of it, so `copy.deepcopy` copies it too."""
 
     def __init__(self, parameters: dict[str, nn.Parameter | None]) -> None:
         self.parameters = parameters
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _PlacedParameters:
-        copies = deepcopy(self.parameters, memo)  # the copied module's table, which the memo knows
+        # The module's dict has been copied before. With its memo, deepcopy returns the copied module's dict.
+        copies = deepcopy(self.parameters, memo)
         for parameter, copied in zip(self.parameters.values(), copies.values(), strict=True):
             if parameter is not None and copied is not None and hasattr(parameter, _ON_PARAMETER):
                 set_placement(copied, placement_of(parameter))
@@ -165,8 +170,8 @@ def _check_axis_names(placements: Iterable[Placement], names: Collection[str]) -
     for placement in placements:
         if missing := sorted(placement.axes - set(names)):
             raise ValueError(
-                f"{placement.name or 'a parameter'} is cut along {' and '.join(missing)}, and the axes given "
-                f"are {', '.join(sorted(names)) or 'none'}: pass mesh.{missing[0]} too"
+                f"{placement.name or 'a parameter'} is sharded along {' and '.join(missing)}, and the axes "
+                f"given are {', '.join(sorted(names)) or 'none'}: pass mesh.{missing[0]} too"
             )
 
 
@@ -188,18 +193,23 @@ def full_state_dict(module: nn.Module, axes: Iterable[Axis]) -> dict[str, torch.
 def full_tensors(
     module: nn.Module, axes: Iterable[Axis], *, apart: frozenset[str] = frozenset()
 ) -> tuple[dict[str, torch.Tensor], Callable[[str], torch.Tensor]]:
-    """(this rank's state dict, a function that gathers the full tensor of a name).
+    """This rank's state dict, and a function that gathers one of its tensors in full.
 
-    Every rank of the axes calls both, and the function for the same names in the same order.
+        state, gather_tensor = full_tensors(module, axes)
+        full = {name: gather_tensor(name) for name in state}
+
+    Both are collective: every rank of the axes calls this, and then gather_tensor with the same names in the
+    same order.
 
     Args:
-        apart: axes whose ranks hold different parameters, as the stages of a pipeline do. They are not asked.
+        apart: names of axes whose ranks hold different parameters, as stages of a pipeline do. Nothing is
+            gathered along these.
 
     Raises:
         ValueError: a parameter is sharded along an axis that is in neither, or is not on all ranks of one.
     """
     by_name = {axis.name: axis for axis in axes}
-    state = module.state_dict()  # first, because it puts a module in order whose forward was interrupted
+    state = module.state_dict()  # first: ZeRO 3 then registers shards again, if a forward was interrupted
     shards, placements = dict[str, torch.Tensor](), dict[str, Placement]()
     for name, p in module.named_parameters(remove_duplicate=False):
         placement = placement_of(p, name)
@@ -208,7 +218,7 @@ def full_tensors(
         placements[name] = replace(placement, cuts=cuts)
     _check_axis_names(placements.values(), by_name)
     peers: dict[str, list[dict[str, Placement]]] = {}
-    for axis in by_name.values():  # one message an axis
+    for axis in by_name.values():  # what every rank of an axis holds, in one message
         messages: list[dict[str, Placement]] = [{} for _ in range(axis.size)]
         dist.all_gather_object(messages, placements, axis.group)
         peers[axis.name] = messages
@@ -270,6 +280,9 @@ def gather_full(
 ) -> torch.Tensor:
     """The full tensor of which this rank holds `shard`. All ranks of the placement's axes call it.
 
+    The last cut is undone first: an all-gather along its axis brings the ranks' shards, padded to the
+    largest, and each is written to its ranges. Then the cut before it is undone, and so on.
+
     Args:
         peers: {axis: the placements of its ranks, in order}.
     """
@@ -313,7 +326,7 @@ def _views(full: torch.Tensor, cut: Cut) -> list[torch.Tensor]:
 
 def _write(shard: torch.Tensor, full: torch.Tensor, cut: Cut) -> None:
     if cut.dim == FLAT and not full.is_contiguous():
-        raise ValueError(f"a part can be written into contiguous memory only, not strides {full.stride()}")
+        raise ValueError(f"a shard can be written into contiguous memory only, not strides {full.stride()}")
     if full.dim() == 0 and cut.dim != FLAT:
         full.copy_(shard)
         return

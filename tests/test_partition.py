@@ -793,7 +793,7 @@ def asked_the_wrong_way() -> list[str]:
 
 def test_a_stage_alone_is_not_the_model(four: hpnb.Ranks) -> None:
     for without, along in four.run(asked_the_wrong_way):
-        assert "is cut along pp, and the axes given are none: pass mesh.pp too" in without
+        assert "is sharded along pp, and the axes given are none: pass mesh.pp too" in without
         assert "is not on all ranks of axis pp: the stages of a pipeline are put together by" in along
 
 

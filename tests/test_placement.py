@@ -80,7 +80,7 @@ def test_bad_parts_are_refused_with_their_numbers() -> None:
     where = Placement("w", (4, 4), (Cut("tp", 0, ((0, 2),)),))
     with pytest.raises(ValueError, match=r"w is placed as \(2, 4\), and the parameter here is \(3, 4\)"):
         set_placement(torch.zeros(3, 4), where)
-    with pytest.raises(ValueError, match=r"w is \(4, 4\) in the whole model, not \(4, 2\)"):
+    with pytest.raises(ValueError, match=r"w is \(4, 4\) in the full model, not \(4, 2\)"):
         where.take(torch.zeros(4, 2))
 
 

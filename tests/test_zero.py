@@ -834,7 +834,7 @@ def test_what_would_go_wrong_silently_is_refused(pools: RankPools) -> None:
         "thawed": "frozen when this ZeroOptimizer was made are trained now",
         "made before": "call zero_grad() before the ZeroOptimizer is made",
         "not reduced": "the last one must be outside no_sync()",
-        "norm": "is cut along dp, and the axes given are none: pass mesh.dp too",
+        "norm": "is sharded along dp, and the axes given are none: pass mesh.dp too",
         "another rank": "rank 1 of axis dp was given",
     }
     for case, words in wanted.items():

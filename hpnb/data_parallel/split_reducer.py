@@ -18,7 +18,7 @@ from hpnb.placement import placement_of
 
 
 def is_expert(parameter: torch.Tensor) -> bool:
-    """Whether the ranks of the expert axis hold different parts of it."""
+    """Whether it is sharded along the expert axis, whose ranks hold different experts."""
     return "ep" in placement_of(parameter).axes
 
 
@@ -36,9 +36,9 @@ class SplitReducer(GradientSink):
         experts = {name: p for name, p in parameters.items() if is_expert(p)}
         others = {name: p for name, p in parameters.items() if name not in experts}
         self.reducers = [
-            Reducer(part, along, *args, **options)
-            for part, along in ((others, axis), (experts, expert_axis))
-            if any(p.requires_grad for p in part.values())
+            Reducer(replicated, along, *args, **options)
+            for replicated, along in ((others, axis), (experts, expert_axis))
+            if any(p.requires_grad for p in replicated.values())
         ]
         self.axis, self.average = axis, self.reducers[0].average
         self.names = {p: name for reducer in self.reducers for p, name in reducer.names.items()}

@@ -93,8 +93,8 @@ class ShardLayout:
         return ranges
 
     def views_in_shard(self, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
-        """Of each tensor the elements in the shard of `rank`, as a view of `shard` (shard_numel,): (n,), or the
-        tensor's shape where tensors are not split and this shard has it."""
+        """Of each tensor the elements in the shard of `rank`, as a view of `shard` (shard_numel,): (n,), or
+        the tensor's shape where tensors are not split and this shard has it."""
         views = []
         for offset, shape, (start, stop) in zip(self.offsets, self.shapes, self.ranges(rank), strict=True):
             first = max(0, offset + start - rank * self.shard_numel)

@@ -151,6 +151,17 @@ def test_shapes_that_do_not_fit() -> None:
         chunked_cross_entropy(hidden, weight, targets, 0)
 
 
+@pytest.mark.parametrize("target", [31, -1])
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_a_target_outside_of_the_vocabulary_is_refused(target: int, backend: str | None) -> None:
+    hidden, weight, targets = operands()
+    targets[3] = target
+    with pytest.raises(
+        ValueError, match=rf"{target} is not in the vocabulary; use targets of 0 to 30, or -100"
+    ):
+        chunked_cross_entropy(hidden, weight, targets, 4, backend=backend)
+
+
 # --- a model -----------------------------------------------------------------------------------------------
 
 SIZE = GPT2Size(hidden=20, layers=2, heads=5, mlp=80, vocab_size=53, length=16)

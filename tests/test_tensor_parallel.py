@@ -349,8 +349,8 @@ def outside_of_the_vocabulary() -> list[str]:
 
 def test_ids_outside_of_the_vocabulary_raise(four: hpnb.Ranks) -> None:
     assert four.run(outside_of_the_vocabulary)[0] == [
-        "9 is not in the vocabulary; use targets of 0 to 8, or ignore_index=-100",
-        "-1 is not in the vocabulary; use targets of 0 to 8, or ignore_index=-100",
+        "9 is not in the vocabulary; use targets of 0 to 8, or -100 to ignore",
+        "-1 is not in the vocabulary; use targets of 0 to 8, or -100 to ignore",
         "9 is not in the vocabulary; use token ids of 0 to 8",
     ]
 

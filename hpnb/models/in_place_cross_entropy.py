@@ -34,10 +34,12 @@ class VocabShard:
 
     Attributes:
         first: the id of its first token.
+        vocab_size: tokens of all ranks.
         combine: (m, s, z_t) of this rank's tokens -> those of the whole vocabulary.
     """
 
     first: int
+    vocab_size: int
     combine: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], MaxSumTarget]
 
 

@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.models.in_place_cross_entropy import VocabShard, loss_and_gradient
+from hpnb.models.in_vocabulary import check_in_vocabulary
 
 ROWS = {"cuda": 64}  # W is padded to a multiple of so many rows, by the type of device
 LossSum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -78,7 +79,8 @@ def chunked_cross_entropy(
         backend: of torch.compile, such as "inductor", for cross entropies; None leaves them to eager PyTorch.
 
     Raises:
-        ValueError: shapes that do not fit, or a chunk below 1.
+        ValueError: shapes that do not fit, a chunk below 1, or a target that is not in the vocabulary (on a
+            GPU, a device-side assertion fails instead).
     """
     if chunk < 1:
         raise ValueError(f"chunk={chunk} is no number of tokens; use 1 or more")
@@ -87,6 +89,11 @@ def chunked_cross_entropy(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)} "
             "do not fit: they need (n, h), (V, h) and (n,)"
         )
+    shard: VocabShard | None = getattr(loss_sum, "vocab_shard", None)
+    if shard is not None or loss_sum is cross_entropy_sum:
+        vocab_size = len(weight) if shard is None else shard.vocab_size
+        is_token = (targets >= 0) & (targets < vocab_size) | (targets == IGNORE_INDEX)
+        check_in_vocabulary(targets, is_token, f"targets of 0 to {vocab_size - 1}, or {IGNORE_INDEX} to ignore")
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(device))

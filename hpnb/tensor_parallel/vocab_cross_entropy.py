@@ -29,9 +29,9 @@ import torch.distributed as dist
 from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.mesh import Axis
 from hpnb.models.in_place_cross_entropy import VocabShard
+from hpnb.models.in_vocabulary import check_in_vocabulary
 from hpnb.record.recorder import communication
 from hpnb.split_sizes import split_range
-from hpnb.tensor_parallel.vocab_embedding import check_token_ids
 
 
 def cross_entropy(
@@ -72,7 +72,7 @@ def cross_entropy(
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing={label_smoothing} is not a share; use 0 to 1")
     is_token = (targets >= 0) & (targets < vocab_size) | (targets == ignore_index)
-    check_token_ids(targets, is_token, f"targets of 0 to {vocab_size - 1}, or ignore_index={ignore_index}")
+    check_in_vocabulary(targets, is_token, f"targets of 0 to {vocab_size - 1}, or {ignore_index} to ignore")
     losses: torch.Tensor = _CrossEntropy.apply(
         logits.flatten(0, -2),
         targets.flatten(),
@@ -101,7 +101,7 @@ def vocab_shard(axis: Axis, vocab_size: int) -> VocabShard | None:
         _all_reduce(sums, axis, dist.ReduceOp.SUM)
         return largest, sums[0], sums[1]
 
-    return VocabShard(split_range(vocab_size, axis.size, axis.rank)[0], combine)
+    return VocabShard(split_range(vocab_size, axis.size, axis.rank)[0], vocab_size, combine)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -18,6 +18,7 @@ from torch import nn
 
 from hpnb.comm import all_reduce
 from hpnb.mesh import Axis
+from hpnb.models.in_vocabulary import check_in_vocabulary
 from hpnb.split_sizes import split_range
 
 
@@ -55,7 +56,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         is_token = (ids >= 0) & (ids < self.vocab_size)
-        check_token_ids(ids, is_token, f"token ids of 0 to {self.vocab_size - 1}")
+        check_in_vocabulary(ids, is_token, f"token ids of 0 to {self.vocab_size - 1}")
         local_ids = ids - self.vocab_start
         elsewhere = (local_ids < 0) | (local_ids >= self.rows)
         if self.rows:
@@ -70,18 +71,3 @@ class VocabParallelEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.rows} of {self.vocab_size} tokens, width {self.weight.size(1)}"
-
-
-def check_token_ids(ids: torch.Tensor, is_valid: torch.Tensor, valid: str) -> None:
-    """Raise ValueError if an id is not valid: no rank has it, and without a check it would count as 0.
-
-    On a GPU a device-side assertion fails instead, as in `F.embedding` and `F.cross_entropy`: the check does
-    not wait for the GPU.
-
-    Args:
-        valid: what ids may be, in words.
-    """
-    if ids.is_cuda:
-        torch._assert_async(is_valid.all(), f"a sharded vocabulary needs {valid}")
-    elif not ids.is_meta and not is_valid.all():
-        raise ValueError(f"{int(ids[~is_valid][0])} is not in the vocabulary; use {valid}")

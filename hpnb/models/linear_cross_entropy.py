@@ -93,7 +93,8 @@ def chunked_cross_entropy(
     if shard is not None or loss_sum is cross_entropy_sum:
         vocab_size = len(weight) if shard is None else shard.vocab_size
         is_token = (targets >= 0) & (targets < vocab_size) | (targets == IGNORE_INDEX)
-        check_in_vocabulary(targets, is_token, f"targets of 0 to {vocab_size - 1}, or {IGNORE_INDEX} to ignore")
+        valid = f"targets of 0 to {vocab_size - 1}, or {IGNORE_INDEX} to ignore"
+        check_in_vocabulary(targets, is_token, valid)
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(device))

@@ -233,15 +233,12 @@ def measure_in_turn(
     Memory is the same each time, and recorded in the first round.
 
     Args:
-        rounds: by default two; one on a CPU, where building a model takes longer than a step, and where ranks
-            share a GPU and compute by turns, which nothing disturbs.
+        rounds: by default two; one where ranks share a GPU and compute by turns, which nothing disturbs.
     """
-    on_cpu = pool.choice.device == "cpu"
-    rounds = rounds or (1 if on_cpu or pool.choice.shares_gpus else 2)
-    repeats = 3 if on_cpu else 2
+    rounds = rounds or (1 if pool.choice.shares_gpus else 2)
 
     def measure(config: ZeroConfig, first: bool) -> StepMeasurement:
-        return pool.run(measure_step, size, rows, dtype, config, bucket_mb, repeats, first)[0]
+        return pool.run(measure_step, size, rows, dtype, config, bucket_mb, 2, first)[0]
 
     runs = {config: measure(config, True) for config in configs}
     for _ in range(rounds - 1):

@@ -199,9 +199,11 @@ def mean_square(outputs: torch.Tensor, _: Any) -> torch.Tensor:
     return (outputs - 0.1).square().mean()
 
 
-def train(**layout: Any) -> dict[str, torch.Tensor]:
+def train(with_roles: bool = True, **layout: Any) -> dict[str, torch.Tensor]:
     """Weights after two steps, of this rank's replica."""
     register_llama()
+    if not with_roles:
+        hpnb.models.register(OwnLlama, parts)
     booster = hpnb.Booster(plugin=(plugin := hpnb.HybridParallelPlugin(precision="fp64", **layout)))
     net = build()
     model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9))
@@ -573,12 +575,45 @@ def lacks_a_tuple(net: OwnLlama) -> own_models.LlamaParts:
         (own_models.parts, lambda net: None, r"the roles of a OwnLlama returned None; return a dict"),
         (own_models.parts, lambda net: [*own_models.roles(net).items()], r"returned a list; .*dict\(pairs\)"),
         (own_models.parts, lambda net: own_models.roles(net) | {"start": "column"}, r"role of start .*'col"),
-        (own_models.parts, lambda net: {}, r"have no role in a OwnLlama: [^;]*; ask before [a-z ]*$"),
+        (
+            own_models.parts,
+            lambda net: {"start": own_models.roles(net)["start"]},
+            r"have no role in a OwnLlama: [^;]*; add them to the roles .* ask before [a-z ]*$",
+        ),
     ],
 )
 def test_what_is_registered_in_another_form_is_said(parts: Any, roles: Any, words: str) -> None:
     hpnb.models.register(OwnLlama, parts, roles)
     with pytest.raises(ValueError, match=words):
+        hpnb.models.check(OwnLlama(), batch(), ranks=1)
+
+
+@pytest.mark.parametrize("roles", [None, lambda net: {}])
+def test_without_roles_the_parts_and_the_pipeline_are_checked(roles: Any) -> None:
+    hpnb.models.register(OwnLlama, parts, roles)
+    report = hpnb.models.check(OwnLlama(), batch())
+    assert report == (
+        "OwnLlama is registered well: names of parameters; parts against the forward, with gradients; "
+        "pipeline on 2 ranks. It has no roles, so tensor and sequence parallelism are left out."
+    )
+    assert "left out" in hpnb.models.check(OwnLlama(), batch(), ranks=1)
+    for function in (hpnb.models.roles, lambda net: hpnb.models.decay_groups(net, 0.1)):
+        with pytest.raises(ValueError, match=r"OwnLlama is registered without roles, .* ZeRO need none$"):
+            function(OwnLlama())
+
+
+def test_without_roles_a_pipeline_trains_and_tensor_parallelism_is_refused(pools: RankPools) -> None:
+    wanted, found = (pools[2].run(train, with_roles, pp_size=2) for with_roles in (True, False))
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    with pytest.raises(hpnb.RankError, match=r"OwnLlama is registered without roles"):
+        pools[2].run(train, False, tp_size=2)
+
+
+def test_wrong_parts_are_named_without_roles_too() -> None:
+    hpnb.models.register(OwnLlama, lambda net: parts(net, NoNorm))
+    with pytest.raises(ValueError, match=r"does not fit it:\n.*norm"):
         hpnb.models.check(OwnLlama(), batch(), ranks=1)
 
 

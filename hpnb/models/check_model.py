@@ -9,6 +9,7 @@
                 split has pieces for 3, because heads that are left over show what an even split hides
     sequence    on 2 ranks that shard the tokens between the matrices; the reason, if that is refused
 
+A model that is registered without roles is checked without the last two, and the answer says so.
 What differs is listed with the names of parts and parameters.
 """
 
@@ -38,6 +39,7 @@ from hpnb.models.registry import (
     Registration,
     anatomy,
     explain_alias,
+    has_roles,
     registration_of,
     roles,
 )
@@ -93,18 +95,19 @@ def check(model: nn.Module, batch: Mapping[str, Any], ranks: int = 2, timeout: f
     problems = list(_check_names(copied))
     if not problems:
         problems += _check_parts(copied, inputs)
-    done = ["names and roles of parameters", "parts against the forward, with gradients"]
+    with_roles = not problems and has_roles(copied)
+    names = "names and roles of parameters" if with_roles else "names of parameters"
+    done = [names, "parts against the forward, with gradients"]
     refused: list[str] = []
     if not problems and ranks > 1 and not inside_rank():
         copied.eval()
         wanted = _outputs_and_gradients(lambda: run_parts(anatomy(copied), inputs), copied)
-        runs = [
-            ("pipeline", _on_a_pipeline, ranks),
-            ("tensor parallelism", _on_tensor_parallel, ranks),
-            ("sequence parallelism", _on_sequence_parallel, ranks),
-        ]
-        if _can_split_unevenly(copied, ranks + 1):
-            runs.append(("tensor parallelism", _on_tensor_parallel, ranks + 1))
+        runs: list[tuple[str, Any, int]] = [("pipeline", _on_a_pipeline, ranks)]
+        if with_roles:
+            runs.append(("tensor parallelism", _on_tensor_parallel, ranks))
+            runs.append(("sequence parallelism", _on_sequence_parallel, ranks))
+            if _can_split_unevenly(copied, ranks + 1):
+                runs.append(("tensor parallelism", _on_tensor_parallel, ranks + 1))
         for what, compute, n in runs:
             note = f" [on {n} ranks and not {ranks}, so that units are left over]" if n != ranks else ""
             lines = list(_compare_on_ranks(what, compute, registration, copied, inputs, wanted, n, timeout))
@@ -121,6 +124,8 @@ def check(model: nn.Module, batch: Mapping[str, Any], ranks: int = 2, timeout: f
     taken = arguments_of(copied, inputs, targets=True)
     unused = ", ".join(name for name in inputs if name not in taken and name not in TARGETS)
     note = f" The forward takes no {unused}." if unused else ""
+    if not with_roles:
+        note += " It has no roles, so tensor and sequence parallelism are left out."
     return f"{type(model).__name__} is registered well: {'; '.join(done)}.{''.join(refused)}{note}"
 
 
@@ -160,7 +165,8 @@ def _check_names(model: nn.Module) -> Iterator[str]:
         if frozenset(of_one) not in ties:
             yield f"{', '.join(of_one)} are listed as tied, and are not one parameter in the model"
     try:
-        roles(model)
+        if has_roles(model):
+            roles(model)
     except ValueError as error:
         yield str(error).removesuffix(SEE_CHECK)
 

@@ -1,6 +1,6 @@
 """The models that hpnb can take apart: their parts, the roles of their weights, their attentions.
 
-`register` adds a model of your own: a table of roles and an Anatomy.
+`register` adds a model of your own: an Anatomy, and for tensor parallelism a table of roles.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ from hpnb.ranks.caller_globals import share_table
 M = TypeVar("M", bound=nn.Module)
 
 
+def _no_roles(model: nn.Module) -> dict[str, Role]:
+    return {}
+
+
 def _no_attentions(model: nn.Module) -> tuple[Attention, ...]:
     return ()
 
@@ -38,7 +42,7 @@ class Registration(NamedTuple):
     """The functions that describe models of one class; see `register`."""
 
     anatomy: Callable[[Any], Anatomy]
-    roles: Callable[[Any], Mapping[str, Role]]
+    roles: Callable[[Any], Mapping[str, Role]] = _no_roles
     attentions: Callable[[Any], tuple[Attention, ...]] = _no_attentions
     check_sharding: Callable[[Any, str, bool], None] = _takes_any_sharding
 
@@ -61,7 +65,7 @@ share_table(__name__, "REGISTERED", _BUILT_IN)
 def register(
     kind: type[M],
     anatomy: Callable[[M], Anatomy],
-    roles: Callable[[M], Mapping[str, Role]],
+    roles: Callable[[M], Mapping[str, Role]] | None = None,
     attentions: Callable[[M], tuple[Attention, ...]] | None = None,
 ) -> None:
     """Let hpnb take apart models of class `kind`, and those of its subclasses that are not registered.
@@ -74,7 +78,8 @@ def register(
         anatomy: gives the model's pieces; run one after the other, they are its forward.
         roles: gives {full name: Role}. Names that a model lacks do no harm; `hpnb.models.role` has
             `embedding`, `linear`, `conv1d` and `norm` for whole modules. `units` counts what a split must not
-            go through: heads for q and o, key-value heads for k and v, neurons for an MLP.
+            go through: heads for q and o, key-value heads for k and v, neurons for an MLP. Left out, or with
+            an empty dict, every layout without tensor parallelism works, pipelines and ZeRO included.
         attentions: gives the modules that count heads besides their weights, in order of blocks. Left out,
             there are none: an attention that folds heads by their width needs nothing else. "2d", "2.5d" and
             "3d" need them where an attention takes a mask, because each rank then has some of its samples.
@@ -87,13 +92,22 @@ def register(
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         got = kind.__name__ if isinstance(kind, type) else f"an object of class {type(kind).__name__}"
         raise TypeError(f"register takes a class of modules, not {got}; pass the class, not a model")
-    registration = Registration(anatomy, roles)
-    REGISTERED[kind] = registration if attentions is None else registration._replace(attentions=attentions)
+    REGISTERED[kind] = Registration(anatomy, roles or _no_roles, attentions or _no_attentions)
 
 
 def is_known(model: nn.Module) -> bool:
     """Whether hpnb, `register` or a plan of transformers describes the class of this model."""
     return any(kind in REGISTERED for kind in type(model).__mro__) or plan_parts.has_plan(model)
+
+
+def has_roles(model: nn.Module) -> bool:
+    """Whether the weights of this model have roles, without which tensor parallelism cannot shard it.
+
+    Raises:
+        TypeError: a model of another kind, or one that is wrapped.
+        ValueError: what is registered gives no dict.
+    """
+    return bool(_table_of(model))
 
 
 def is_registered_by_user(model: nn.Module) -> bool:
@@ -123,7 +137,7 @@ def roles(model: nn.Module) -> dict[str, Role]:
     Raises:
         TypeError: a model of another kind, or one that is wrapped.
         ValueError: the model has parameters that its kind does not have, or of shapes that do not fit their
-            roles; or what is registered gives no dict of Roles.
+            roles; its class is registered without roles, or what is registered gives no dict of Roles.
 
     >>> hpnb.models.roles(hpnb.models.vit("laptop", classes=3))["vit.layers.0.mlp.fc1.weight"].kind
     'column'
@@ -156,7 +170,7 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
     Raises:
         TypeError: a model of another kind, or one that is wrapped.
-        ValueError: the model has parameters that its kind does not have.
+        ValueError: the model has parameters that its kind does not have, or no roles.
     """
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, role in _roles(model).items():
@@ -235,7 +249,8 @@ def _describe(value: Any) -> str:
 SEE_CHECK = "; hpnb.models.check(model, batch) says what else is missing"
 
 
-def _roles(model: nn.Module) -> dict[str, Role]:
+def _table_of(model: nn.Module) -> Mapping[str, Role]:
+    """What is registered as the roles of this model."""
     table = registration_of(model).roles(model)
     if not isinstance(table, Mapping):
         pairs = "; dict(pairs) makes one of pairs" if isinstance(table, list | tuple) else ""
@@ -243,17 +258,29 @@ def _roles(model: nn.Module) -> dict[str, Role]:
             f"the function that gives the roles of a {type(model).__name__} returned {_describe(table)}; "
             f"return a dict of {{name of a parameter: Role}}{pairs}"
         )
+    return table
+
+
+def _roles(model: nn.Module) -> dict[str, Role]:
+    table, kind = _table_of(model), type(model).__name__
+    if not table:
+        raise ValueError(
+            f"{kind} is registered without roles, so nothing says how its weights may be sharded: pass them "
+            f"to hpnb.models.register({kind}, parts, roles) for tensor parallelism and decay_groups; "
+            "pipelines, data parallelism and ZeRO need none"
+        )
     names = [name for name, _ in model.named_parameters()]
     if wrong := [name for name in names if name in table and not isinstance(table[name], Role)]:
         raise ValueError(
-            f"the role of {wrong[0]} in a {type(model).__name__} is {table[wrong[0]]!r}, which is no "
+            f"the role of {wrong[0]} in a {kind} is {table[wrong[0]]!r}, which is no "
             "hpnb.models.Role; hpnb.models.role.linear(path, 'column', units) gives those of an nn.Linear"
         )
     if unknown := [name for name in names if name not in table]:
         listed = ", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if len(unknown) > 3 else "")
+        add = "add them to the roles that you register, or " if is_registered_by_user(model) else ""
         raise ValueError(
-            f"{len(unknown)} of {len(names)} parameters have no role in a {type(model).__name__}: {listed}; "
-            f"ask before modules are added or exchanged{SEE_CHECK}"
+            f"{len(unknown)} of {len(names)} parameters have no role in a {kind}: {listed}; "
+            f"{add}ask before modules are added or exchanged{SEE_CHECK}"
         )
     return {name: table[name] for name in names}
 

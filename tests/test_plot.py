@@ -13,7 +13,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from html import escape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -1173,6 +1175,27 @@ def test_a_notebook_gets_one_bundle_with_escaped_alt(shell: object) -> None:
     assert "max-width:100%" in html
     assert f"data:image/png;base64,{output.data['image/png']}" in html
     assert base64.b64decode(output.data["image/png"])[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_the_value_of_a_cell_is_a_picture_without_pyplot(shell: Any) -> None:
+    """A fresh kernel has no formatter for a Figure, until somebody imports pyplot."""
+    fig = plot.timeline(one_f_one_b(4, 8), one_f_one_b(4, 8, source="measured"), title="Two & more")
+    data, _ = shell.display_formatter.format(fig)
+    assert base64.b64decode(data["image/png"])[:8] == b"\x89PNG\r\n\x1a\n"
+    alt = data["text/plain"]
+    assert re.fullmatch(r"A figure: Two & more; simulated · bubble .*; measured · bubble .*", alt)
+    assert f'alt="{escape(alt)}"' in data["text/html"]
+
+
+def test_alt_text_is_by_default_the_titles(shell: object) -> None:
+    from IPython.utils.capture import capture_output
+
+    with capture_output() as caught:
+        plot.show(plot.memory(profile()))
+        plot.show(Figure())
+    first, second = (output.data["text/plain"] for output in caught.outputs)
+    assert re.match(r"A figure: .{10}", first)
+    assert second == "A figure of 0 axes"
 
 
 def test_a_picture_is_small_sharp_and_keeps_the_grammar_s_colours() -> None:

@@ -1,5 +1,7 @@
 """Figures over records, in one visual grammar; every function returns a matplotlib Figure.
 
+A notebook shows the figure that is the last line of a cell; `show(fig, alt)` shows one from any other line.
+
 Two builders draw most of them: `hpnb.plot.bars` (lying bars made of parts) and `hpnb.plot.curves` (series
 over x). Here is what several pages share; a figure of one page lies in `hpnb.lesson.figures`.
 

@@ -26,8 +26,19 @@ from hpnb.plot.grammar import CARD, INK, RULE, SOFT, OpStyle
 WIDTH = 7.0  # inches: 700 CSS pixels at DPI
 DPI = 100
 TITLE, TEXT, SMALL = 10.5, 9.0, 8.0  # points; SMALL is 11 px on a page
+TITLE_ID = "title"  # the gid of texts that say what a figure shows
 
 Box = tuple[float, float, float, float]  # left, bottom, width, height
+
+
+class Card(Figure):
+    """A figure that a notebook shows as a picture where it is the value of a cell's last line. Jupyter shows
+    another Figure as text, unless matplotlib was set up for the notebook."""
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
+        from hpnb.plot.show import alt_of, bundle
+
+        return bundle(self, alt_of(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +110,12 @@ def new_figure(
     foot = bottom + 0.19 * len(captions) + (0.05 if captions else 0.0)
     height = top + sum(heights) + gap * (len(heights) - 1) + foot
 
-    fig = Figure(figsize=(width, height), dpi=DPI, facecolor=CARD, edgecolor=RULE, linewidth=1.5)
+    fig = Card(figsize=(width, height), dpi=DPI, facecolor=CARD, edgecolor=RULE, linewidth=1.5)
     FigureCanvasAgg(fig)
     y = height - 0.12
     for line in titles:
-        fig.text(0.15 / width, (y - 0.09) / height, line, size=TITLE, weight="bold", color=INK, va="center")
+        text = fig.text(0.15 / width, (y - 0.09) / height, line, size=TITLE, weight="bold", va="center")
+        text.set(color=INK, gid=TITLE_ID)
         y -= 0.21
     for row in keys:
         _legend_row(fig, row, (y - 0.11) / height)
@@ -156,7 +168,8 @@ def panel_title(ax: Axes, text: str, right: str = "") -> None:
     inches = ax.get_position().width * ax.figure.get_figwidth()  # type: ignore[union-attr]
     room = inches - (text_inches(right, TEXT) + 0.3 if right else 0.0)
     size = max(7.0, min(TEXT, TEXT * room / max(text_inches(text, TEXT), 1e-9)))
-    ax.annotate(text, (0, 1), (0, 4), "axes fraction", "offset points", size=size, color=INK)
+    words = ax.annotate(text, (0, 1), (0, 4), "axes fraction", "offset points", size=size, color=INK)
+    words.set_gid(TITLE_ID)
     if right:
         ax.annotate(
             right, (1, 1), (0, 4), "axes fraction", "offset points", size=TEXT, color=SOFT, ha="right"

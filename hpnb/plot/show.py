@@ -1,5 +1,6 @@
 """A figure never travels without its words: `show` displays a small picture and its alt text as one.
 
+A figure that is the last line of a cell is displayed in the same way, with its titles as alt text.
 Renderers of notebooks drop the metadata in which Jupyter keeps alt text, so it is written into an <img>.
 """
 
@@ -18,23 +19,36 @@ from numpy.typing import NDArray
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from hpnb.plot.canvas import DPI
+from hpnb.plot.canvas import DPI, TITLE_ID
 
 COLORS = 64  # flat colours, and the shades at the edges of letters
 
 
-def show(fig: Figure, alt: str) -> None:
+def show(fig: Figure, alt: str | None = None) -> None:
     """Display `fig` in a notebook, with `alt` for who cannot see it; outside IPython do nothing.
+
+    Args:
+        alt: a sentence or two that say what it shows; by default its titles.
 
     Raises:
         ValueError: alt is empty.
     """
+    alt = alt_of(fig) if alt is None else alt
     if not alt.strip():
         raise ValueError("a figure needs alt text: say in a sentence or two what it shows, alt='...'")
     ipython = sys.modules.get("IPython")
     if ipython is None or ipython.get_ipython() is None:
         return
     ipython.display.display(bundle(fig, alt), raw=True)
+
+
+def alt_of(fig: Figure) -> str:
+    """The titles of `fig` as alt text, for want of a better one."""
+    titles = [" ".join(text.get_text() for text in fig.texts if text.get_gid() == TITLE_ID)]  # its lines
+    for ax in fig.axes:
+        titles += [ax.get_title(), *(text.get_text() for text in ax.texts if text.get_gid() == TITLE_ID)]
+    what = "; ".join(title for title in titles if title)
+    return f"A figure: {what}" if what else f"A figure of {len(fig.axes)} axes"
 
 
 def bundle(fig: Figure, alt: str) -> dict[str, str]:

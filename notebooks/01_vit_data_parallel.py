@@ -388,11 +388,11 @@ lesson.record("01.backward", figures.backward_seconds(timelines), "s")
 # that inside the backward), and unpacking at the end.
 # </details>
 #
-# **Buckets.** Every all-reduce pays 2(d-1) α. A sends <data value="01.messages.a">72</data> messages and B <data value="01.messages.b">10</data>. B takes <data value="01.b-over-a.median:.2f">0.57</data> times as long as A, with the range
-# <data value="01.b-over-a.low:.2f">0.49</data> to <data value="01.b-over-a.high:.2f">0.76</data>.
+# **Buckets.** Every all-reduce pays 2(d-1) α. A sends <data value="01.messages.a">72</data> messages and B <data value="01.messages.b">10</data>. B takes <data value="01.b-over-a.median:.2f">0.45</data> times as long as A, with the range
+# <data value="01.b-over-a.low:.2f">0.40</data> to <data value="01.b-over-a.high:.2f">0.61</data>.
 #
-# **Overlap.** C takes <data value="01.overlap:.2f">1.01</data> times as long as B (<data value="01.c-over-b.low:.2f">0.96</data> to <data value="01.c-over-b.high:.2f">1.07</data>). We predicted <data value="01.overlap.predicted:.2f">0.87</data>. In the drawn round, B has <data value="01.step.b-buckets-after.measured-exposed">16.8 ms</data>
-# exposed and C <data value="01.step.c-buckets-during.measured-exposed">19.1 ms</data>. The backward of the slower rank takes <data value="01.backward.b-long">30.7 ms</data> in B and <data value="01.backward.c-long">49.8 ms</data> in C. In
+# **Overlap.** C takes <data value="01.overlap:.2f">1.00</data> times as long as B (<data value="01.c-over-b.low:.2f">0.78</data> to <data value="01.c-over-b.high:.2f">1.14</data>). We predicted <data value="01.overlap.predicted:.2f">0.69</data>. In the drawn round, B has <data value="01.step.b-buckets-after.measured-exposed">7.50 ms</data>
+# exposed and C <data value="01.step.c-buckets-during.measured-exposed">2.56 ms</data>. The backward of the slower rank takes <data value="01.backward.b-long">13.2 ms</data> in B and <data value="01.backward.c-long">32.9 ms</data> in C. In
 # C it fills the buckets, and the messages that travel meanwhile may slow it. The prediction leaves out these two
 # costs and the wait for a slower rank. The next section measures the two.
 #
@@ -546,11 +546,11 @@ lesson.record("01.extra", figures.cost_of_overlap(times[middle]), "s")
 
 # %% [markdown]
 # **When is it free here?** With the all-reduce during the backward, the limit is <data value="01.measured.during">more than 2,176</data> tokens per rank; the
-# law says <data value="01.law.during:,.0f">50</data>. With the all-reduce after it, the limit is <data value="01.measured.after">more than 2,176</data> tokens, and the law says <data value="01.law.after:,.0f">385</data>.
+# law says <data value="01.law.during:,.0f">73</data>. With the all-reduce after it, the limit is <data value="01.measured.after">between 1,088 and 2,176</data> tokens, and the law says <data value="01.law.after:,.0f">562</data>.
 #
 # Overlap is faster than reducing after the backward at <data value="01.verdicts.faster">0</data> of the <data value="01.verdicts.sizes">5</data> sizes, slower at <data value="01.verdicts.slower">0</data>, and undecided at <data value="01.verdicts.undecided">5</data>.
-# With <data value="01.middle.tokens">272</data> tokens the law says that overlap costs nothing. Measured, the step with overlap takes <data value="01.extra.median">62.3 ms</data> longer than the
-# step alone, with the range <data value="01.extra.low">34.9 ms</data> to <data value="01.extra.high">75.0 ms</data>. The all-reduce by itself takes <data value="01.extra.all-reduce">4.25 ms</data>. Perhaps no core is
+# With <data value="01.middle.tokens">272</data> tokens the law says that overlap costs nothing. Measured, the step with overlap takes <data value="01.extra.median">9.15 ms</data> longer than the
+# step alone, with the range <data value="01.extra.low">7.22 ms</data> to <data value="01.extra.high">24.7 ms</data>. The all-reduce by itself takes <data value="01.extra.all-reduce">4.54 ms</data>. Perhaps no core is
 # idle that could send. We test this next.
 #
 # The law assumes that the backward keeps its speed while an all-reduce runs, and that filling buckets takes no time. To
@@ -587,16 +587,16 @@ lesson.record("01.last-bucket", last, "s")
 lesson.record("01.together", figures.multiply(factors) + last / median(causes[ALONE]))
 
 # %% [markdown]
-# - *Sharing*: factor <data value="01.cause.beside-an-unrelated-all-reduce.factor:.2f">0.98</data>, verdict *<data value="01.cause.beside-an-unrelated-all-reduce.verdict">cannot tell</data>*.
-# - *Filling buckets*: factor <data value="01.cause.with-buckets-nothing-sent.factor:.2f">1.11</data>, verdict *<data value="01.cause.with-buckets-nothing-sent.verdict">cannot tell</data>*.
-# - *The last bucket*, by α and B: at most <data value="01.last-bucket">4.98 ms</data> exposed.
+# - *Sharing*: factor <data value="01.cause.beside-an-unrelated-all-reduce.factor:.2f">1.17</data>, verdict *<data value="01.cause.beside-an-unrelated-all-reduce.verdict">slower</data>*.
+# - *Filling buckets*: factor <data value="01.cause.with-buckets-nothing-sent.factor:.2f">1.05</data>, verdict *<data value="01.cause.with-buckets-nothing-sent.verdict">cannot tell</data>*.
+# - *The last bucket*, by α and B: at most <data value="01.last-bucket">2.40 ms</data> exposed.
 #
-# The two factors multiplied, plus the last bucket's share of the step alone, give <data value="01.together:.2f">1.11</data>. In the sweep, the step with
-# overlap took <data value="01.middle.median:.2f">1.67</data> times as long as the step alone, with the range <data value="01.middle.low:.2f">1.35</data> to <data value="01.middle.high:.2f">1.74</data>.
+# The two factors multiplied, plus the last bucket's share of the step alone, give <data value="01.together:.2f">1.34</data>. In the sweep, the step with
+# overlap took <data value="01.middle.median:.2f">1.36</data> times as long as the step alone, with the range <data value="01.middle.low:.2f">1.29</data> to <data value="01.middle.high:.2f">2.01</data>.
 #
 # <details><summary>The same step, two times</summary>
 #
-# A step alone took <data value="01.cause.step-alone.measured">194 ms</data> here and <data value="01.alone">98.4 ms</data> in the sweep. The machine's speed changes between cells. So compare
+# A step alone took <data value="01.cause.step-alone.measured">21.8 ms</data> here and <data value="01.alone">23.7 ms</data> in the sweep. The machine's speed changes between cells. So compare
 # ratios within rounds, not seconds of two cells. The memory figure's time does not compare with them
 # either: its recorder looks at every operation.
 # </details>

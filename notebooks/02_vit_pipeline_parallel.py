@@ -149,7 +149,7 @@ lesson.claim("One rank works at a time", (walked.bubble_fraction, ">", 0.95 - 1 
 # Each cut is crossed twice, so $2(p-1)$ messages of b s h numbers are sent, <data value="02.walk-bytes">209 kB</data> in all. A step
 # of eight microbatches sends <data value="02.sent.step">1.67 MB</data>, all ranks together. A gradient, which data parallelism all-reduces, has <data value="02.sent.gradient">25.5 MB</data>. By counting, ranks are
 # idle for 1 - 1/p =
-# <data value="02.walk-idle">75.0 %</data> of the time. The run had <data value="02.walk.bubble">76.8 %</data>. We call this idle share the *bubble*: idle time over
+# <data value="02.walk-idle">75.0 %</data> of the time. The run had <data value="02.walk.bubble">76.5 %</data>. We call this idle share the *bubble*: idle time over
 # ranks × *makespan*, where the makespan is the time from the first start to the last end.
 #
 # **Takeaway.** A pipeline sends little, and only between neighbours. With one microbatch, p ranks
@@ -264,7 +264,7 @@ trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")
 
 # %% [markdown]
 # The formula assumes that all stages are equal and predicts a bubble of <data value="02.bubble.predicted">27.3 %</data>. The simulation knows
-# each stage's median times and gives <data value="02.gpipe.medians.bubble">29.5 %</data>: so much comes from unequal stages. The replay gives <data value="02.bubble">30.9 %</data>. It
+# each stage's median times and gives <data value="02.gpipe.medians.bubble">29.3 %</data>: so much comes from unequal stages. The replay gives <data value="02.bubble">29.9 %</data>. It
 # differs because a stage's microbatches do not take equally long.
 #
 # <details><summary>Why the rule of thumb may come nearer</summary>
@@ -399,10 +399,10 @@ lesson.claim("1F1B takes about as long as GPipe", (change, "<", 0.15))
 # But they do not shrink with the number of ranks: p microbatches in a p-th of the layers are as much as one microbatch in all
 # layers. Stages save weights, gradients and optimizer state.
 #
-# GPipe's step takes <data value="02.step.gpipe.replayed">131 ms</data> with a bubble of
-# <data value="02.step.gpipe.bubble">31.1 %</data>, and 1F1B's step <data value="02.step.1f1b.replayed">135 ms</data> with
-# <data value="02.step.1f1b.bubble">29.4 %</data>. The formula gives both the same bubble: under 1F1B, too, the last rank starts p - 1 forwards late, and p - 1
-# backwards remain after its last one. In the previous figure GPipe took <data value="02.gpipe.each-action.makespan">145 ms</data>: runs differ.
+# GPipe's step takes <data value="02.step.gpipe.replayed">118 ms</data> with a bubble of
+# <data value="02.step.gpipe.bubble">29.1 %</data>, and 1F1B's step <data value="02.step.1f1b.replayed">120 ms</data> with
+# <data value="02.step.1f1b.bubble">28.9 %</data>. The formula gives both the same bubble: under 1F1B, too, the last rank starts p - 1 forwards late, and p - 1
+# backwards remain after its last one. In the previous figure GPipe took <data value="02.gpipe.each-action.makespan">113 ms</data>: runs differ.
 #
 # **Takeaway.** 1F1B has GPipe's bubble and keeps at most p microbatches instead of m.
 #
@@ -637,23 +637,23 @@ vit_pipeline.record_race(NAME, predicted, ran, spread)
 # All four idle less than 1F1B. We call one schedule faster than another only if their steps
 # differ by more than the larger of the two spreads. By this test,
 # <data value="02.race.faster">no schedule is faster than another</data>; a pair that is not named here is undecided. The prediction puts
-# <data value="02.race.first.predicted">zb-v</data> first, the run <data value="02.race.first.run">interleaved</data>.
+# <data value="02.race.first.predicted">zb-v</data> first, the run <data value="02.race.first.run">zb-h2</data>.
 #
-# A split backward also takes more computing, which the prediction leaves out. A rank computes <data value="02.race.1f1b.work">102 ms</data> under 1F1B, <data value="02.race.interleaved.work">105 ms</data>
-# under interleaving, <data value="02.race.zb-h1.work">110 ms</data> under ZB-H1 and <data value="02.race.zb-v.work">125 ms</data> under ZB-V. A step takes its mean work divided by 1 - bubble. With
-# 1F1B's work and ZB-V's bubble it would take <data value="02.race.zb-v-with-work-of-1f1b">119 ms</data>, and with ZB-V's own work it takes <data value="02.race.zb-v.replayed">145 ms</data>.
+# A split backward also takes more computing, which the prediction leaves out. A rank computes <data value="02.race.1f1b.work">87.0 ms</data> under 1F1B, <data value="02.race.interleaved.work">93.8 ms</data>
+# under interleaving, <data value="02.race.zb-h1.work">122 ms</data> under ZB-H1 and <data value="02.race.zb-v.work">100 ms</data> under ZB-V. A step takes its mean work divided by 1 - bubble. With
+# 1F1B's work and ZB-V's bubble it would take <data value="02.race.zb-v-with-work-of-1f1b">99.7 ms</data>, and with ZB-V's own work it takes <data value="02.race.zb-v.replayed">115 ms</data>.
 #
 # <details><summary>I and W are not equal</summary>
 #
 # Our prediction takes I and W as equal. But the matmuls inside attention, softmax and GELU have no weights, hence no W, so I takes
-# <data value="02.race.zb-h1.i-w:.2f">1.58</data> times as long as
+# <data value="02.race.zb-h1.i-w:.2f">1.51</data> times as long as
 # W. By the formulas above, this makes ZB-H1 idle longer and leaves ZB-H2 as it is.
 # </details>
 #
 # <details><summary>Steps that differ by noise</summary>
 #
 # ZB-H1 and ZB-H2 execute the same pieces, so a rank should work equally long under both. It works
-# <data value="02.race.zb-h1.work">110 ms</data> and <data value="02.race.zb-h2.work">119 ms</data>. A difference would be noise, and noise enters the steps.
+# <data value="02.race.zb-h1.work">122 ms</data> and <data value="02.race.zb-h2.work">96.3 ms</data>. A difference would be noise, and noise enters the steps.
 # The bubble feels it less: if all of a run is
 # slow, its work and its idle time are both longer.
 # </details>
@@ -799,9 +799,9 @@ lesson.claim("A heavy stage delays the step", (delay, ">", 1.02))
 # %% [markdown]
 # The steps are simulated from times of single layers, measured on rank 0 while the other ranks waited. So compare
 # them with each
-# other, not with the race. The uniform partition takes <data value="02.cut-step.uniform.simulated">661 ms</data>, the heavy one
-# <data value="02.cut-step.heavy.simulated">808 ms</data>. Balancing by time gives
-# <data value="02.cut-step.by-time.simulated">661 ms</data>: a ViT's blocks are equal, so "uniform" is already good.
+# other, not with the race. The uniform partition takes <data value="02.cut-step.uniform.simulated">97.2 ms</data>, the heavy one
+# <data value="02.cut-step.heavy.simulated">115 ms</data>. Balancing by time gives
+# <data value="02.cut-step.by-time.simulated">97.2 ms</data>: a ViT's blocks are equal, so "uniform" is already good.
 #
 # A timeline tells a bubble's causes apart:
 #
@@ -811,7 +811,7 @@ lesson.claim("A heavy stage delays the step", (delay, ">", 1.02))
 # | slow link | ranks are free and their inputs were computed long ago | such waits above 5 % of ranks × makespan |
 # | few microbatches | ranks wait only while the pipeline fills and drains | neither of these |
 #
-# In the figure, rank 1 works <data value="02.heavy-work:.2f">1.50</data> times as long as the median rank.
+# In the figure, rank 1 works <data value="02.heavy-work:.2f">1.48</data> times as long as the median rank.
 #
 # ### Exercise 4: what is wrong with this step?
 #
@@ -899,7 +899,7 @@ lesson.record("02.sweep-step", steps, "s")
 lesson.claim("Microbatches help", (alone, ">", 1.1 * shortest))
 
 # %% [markdown]
-# The step is shortest at m = <data value="02.sweep.best">4</data>; the formula says <data value="02.sweep.formula:.1f">3.9</data>.  Past the best m, the added launch cost exceeds the bubble
+# The step is shortest at m = <data value="02.sweep.best">4</data>; the formula says <data value="02.sweep.formula:.1f">3.6</data>.  Past the best m, the added launch cost exceeds the bubble
 # time saved.
 #
 # <details><summary>Why the line need not meet the bars</summary>
@@ -909,10 +909,10 @@ lesson.claim("Microbatches help", (alone, ">", 1.1 * shortest))
 #
 # <details><summary>Has this pipeline paid?</summary>
 #
-# At m = 1 only one rank works at a time. So that step, <data value="02.sweep-step.alone">200 ms</data>, is what one rank would
-# need for all stages, one after the other: T + p c. The best step takes <data value="02.sweep-step.best">135 ms</data>: far from a fourth of that, although each of the four ranks
+# At m = 1 only one rank works at a time. So that step, <data value="02.sweep-step.alone">166 ms</data>, is what one rank would
+# need for all stages, one after the other: T + p c. The best step takes <data value="02.sweep-step.best">115 ms</data>: far from a fourth of that, although each of the four ranks
 # is replayed with its own core. At this m they compute for
-# <data value="02.sweep-step.work">303 ms</data> in all, so two real cores would need at least <data value="02.sweep-step.two">151 ms</data>.
+# <data value="02.sweep-step.work">256 ms</data> in all, so two real cores would need at least <data value="02.sweep-step.two">128 ms</data>.
 # </details>
 #
 # <details><summary>Which m to choose</summary>

@@ -303,7 +303,8 @@ CONFIGS = [ZeroConfig(stage, recompute) for recompute in (0, -1) for stage in ra
 if here.device == "cuda":
     CONFIGS.append(ZeroConfig(3, -1, offload=True))
 setting = SIZE, ROWS, DTYPE
-runs = gpt2_zero.measure_in_turn(pool, *setting, CONFIGS, BUCKET)
+# runs: the steps; alone: seconds of a rank that sends nothing
+runs, alone = gpt2_zero.measure_in_turn(pool, *setting, CONFIGS, BUCKET)
 spread = {c: run.seconds for c, run in runs.items()}  # fastest, median, slowest
 workspace = max(pool.run(device_timing.matmul_workspace))  # bytes; 0 on a CPU
 
@@ -446,7 +447,7 @@ lesson.claim("Computing sets this page's step time", (took[TOKENS], ">", 2 * flo
 # it. At about <data value="05.tokens.equal:,.0f">34</data> tokens both take equally long. This page trains with
 # <data value="05.tokens.page:,.0f">128</data> tokens a rank, which take <data value="05.floor.step">516 ms</data>.
 #
-# To predict, take forward, backward and update of one rank that sends nothing. Recomputation adds a forward. ZeRO divides
+# To predict, take forward, backward and update of one rank that sends nothing: `alone`. Recomputation adds a forward. ZeRO divides
 # the update by N. Communication adds what does not overlap with computing, its *exposed* part. On GPUs:
 #
 # - **ZeRO-0** overlaps its all-reduce with the backward, except for the last bucket.
@@ -460,14 +461,13 @@ lesson.claim("Computing sets this page's step time", (took[TOKENS], ">", 2 * flo
 #
 # <details><summary>One step, timed twice</summary>
 #
-# Forward and backward of a rank that sends nothing took <data value="05.floor.step">516 ms</data> above, and <data value="05.alone.both">482 ms</data> in the next cell. The operations are the
-# same. Zeroing gradients or updating weights in between changes their CPU time by less than 5 %. So the difference is the machine's speed, which changes
-# between cells. A ratio of measured to predicted contains such a difference.
+# Forward and backward of a rank that sends nothing took <data value="05.floor.step">516 ms</data> above, and <data value="05.alone.both">482 ms</data> in the cell that measures the steps. The
+# operations are the same. Zeroing gradients or updating weights in between changes their CPU time by less than 5 %. So the difference is the machine's
+# speed, which changes between cells. We predict from the second time, because it was taken in the same minutes as the steps.
 # </details>
 
 # %%
 card = lesson.machine_card(N)
-alone = pool.run(gpt2_zero.time_serial_step, *setting)[0]  # forward, backward, update
 parts = {c: gpt2_zero.predict_parts(SIZE, DTYPE, c, card, alone, BUCKET)
          for c in CONFIGS}
 totals = {config: sum(part.values()) for config, part in parts.items()}

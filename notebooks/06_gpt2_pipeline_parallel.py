@@ -159,8 +159,8 @@ lesson.claim("The last rank takes longest", (last, ">", max(others)))
 lesson.record("06.slowest", last * (N - 1) / sum(others))
 
 # %% [markdown]
-# The bubble is <data value="06.bubble">48.0 %</data>, far above the formula. The formula assumes equal stages, but the last rank works
-# <data value="06.slowest:.1f">2.1</data> times as long as the others on average, and they wait for it. More microbatches help little,
+# The bubble is <data value="06.bubble">43.5 %</data>, far above the formula. The formula assumes equal stages, but the last rank works
+# <data value="06.slowest:.1f">1.8</data> times as long as the others on average, and they wait for it. More microbatches help little,
 # because the others wait in each of them.
 #
 # **Takeaway.** A uniform cut gives the exact result, but slowly: the stage with the head sets the pace.
@@ -196,8 +196,8 @@ lesson.claim("FLOPs miss the head by over a quarter", abs(matmuls / law - 1) > 0
 
 # %% [markdown]
 # FLOPs predict <data value="06.head.head-s-matmuls.predicted">4.91 blocks</data> for the head. Its matmuls really take
-# <data value="06.head.head-s-matmuls.measured">3.16 blocks</data>, <data value="06.head.ratio:.2f">0.64</data> times as much. With the loss,
-# which FLOPs leave out, the head takes <data value="06.head.head-and-loss.measured">3.85 blocks</data>.
+# <data value="06.head.head-s-matmuls.measured">3.23 blocks</data>, <data value="06.head.ratio:.2f">0.66</data> times as much. With the loss,
+# which FLOPs leave out, the head takes <data value="06.head.head-and-loss.measured">4.01 blocks</data>.
 #
 # A block also spends time on norms, GELU and softmax, which FLOPs leave out, so the head,
 # measured in blocks, is smaller. On GPUs, an odd vocabulary can slow the head's matmuls, too.
@@ -238,7 +238,7 @@ lesson.claim("Padding does not slow the head beyond the spread",
              (statistics.median(padded), "<=", max(odd)))  # fmt: skip
 
 # %% [markdown]
-# Here the odd size takes <data value="06.padding.gain:.2f">1.21</data> times as long by the median, a difference <data value="06.padding.spread">within the spread of the repeats</data>. On GPUs,
+# Here the odd size takes <data value="06.padding.gain:.2f">1.16</data> times as long by the median, a difference <data value="06.padding.spread">within the spread of the repeats</data>. On GPUs,
 # pad before you cut, because padding changes the longest layer. Our model stays unpadded.
 #
 # <details><summary>On a laptop</summary>
@@ -361,14 +361,14 @@ lesson.show(figures.skyline(times.costs, shown, times.kinds, times.loss, title=t
 
 # %% [markdown]
 # Bars are layers timed alone, forward and backward of one microbatch; each cut's largest stage is in bold. Beneath stands
-# the replayed step of that cut. The cut by time is <data value="06.faster.gain:.2f">1.40</data> times as fast as the uniform one by the median, and <data value="06.faster.sure">3</data>
+# the replayed step of that cut. The cut by time is <data value="06.faster.gain:.2f">1.48</data> times as fast as the uniform one by the median, and <data value="06.faster.sure">3</data>
 # of its <data value="06.repeats">3</data> repeats are faster than all of the uniform cut's. With equal stages the bubble would be <data value="06.bubble.rule-of-thumb">27.3 %</data>. But only
-# whole layers move, so even the cut by time leaves stages unequal: simulated, its bubble is <data value="06.idle.simulated">32.6 %</data>. The run gives
-# <data value="06.idle.run">31.1 %</data>, because in a step actions don't take exactly what layers take alone.
+# whole layers move, so even the cut by time leaves stages unequal: simulated, its bubble is <data value="06.idle.simulated">34.7 %</data>. The run gives
+# <data value="06.idle.run">30.0 %</data>, because in a step actions don't take exactly what layers take alone.
 #
 # FLOPs overrate the head: their cut has <data value="06.beside.by-flops">0</data> blocks beside it, and the cut by time
-# <data value="06.beside.by-time">1</data>. Simulated, the cut by time takes <data value="06.cut.by-time.simulated">176 ms</data> and the cut by FLOPs
-# <data value="06.cut.by-flops.simulated">176 ms</data>. In the run, the step cut by FLOPs takes <data value="06.flops.run:.2f">1.06</data> times as long as the one
+# <data value="06.beside.by-time">0</data>. Simulated, the cut by time takes <data value="06.cut.by-time.simulated">204 ms</data> and the cut by FLOPs
+# <data value="06.cut.by-flops.simulated">204 ms</data>. In the run, the step cut by FLOPs takes <data value="06.flops.run:.2f">1.00</data> times as long as the one
 # cut by time, a difference <data value="06.flops.spread">within the spread of the repeats</data>. How
 # precisely must we cut?
 #
@@ -390,9 +390,9 @@ lesson.claim("Simulated, one block too few costs less", (few, "<", many))
 
 # %% [markdown]
 # By the median, the best number of blocks there is <data value="06.last.first">1</data>. Its repeats overlap with those of <data value="06.last.others">0</data>. With <data value="06.last.most">4</data>
-# blocks there, even the fastest repeat takes <data value="06.last.by:.2f">1.27</data> times as long as the slowest one with
-# <data value="06.last.first">1</data>. Simulated, the cut by time takes <data value="06.err.cut">176 ms</data>; with a block fewer beside the head it would take <data value="06.err.few">176 ms</data>,
-# and with one more <data value="06.err.many">202 ms</data>. In the cut by time, the last stage is the longest, so one more block makes it
+# blocks there, even the fastest repeat takes <data value="06.last.by:.2f">1.46</data> times as long as the slowest one with
+# <data value="06.last.first">1</data>. Simulated, the cut by time takes <data value="06.err.cut">204 ms</data>; with a block fewer beside the head it would take <data value="06.err.few">204 ms</data>,
+# and with one more <data value="06.err.many">206 ms</data>. In the cut by time, the last stage is the longest, so one more block makes it
 # longer still. A block that it gives away goes to a shorter stage. So if in doubt, put one block too few beside the head.
 #
 # <details><summary>On a laptop</summary>
@@ -760,23 +760,23 @@ lesson.show(columns=memory, title="Peak of activations, first and last rank")
 lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 
 # %% [markdown]
-# By the median, <data value="06.fastest.first">zb-v</data> is fastest, and <data value="06.fastest.others">the repeats of zb-h1 overlap with its own</data>. ZB-H1 shrinks the bubble of 1F1B from
-# <data value="06.style.1f1b.bubble">35.4 %</data> to <data value="06.style.zb-h1.bubble">21.9 %</data>, and ZB-V to <data value="06.style.zb-v.bubble">14.9 %</data>.
+# By the median, <data value="06.fastest.first">zb-v</data> is fastest, and <data value="06.fastest.others">no other repeats overlap with its own</data>. ZB-H1 shrinks the bubble of 1F1B from
+# <data value="06.style.1f1b.bubble">33.8 %</data> to <data value="06.style.zb-h1.bubble">26.7 %</data>, and ZB-V to <data value="06.style.zb-v.bubble">19.8 %</data>.
 # Interleaving and ZB-V both cut into 2p stages, and the head alone is more than an equal stage, so shorter stages gain little. ZB-V gains
 # nevertheless, because its W fill gaps.
 #
-# ZB-H1's step takes <data value="06.h1.run:.2f">0.96</data> times as long as 1F1B's by the median, a difference <data value="06.h1.spread">within the spread of the repeats</data>. The
-# simulation says <data value="06.h1.simulated:.2f">0.87</data>, assuming that all schedules compute equally long, and that W takes as long as I.
+# ZB-H1's step takes <data value="06.h1.run:.2f">1.01</data> times as long as 1F1B's by the median, a difference <data value="06.h1.spread">within the spread of the repeats</data>. The
+# simulation says <data value="06.h1.simulated:.2f">0.88</data>, assuming that all schedules compute equally long, and that W takes as long as I.
 #
 # <details><summary>How the run differs from these assumptions</summary>
-# The figure draws 1F1B and ZB-H1, because they have the same stages. ZB-H1 computes for <data value="06.style.zb-h1.compute-per-rank">142 ms</data> per rank on average, 1F1B for
-# <data value="06.style.1f1b.compute-per-rank">122 ms</data>. Forwards are the same in both schedules, yet they took <data value="06.style.zb-h1.forward-per-rank">59.0 ms</data> under ZB-H1 and
-# <data value="06.style.1f1b.forward-per-rank">52.0 ms</data> under 1F1B. So splitting backwards explains only a part of the difference, and we did not trace the rest. W takes
-# <data value="06.style.zb-h1.w-i:.2f">0.50</data> times as long as I, because only the weight gradients of matmuls are deferred. So W fills less of the gaps than
+# The figure draws 1F1B and ZB-H1, because they have the same stages. ZB-H1 computes for <data value="06.style.zb-h1.compute-per-rank">136 ms</data> per rank on average, 1F1B for
+# <data value="06.style.1f1b.compute-per-rank">122 ms</data>. Forwards are the same in both schedules, yet they took <data value="06.style.zb-h1.forward-per-rank">57.8 ms</data> under ZB-H1 and
+# <data value="06.style.1f1b.forward-per-rank">51.8 ms</data> under 1F1B. So splitting backwards explains only a part of the difference, and we did not trace the rest. W takes
+# <data value="06.style.zb-h1.w-i:.2f">0.49</data> times as long as I, because only the weight gradients of matmuls are deferred. So W fills less of the gaps than
 # the simulation assumes.
 # </details>
 #
-# On the last rank, ZB-H1 keeps <data value="06.last-rank.zb-h1">22.7 MB</data> and 1F1B <data value="06.last-rank.1f1b">10.9 MB</data>.
+# On the last rank, ZB-H1 keeps <data value="06.last-rank.zb-h1">18.9 MB</data> and 1F1B <data value="06.last-rank.1f1b">9.55 MB</data>.
 #
 # <details><summary>Why ZB-H1 keeps more</summary>
 # Each microbatch stays in flight until its W, and keeps the inputs of all matmuls and the gradients of their outputs.

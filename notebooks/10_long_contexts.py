@@ -573,10 +573,10 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 # </details>
 #
 # In the figure below, lines are *predicted* from the machine card of notebook 00: latency, bandwidth and matmul rate.
-# It gives ρ = <data value="10.card.rho">70</data> FLOP a byte. Dots are
+# It gives ρ = <data value="10.card.rho">55</data> FLOP a byte. Dots are
 # *replayed*: we time a step's computing and each message alone, and add them up by the same rule. On shared CPU
 # cores, computing counts its CPU time. H = G = <data value="10.card.heads">8</data>, so computing covers the forward from
-# <data value="10.card.overlap">282</data> tokens a rank on.
+# <data value="10.card.overlap">220</data> tokens a rank on.
 
 # %%
 replayed = pool.run(long_contexts.replay_exposed, shapes, DTYPE, card.link)[0]
@@ -630,36 +630,36 @@ lesson.claim("At the longest sequence, the ring exposes less, even than packed",
              (dots["ring"][-1], "<", dots["Ulysses, packed"][-1]))  # fmt: skip
 
 # %% [markdown]
-# At <data value="10.lengths.first">64</data> tokens the ring exposes <data value="10.share.first">75.6 %</data> of its messages' time, and at
+# At <data value="10.lengths.first">64</data> tokens the ring exposes <data value="10.share.first">76.1 %</data> of its messages' time, and at
 # <data value="10.lengths.last">4,096</data> tokens <data value="10.share.last">11.1 %</data>. A ring on four ranks has nine messages, here of equal size, and the
 # last one, always exposed, is a ninth of them. No computing covers Ulysses' all-to-alls. At
-# <data value="10.lengths.first">64</data> tokens nearly all of their time is latency: eight take <data value="10.at-first.ulysses">15.1 ms</data>, and packed into four
-# <data value="10.at-first.ulysses-packed">14.7 ms</data>. At <data value="10.lengths.last">4,096</data> tokens the all-to-alls take
-# <data value="10.at-last.ulysses-packed">64.6 ms</data> packed and <data value="10.at-last.ulysses">40.2 ms</data> one by one. The ring exposes <data value="10.at-last.ring">6.50 ms</data>.
+# <data value="10.lengths.first">64</data> tokens nearly all of their time is latency: eight take <data value="10.at-first.ulysses">8.10 ms</data>, and packed into four
+# <data value="10.at-first.ulysses-packed">5.10 ms</data>. At <data value="10.lengths.last">4,096</data> tokens the all-to-alls take
+# <data value="10.at-last.ulysses-packed">34.4 ms</data> packed and <data value="10.at-last.ulysses">24.8 ms</data> one by one. The ring exposes <data value="10.at-last.ring">3.13 ms</data>.
 #
 # <details><summary>Why lines and dots differ</summary>
 #
-# **The ring**, by a factor of up to <data value="10.off.ring:.1f">4.0</data>, at <data value="10.farthest.tokens:,.0f">2,048</data> tokens. There a step computes for
-# <data value="10.farthest.computing-of-a-step:.1f">0.2</data> times as long as its FLOPs say, and a message takes <data value="10.farthest.message-of-a-ring:.1f">0.2</data> times as
-# long as the card says. The more a step computes, the more of a message it covers. At <data value="10.lengths.first">64</data> tokens a step computes for <data value="10.parts.computing-of-a-step.measured">391 µs</data>, and its FLOPs say
-# <data value="10.parts.computing-of-a-step.predicted">15.9 µs</data>, because small operations don't reach the matmul rate.
+# **The ring**, by a factor of up to <data value="10.off.ring:.1f">2.6</data>, at <data value="10.farthest.tokens:,.0f">2,048</data> tokens. There a step computes for
+# <data value="10.farthest.computing-of-a-step:.1f">1.1</data> times as long as its FLOPs say, and a message takes <data value="10.farthest.message-of-a-ring:.1f">1.7</data> times as
+# long as the card says. The more a step computes, the more of a message it covers. At <data value="10.lengths.first">64</data> tokens a step computes for <data value="10.parts.computing-of-a-step.measured">364 µs</data>, and its FLOPs say
+# <data value="10.parts.computing-of-a-step.predicted">2.41 µs</data>, because small operations don't reach the matmul rate.
 #
-# **Ulysses**, by up to <data value="10.off.ulysses:.1f">2.1</data>. The card adds up the latencies of the three messages of an all-to-all, though they start together. It
-# predicts <data value="10.parts.all-to-all.predicted">3.80 ms</data> at <data value="10.lengths.first">64</data> tokens, and
-# <data value="10.parts.all-to-all.measured">1.88 ms</data> is measured.
+# **Ulysses**, by up to <data value="10.off.ulysses:.1f">2.4</data>. The card adds up the latencies of the three messages of an all-to-all, though they start together. It
+# predicts <data value="10.parts.all-to-all.predicted">2.39 ms</data> at <data value="10.lengths.first">64</data> tokens, and
+# <data value="10.parts.all-to-all.measured">1.01 ms</data> is measured.
 #
-# **Packed Ulysses**, by up to <data value="10.off.ulysses-packed:.1f">1.6</data>. Its messages are three times as large, and
+# **Packed Ulysses**, by up to <data value="10.off.ulysses-packed:.1f">2.2</data>. Its messages are three times as large, and
 # packing copies q, k and v into one tensor. We haven't timed the two apart, so this gap is not explained.
 # </details>
 #
 # ### Where does Ulysses win?
 #
 # By this machine's card nowhere: the ring's line is lowest at every length. The dots put packed
-# Ulysses below the ring at <data value="10.packed-below">1 of 7</data> lengths: where latency decides, four all-to-alls take about as long as nine
+# Ulysses below the ring at <data value="10.packed-below">2 of 7</data> lengths: where latency decides, four all-to-alls take about as long as nine
 # messages. At lengths where bytes take longer than latency, computing already
 # covers most of the ring's messages.
 #
-# An H100's network has a latency of only 10 µs; here it is <data value="10.card.latency">1.23 ms</data>. So bytes decide already at lengths that are too short for
+# An H100's network has a latency of only 10 µs; here it is <data value="10.card.latency">791 µs</data>. So bytes decide already at lengths that are too short for
 # computing to cover a ring's messages. There Ulysses wins,
 # because it sends less. By the same formulas, with 8 ranks over InfiniBand and G = H, the ring exposes less only from
 # <data value="10.wins.32-kv-heads">17,178</data> tokens a rank on. With 8 of 32 kv heads it does so from <data value="10.wins.8-kv-heads">2,848</data> on.

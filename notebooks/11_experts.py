@@ -281,7 +281,7 @@ lesson.claim("Computing grows as the busiest rank's rows do",
 # %% [markdown]
 # There are as many rows as before. The busiest rank has <data value="11.layer.popular.busiest-rank-s-rows-mean-counted:.2f">2.04</data> times the mean, and
 # with even routing it still had <data value="11.layer.even.busiest-rank-s-rows-mean-counted:.2f">1.03</data>. So we predict the quotient, <data value="11.slower.predicted:.2f">1.98</data>. Replayed,
-# computing takes <data value="11.slower:.2f">1.94</data> times as long. The busiest *rank* counts: two popular
+# computing takes <data value="11.slower:.2f">1.93</data> times as long. The busiest *rank* counts: two popular
 # experts do less harm on two ranks than on one.
 #
 # **Takeaway.** All ranks wait for the busiest one. If it has twice the mean number of rows, the layer's experts take about twice
@@ -320,8 +320,8 @@ off = abs(right - shared[0])
 lesson.claim("The library's loss is that of all tokens", (off, "<", 1e-5))
 
 # %% [markdown]
-# The loss of all tokens is <data value="11.balance.all-tokens.loss:.2f">2.25</data>, and the library computes it from sums over all
-# ranks. The mean of the ranks' losses is <data value="11.balance.mean-of-ranks.loss:.2f">2.68</data>: a rank's few tokens
+# The loss of all tokens is <data value="11.balance.all-tokens.loss:.2f">2.18</data>, and the library computes it from sums over all
+# ranks. The mean of the ranks' losses is <data value="11.balance.mean-of-ranks.loss:.2f">2.59</data>: a rank's few tokens
 # are rarely spread evenly, even when all tokens are.
 #
 # Now we train a small DeepSeek-V3 three times for <data value="11.steps">50</data> steps. For its weights it has a sigmoid of each score instead of our
@@ -381,7 +381,7 @@ lesson.claim("Balancing costs little loss here, if any", (gap, "<", 0.1))
 
 # %% [markdown]
 # Without balancing, the busiest expert has <data value="11.run.no-balancing.busiest-expert-mean-counted:.2f">2.91</data> times the mean load, a mean over
-# both blocks and the last ten steps, and the experts of a layer compute <data value="11.run.no-balancing.a-layer-s-computing-even-loads-replayed:.2f">1.85</data> times as long as with even
+# both blocks and the last ten steps, and the experts of a layer compute <data value="11.run.no-balancing.a-layer-s-computing-even-loads-replayed:.2f">1.57</data> times as long as with even
 # loads. The loss brings the load to <data value="11.run.balancing-loss.busiest-expert-mean-counted:.2f">1.76</data>, the bias to
 # <data value="11.run.selection-bias.busiest-expert-mean-counted:.2f">1.50</data>. The model's losses of the three runs lie within <data value="11.gap:.2f">0.02</data>, and each ran once. In
 # long trainings, a balancing loss with a large factor makes the model worse, as Wang et al. measured. That is why DeepSeek-V3 has the bias.

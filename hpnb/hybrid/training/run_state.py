@@ -62,6 +62,7 @@ class TrainingState:
         batches: of the last step, as the loader gave them.
         loader: of the fit that runs.
         evaluates, records: whether this fit evaluates, and whether this step is recorded.
+        should_stop: a hook sets it to end the fit, on any rank; see `Trainer.fit`.
         carried: the metrics' sums of this epoch from before a resume.
         resumed: a loaded state that the next fit takes up.
         facts: about the run, which checkpoints keep as they are: numbers, texts, lists and dicts of them.
@@ -80,7 +81,7 @@ class TrainingState:
         self.history: list[EpochRow] = []
         self.batches: list[Any] = []
         self.loader: Any = None
-        self.evaluates = self.records = False
+        self.evaluates = self.records = self.should_stop = False
         self.carried: dict[str, list[float]] = {}
         self.resumed: dict[str, Any] | None = None
         self.facts: dict[str, Any] = {}

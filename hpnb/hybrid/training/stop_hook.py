@@ -1,11 +1,7 @@
 """Ctrl-C or SIGTERM in a training run: all ranks end the step, save, and exit. A second Ctrl-C ends it now.
 
-Slurm and Kubernetes send SIGTERM some seconds before they kill, and torchrun passes it on to its ranks.
-
-    step k       somebody asked, or not: a sum over all ranks begins, among CPUs
-    step k + 1   it is complete long since; more than 0 stops all ranks here, after the same step
-
-So nobody waits, and no rank is left in a collective that the others never enter.
+Slurm and Kubernetes send SIGTERM some seconds before they kill, and torchrun passes it on to its ranks. All
+ranks leave after the same step, the one after that in which one of them was asked (stop_vote.py).
 """
 
 from __future__ import annotations
@@ -16,12 +12,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
 
-import torch
-import torch.distributed as dist
-
 from hpnb.hybrid.training import resuming
 from hpnb.hybrid.training.events import Hook
 from hpnb.hybrid.training.run_state import TrainingState
+from hpnb.hybrid.training.stop_vote import StopVote
 
 
 class Stopped(SystemExit):
@@ -51,8 +45,7 @@ class StopHook(Hook):
     def __init__(self, path: Path | None, keep: int = 2, flag: Path | None = None) -> None:
         self.path, self.keep, self.flag = path, keep, flag
         self._asked = False
-        self._sum: torch.Tensor | None = None
-        self._work: Any = None
+        self._vote = StopVote()
         self._before: dict[int, Any] = {}  # {signal: its handler before this fit}
 
     def before_fit(self, trainer: TrainingState) -> None:
@@ -67,28 +60,18 @@ class StopHook(Hook):
             signal.signal(signal.SIGINT, signal.default_int_handler)  # the second one ends it
 
     def after_step(self, trainer: TrainingState) -> None:
-        if self._agreed():
+        if self._vote.result():
             self.release()
             trainer.booster.wait()
             if self.path is not None and not is_saved(self.path, trainer.step):
                 resuming.save(trainer, self.path / f"step-{trainer.step:08}", self.keep)
             raise Stopped(f"stopped after step {trainer.step}")
         asked = self._asked or (self.flag is not None and self.flag.exists())
-        self._sum = torch.tensor([float(asked)])
-        self._work = dist.all_reduce(self._sum, async_op=True)
+        self._vote.begin(asked)
 
     def after_fit(self, trainer: TrainingState) -> None:
-        self._agreed()
+        self._vote.result()
         self.release()
-
-    def _agreed(self) -> bool:
-        """What the step before has begun to ask."""
-        if self._work is None:
-            return False
-        self._work.wait()
-        self._work = None
-        assert self._sum is not None
-        return bool(self._sum.item())
 
     def release(self) -> None:
         """Signals mean again what they meant before."""

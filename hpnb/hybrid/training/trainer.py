@@ -39,6 +39,7 @@ from hpnb.hybrid.training.metrics import LossHook
 from hpnb.hybrid.training.progress import Progress, wanted
 from hpnb.hybrid.training.run_state import EpochRow, TrainingState
 from hpnb.hybrid.training.stop_hook import StopHook
+from hpnb.hybrid.training.stop_vote import StopVote
 from hpnb.pipeline_parallel.microbatches import to_device
 from hpnb.ranks.current_rank import device
 
@@ -117,6 +118,7 @@ class Trainer(TrainingState):
         if len(set(names)) < len(names):
             raise ValueError(f"metrics {', '.join(names)}: two have one name; give one of them name=...")
         self._criterion = HookedCriterion(criterion, self)
+        self._vote = StopVote()
 
     # --- training ------------------------------------------------------------------------------------
 
@@ -124,6 +126,10 @@ class Trainer(TrainingState):
         self, train_loader: Any, epochs: int, *, evaluate: Any = None, evaluate_every: int = 1
     ) -> list[EpochRow]:
         """Train until `epochs` epochs are done, those before a resume included. Returns the history.
+
+        A hook that sets `trainer.should_stop = True`, on any rank, ends it after the next step, or after the
+        epoch if it sets that in after_epoch. What the epoch has had until then is evaluated and gets its row,
+        and another fit goes on with the epoch after it.
 
         Args:
             train_loader: what `plugin.prepare_dataloader` gives, or any iterable. One without a length, or
@@ -138,6 +144,7 @@ class Trainer(TrainingState):
         if min(epochs, evaluate_every) < 1:
             raise ValueError(f"epochs={epochs}, evaluate_every={evaluate_every}: both must be 1 or more")
         self.epochs, self.loader, self.evaluates = epochs, train_loader, evaluate is not None
+        self.should_stop, self._vote = False, StopVote()
         resuming.take_up(self)
         try:
             self._fit(epochs, evaluate, evaluate_every)
@@ -153,13 +160,14 @@ class Trainer(TrainingState):
 
     def _fit(self, epochs: int, evaluate: Any, evaluate_every: int) -> None:
         self._call_hooks("before_fit")
-        while self.epoch < epochs:
+        while self.epoch < epochs and not self._vote.now(self.should_stop):
             began, first, resumed = time.perf_counter(), self.step, self.done > 0
             row = self._train_epoch()
             if self.step == first and not resumed:
                 why = _why_empty(self.loader)
                 raise ValueError(f"the loader gave no batch in epoch {self.epoch + 1} of {epochs}; {why}")
-            if evaluate is not None and ((self.epoch + 1) % evaluate_every == 0 or self.epoch + 1 == epochs):
+            is_last = self.epoch + 1 == epochs or self.should_stop
+            if evaluate is not None and ((self.epoch + 1) % evaluate_every == 0 or is_last):
                 row.update({f"eval_{name}": value for name, value in self.evaluate(evaluate).items()})
             self.history.append({**row, "seconds": time.perf_counter() - began})
             self._call_hooks("after_epoch")
@@ -174,10 +182,15 @@ class Trainer(TrainingState):
         self._call_hooks("before_epoch")
         count, batches = batches_on_all_ranks(self, self.loader)
         steps = None if count is None else math.ceil(count / self.accumulation)
+        stops = False
         with Progress(self, steps, self.done, self._bar) as bar:
-            while group := list(islice(batches, self.accumulation)):
+            while not stops and (group := list(islice(batches, self.accumulation))):
                 self._step(group)
                 bar.update()
+                stops = self._vote.result()
+                if not stops:
+                    self._vote.begin(self.should_stop)
+        self.should_stop = stops or self._vote.result()
         values = self._values(self.metrics)
         self.carried = {}
         return {"epoch": self.epoch + 1, "step": self.step, "lr": self.lr, **values}

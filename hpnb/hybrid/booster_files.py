@@ -5,7 +5,9 @@ All ranks call them, between steps, and see the same files.
 
 from __future__ import annotations
 
+import re
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,7 @@ class BoosterFiles:
         dataloader: Any = None,
         extra: Any = None,
         *,
+        averages: Mapping[str, nn.Module] | None = None,
         background: bool = False,
         keep: int | None = None,
         shard: bool = True,
@@ -98,6 +101,8 @@ class BoosterFiles:
             dataloader: whose place in the data is kept, as `plugin.prepare_dataloader` gives it.
             extra: what else `load` is to give back: tensors, numbers, texts, lists and dicts of them, such as
                 {"step": 500}; rank 0's is kept.
+            averages: {name: copy of the boosted model}, as of an average of its weights; each is written like
+                the model, as averages/NAME.
             background: copy what the next step would change, and write while training goes on; the copies'
                 memory, on the CPU, is kept for the next save. Other saves and loads of this process wait for
                 it, and a launched function or a %%ranks cell before it returns. Elsewhere `wait` before the
@@ -115,7 +120,7 @@ class BoosterFiles:
         """
         self.wait()
         how: dict[str, Any] = {"keep": keep, "shard": shard, "size_per_shard": size_per_shard}
-        parts = boosted_model(model), optimizer, lr_scheduler, dataloader, extra
+        parts = boosted_model(model), optimizer, lr_scheduler, dataloader, extra, _checked(averages)
         if background:
             how["copies"] = self._copies = HostCopies(this_device(), self._copies)
         self._saving = checkpoint.save(Path(path), *parts, **how)
@@ -130,6 +135,8 @@ class BoosterFiles:
         optimizer: Optimizer | None = None,
         lr_scheduler: Any = None,
         dataloader: Any = None,
+        *,
+        averages: Mapping[str, nn.Module] | None = None,
     ) -> Any:
         """Go on where `save` was, on the same layout bit for bit, or on another one.
 
@@ -138,6 +145,7 @@ class BoosterFiles:
             optimizer, lr_scheduler, dataloader: what is None is left as it is. Learning rates become those of
                 the save, as in PyTorch; for others set "lr" in optimizer.param_groups afterwards, and
                 base_lrs of the lr_scheduler. A loader needs the same global batch.
+            averages: {name: copy of the boosted model} to fill, by the names that `save` was given.
 
         Returns:
             The extra of that save. Random states are set if the layout is the same.
@@ -147,7 +155,8 @@ class BoosterFiles:
                 loaded then.
         """
         self.wait()
-        return checkpoint.load(Path(path), boosted_model(model), optimizer, lr_scheduler, dataloader)
+        parts = boosted_model(model), optimizer, lr_scheduler, dataloader, _checked(averages)
+        return checkpoint.load(Path(path), *parts)
 
     def wait(self) -> None:
         """Until a save in the background is on the disk.
@@ -161,6 +170,17 @@ class BoosterFiles:
         if self._saving is not None:
             saving, self._saving = self._saving, None
             saving.wait()
+
+
+def _checked(averages: Mapping[str, nn.Module] | None) -> dict[str, Boosted]:
+    """The averages, if all are boosted and have names that can be folders.
+
+    Raises:
+        ValueError: they are not, or have not.
+    """
+    if wrong := next((name for name in averages or {} if not re.fullmatch(r"\w[\w.-]*", name)), None):
+        raise ValueError(f"an average called {wrong!r} makes no folder; use letters, digits, - and _")
+    return {name: boosted_model(average) for name, average in (averages or {}).items()}
 
 
 def boosted_model(model: Any) -> Boosted:

@@ -5,6 +5,7 @@
     runs/step-500/
       model/           config.json, model.safetensors: an ordinary checkpoint, which from_pretrained opens
       state/           the optimizer by parameters' names, schedule, place in the data, random states
+      averages/ema/    as model/, of each average of its weights that was given
       manifest.json    every file with its size and checksum; written last
 
     gather_weights.py, save_weights.py, hf_names.py    model/, from the shards of all ranks
@@ -21,6 +22,7 @@ another order, and dropout draws other numbers. All ranks call all functions, an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,7 @@ from hpnb.hybrid.checkpoint.write_files import WrittenFiles
 from hpnb.layout import TP_MODES
 from hpnb.ranks.current_rank import device as this_device
 
-MODEL, STATE, OPTIMIZER = "model", "state", "optimizer"
+MODEL, STATE, OPTIMIZER, AVERAGES = "model", "state", "optimizer", "averages"
 Size = int | str
 
 
@@ -171,6 +173,7 @@ def save(
     lr_scheduler: Any = None,
     dataloader: Any = None,
     extra: Any = None,
+    averages: Mapping[str, Boosted] | None = None,
     *,
     copies: HostCopies | None = None,
     keep: int | None = None,
@@ -187,6 +190,7 @@ def save(
         return tensor if copies is None else copies.copy(tensor, soon)
 
     shards = weight_shards(model, copy)
+    shards_of_averages = {name: weight_shards(average, copy) for name, average in (averages or {}).items()}
     state = training_state.pipeline_state(model, copy)
     state.update(training_state.random_shard())
     if optimizer is not None:
@@ -205,13 +209,21 @@ def save(
             torch.cuda.set_device(this_device())  # of this thread
         if copies is not None:
             copies.wait()
-        on_first_rank(lambda: atomic.begin(path, (MODEL, STATE)), group)
+        on_first_rank(lambda: atomic.begin(path, (MODEL, STATE, AVERAGES)), group)
         with cleared_up(lambda: atomic.abandon(path), group):
             part = part_of(path)
             on_first_rank((part / MODEL).mkdir, group)
             of_model = save_weights.write_weights(shards, part / MODEL, model, limit, group)
-            of_state = write_state(state, part / STATE, group)
-            files = read_back(part, {**_below(MODEL, of_model), **_below(STATE, of_state)}, group)
+            written = _below(MODEL, of_model)
+            for name, average in (averages or {}).items():
+                below = f"{AVERAGES}/{name}"
+                on_first_rank(partial((part / below).mkdir, parents=True), group)
+                weights = save_weights.write_weights(
+                    shards_of_averages[name], part / below, average, limit, group
+                )
+                written |= _below(below, weights)
+            written |= _below(STATE, write_state(state, part / STATE, group))
+            files = read_back(part, written, group)
             on_first_rank(lambda: atomic.commit(path, files, facts, keep), group)
 
     return Saving(work, copies is not None, path)
@@ -223,6 +235,7 @@ def load(
     optimizer: Optimizer | None = None,
     lr_scheduler: Any = None,
     dataloader: Any = None,
+    averages: Mapping[str, Boosted] | None = None,
 ) -> Any:
     """Load what `save` wrote, and return its extra; see `Booster.load`.
 
@@ -243,6 +256,8 @@ def load(
     def check() -> None:
         if missing := [name for name in labels if name not in stored.values]:
             raise ValueError(f"{folder} has no state of the {missing[0]}; leave it out to load the rest")
+        if lacks := [name for name in averages or {} if not (folder / AVERAGES / name).is_dir()]:
+            raise ValueError(f"{folder} has no average called {lacks[0]!r}; leave it out to load the rest")
 
     attempt(check, group)
     targets = {}
@@ -257,11 +272,14 @@ def load(
     random = [values[random_label]] if same_layout else []
     attempt(lambda: _check_states(folder, states, random), group)
     attempt(lambda: _check_layout(folder, manifest.get("layout"), saved_layout(model), stored), group)
-    weights = WeightLoader(model, folder / MODEL, group)
+    weights = [WeightLoader(model, folder / MODEL, group)]
+    for name, average in (averages or {}).items():
+        weights.append(WeightLoader(average, folder / AVERAGES / name, group))
     optimizer_state = None if optimizer is None else OptimizerLoader(optimizer, stored, group)
     if dataloader is not None:  # the first to change, because only it may still refuse what it is given
         _load_or_restore(dataloader, states["dataloader"], group)
-    weights.apply()
+    for loader in weights:
+        loader.apply()
     if optimizer_state is not None:
         optimizer_state.apply()
     if lr_scheduler is not None:

@@ -12,6 +12,9 @@
 
 Hooks are called in the order of their priority, equals as they were given, on every rank: one that talks to
 other ranks may do so in every event but on_outputs and on_loss, which only the ranks of the last stage get.
+
+`trainer.should_stop = True` ends the fit early (`Trainer.fit`). A hook with a `state_dict` goes on after a
+resume with what it had.
 """
 
 from __future__ import annotations
@@ -29,6 +32,9 @@ from hpnb.ranks.current_rank import device
 class Hook:
     """Override what you want to hear of. `trainer.step` counts the optimizer steps that are done.
 
+    Set `trainer.should_stop = True` to end the fit early. What a hook must keep over a resume it returns from
+    `state_dict`, and averages of weights from `saved_averages`.
+
     >>> class PrintLoss(hpnb.Hook):
     ...     def after_step(self, trainer):
     ...         print(trainer.step, trainer.loss)
@@ -36,6 +42,18 @@ class Hook:
     """
 
     priority: ClassVar[int] = 50  # the lower, the earlier
+
+    def state_dict(self) -> dict[str, Any]:
+        """What checkpoints keep of this hook: tensors, numbers, texts, lists and dicts of them, the same on
+        every rank, because rank 0's is kept. `load_state_dict` gets it in a resume."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def saved_averages(self) -> dict[str, Any]:
+        """Copies of the boosted model that checkpoints keep too, by name, such as {"ema": average}; a resume
+        fills them, in any layout."""
+        return {}
 
     def before_fit(self, trainer: TrainingState) -> None: ...
     def after_fit(self, trainer: TrainingState) -> None: ...

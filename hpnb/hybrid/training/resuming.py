@@ -1,7 +1,8 @@
 """A run on disk: everything that is needed to go on as if it had never ended.
 
-    step-00000500/      booster.save: weights, optimizer, learning rates, random states, and as its extra
-                        step and epoch, place in the data, history, sums of this epoch's metrics
+    step-00000500/      booster.save: weights, optimizer, learning rates, random states, averages of hooks,
+                        and as its extra step and epoch, place in the data, history, sums of this epoch's
+                        metrics, states of hooks
 
 The folder appears when all of it is there. A run goes on bit for bit on the layout that saved it; on another
 one sums have another order, and dropout draws other numbers.
@@ -32,8 +33,43 @@ def save(trainer: TrainingState, folder: Path, keep: int | None = None, backgrou
     """
     trainer.booster.save(
         folder, trainer.model, trainer.optimizer, trainer.lr_scheduler, extra=_state(trainer), keep=keep,
-        background=background,
+        background=background, **_averages(trainer),
     )  # fmt: skip
+
+
+def _averages(trainer: TrainingState) -> dict[str, Any]:
+    """The averages of all hooks as an argument for the booster, if there are any.
+
+    Raises:
+        ValueError: two have one name.
+    """
+    pairs = [pair for hook in trainer.hooks for pair in hook.saved_averages().items()]
+    names = [name for name, _ in pairs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"two hooks have an average called {twice!r}; give one of them another name")
+    return {"averages": dict(pairs)} if pairs else {}
+
+
+def _hook_states(trainer: TrainingState) -> dict[str, dict[str, Any]]:
+    """{class of a hook: its state}, of those that have one; a second one of a class is called "Ema 2"."""
+    return {label: state for label, hook in _labels(trainer).items() if (state := hook.state_dict())}
+
+
+def _labels(trainer: TrainingState) -> dict[str, Any]:
+    labels: dict[str, Any] = {}
+    for hook in trainer.hooks:
+        kind = type(hook).__name__
+        count = sum(type(other).__name__ == kind for other in labels.values())
+        labels[f"{kind} {count + 1}" if count else kind] = hook
+    return labels
+
+
+def _load_hook_states(trainer: TrainingState, states: Mapping[str, dict[str, Any]], folder: Path) -> None:
+    for label, hook in _labels(trainer).items():
+        if label in states:
+            hook.load_state_dict(states[label])
+        elif hook.state_dict():
+            warnings.warn(f"{folder} has no state of the hook {label}, which begins anew", stacklevel=4)
 
 
 def _state(trainer: TrainingState) -> dict[str, Any]:
@@ -47,6 +83,7 @@ def _state(trainer: TrainingState) -> dict[str, Any]:
         "history": trainer.history,
         "sums": trainer.sums([metric for metric in trainer.metrics if metric.counts]),
         "facts": trainer.facts,
+        "hooks": _hook_states(trainer),
         "loader": loader.state_dict() if hasattr(loader, "state_dict") else None,
     }
 
@@ -71,7 +108,9 @@ def ended_epoch(state: Mapping[str, Any]) -> bool:
 
 def load(trainer: TrainingState, folder: Path) -> None:
     """Take weights, optimizer and learning rates; `take_up` takes the rest. Every rank calls it."""
-    state = trainer.booster.load(folder, trainer.model, trainer.optimizer, trainer.lr_scheduler)
+    parts = trainer.model, trainer.optimizer, trainer.lr_scheduler
+    state = trainer.booster.load(folder, *parts, **_averages(trainer))
+    _load_hook_states(trainer, state.get("hooks", {}), folder)
     trainer.step, trainer.epoch, trainer.lr = state["step"], state["epoch"], state["lr"]
     trainer.history[:] = state["history"]
     # Set by the load if the layout is the same; what is drawn until the fit begins does not matter.

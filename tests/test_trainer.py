@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import pytest
 import tensor_cases
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 
 import hpnb
@@ -553,7 +555,7 @@ def test_which_checkpoints_stay(alone: hpnb.Ranks, tmp_path: Path) -> None:
     ((rows, *_),) = alone.run(run, tmp_path, every=5, best="eval_loss", keep=2)
     best = min(rows, key=lambda row: row["eval_loss"])
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [f"best-{best['step']:08}", "step-00000010", "step-00000015"]
+    assert names == [f"best-{best['step']:08}", "step-00000015", "step-00000018"]  # the end, too
     assert best["step"] == 6 * best["epoch"]
 
 
@@ -565,6 +567,24 @@ def test_the_best_may_be_the_largest(alone: hpnb.Ranks, tmp_path: Path) -> None:
         assert len(set(values)) == 3
         wanted = rows[values.index(max(values) if mode is None else min(values))]
         assert [path.name for path in resuming.saved(folder, "best")] == [f"best-{wanted['step']:08}"]
+
+
+def test_the_end_of_a_fit_is_saved_and_goes_on_bit_for_bit(
+    alone: hpnb.Ranks, whole: Any, tmp_path: Path
+) -> None:
+    """12 steps are saved after 5, 10 and the last; a fit without a step of its own saves nothing."""
+    alone.run(run, tmp_path, epochs=2, every=5, keep=9)
+    names = [path.name for path in resuming.saved(tmp_path)]
+    assert names == ["step-00000005", "step-00000010", "step-00000012"]
+    before = (tmp_path / names[-1] / "all.pt").stat().st_mtime_ns
+    alone.run(run, tmp_path, epochs=2, every=5, keep=9)
+    assert [path.name for path in resuming.saved(tmp_path)] == names
+    assert (tmp_path / names[-1] / "all.pt").stat().st_mtime_ns == before
+    (more,) = alone.run(run, tmp_path, every=5, keep=9)
+    assert more[0] == whole[0]
+    assert more[1] == whole[1][12:]
+    for ours, theirs in zip((*more[2], *more[3]), (*whole[2], *whole[3]), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_a_save_that_was_cut_short_is_passed_over(alone: hpnb.Ranks, tmp_path: Path) -> None:
@@ -601,8 +621,9 @@ def test_a_save_that_was_cut_short_is_passed_over(alone: hpnb.Ranks, tmp_path: P
 
 def _after(path: Path) -> Trainer:
     """A trainer that was resumed from step 4 of 6."""
-    first = make(hooks.CheckpointHook(path, every=4))
-    first.fit(loaders()[0], 1)
+    first = make(hooks.CheckpointHook(path, every=4), Stop(5))
+    with contextlib.suppress(KeyboardInterrupt):
+        first.fit(loaders()[0], 1)
     trainer = make()
     trainer.resume(path)
     return trainer
@@ -810,6 +831,168 @@ def test_a_generator_does_not_pass_for_three_epochs() -> None:
 
     with pytest.raises(hpnb.RankError, match="no batch in epoch 2 of 3; a generator can be"):
         hpnb.launch(fit, ranks=2, device="cpu")
+
+
+# --- a fit that ends early ----------------------------------------------------------------------------------
+
+
+class StopAt(Hook):
+    """Sets should_stop on one rank, after a step or after an epoch."""
+
+    def __init__(self, event: str, at: int, rank: int) -> None:
+        def ask(trainer: TrainingState) -> None:
+            done = trainer.step if event == "after_step" else trainer.epoch + 1
+            if done == at and hpnb.rank() == rank:
+                trainer.should_stop = True
+
+        setattr(self, event, ask)
+
+
+def stopped_on(event: str, at: int, path: Path) -> tuple[list[Any], list[Any], list[str]]:
+    """Steps, epochs and evaluations after a fit of 4 epochs of 6 steps, and after another one."""
+    plugin = hpnb.TorchDDPPlugin(precision="fp64")
+    booster, model = hpnb.Booster(plugin=plugin), Net()
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.3))
+    extra = [StopAt(event, at, rank=1), hooks.CheckpointHook(path, every=100, keep=9)]
+    trainer = Trainer(booster, boosted, optimizer, hooks=extra, display_progress=False)
+    train, test = (plugin.prepare_dataloader(Points(n), 2) for n in (23, 9))
+    found = []
+    for epochs in (4, 5):
+        history = trainer.fit(train, epochs, evaluate=test, evaluate_every=4)
+        found.append([(row["epoch"], row["step"], "eval_loss" in row) for row in history])
+    return found[0], found[1], [folder.name for folder in resuming.saved(path)]
+
+
+@pytest.mark.parametrize(
+    ("event", "at", "rows"),
+    [
+        ("after_step", 8, [(1, 6, False), (2, 9, True)]),  # the other rank learns of it one step later
+        ("after_step", 12, [(1, 6, False), (2, 12, True)]),  # the last step of the epoch
+        ("after_epoch", 2, [(1, 6, False), (2, 12, False)]),
+        ("before_fit", 1, []),
+    ],
+)
+def test_a_hook_on_one_rank_ends_the_fit_on_all(tmp_path: Path, event: str, at: int, rows: list[Any]) -> None:
+    with hpnb.Ranks(2, device="cpu") as ranks:
+        (first, second, saved), other = ranks.run(stopped_on, event, at, tmp_path)
+    assert other == (first, second, saved)
+    assert first == rows
+    if event == "before_fit":  # which sets it in the second fit, too
+        assert (second, saved) == ([], [])
+        return
+    assert second[: len(rows)] == rows
+    assert [epoch for epoch, *_ in second] == [1, 2, 3, 4, 5]  # it goes on with the epoch after it
+    assert [step - rows[-1][1] for _, step, _ in second[len(rows) :]] == [6, 12, 18]
+    assert saved == [f"step-{step:08}" for step in (rows[-1][1], second[-1][1])]
+
+
+def test_a_patience_by_hand(alone: hpnb.Ranks) -> None:
+    """The loop of docs/train.md: what has not become better twice ends the fit, as in a loop written out."""
+
+    class Patience(Hook):
+        def after_epoch(self, trainer: TrainingState) -> None:
+            losses = [row["eval_loss"] for row in trainer.history]
+            trainer.should_stop = len(losses) - 1 - losses.index(min(losses)) >= 2
+
+    def fit(*extra: Hook) -> list[float]:
+        trainer = make(*extra, schedule=False)
+        train, test = loaders()
+        return [row["eval_loss"] for row in trainer.fit(train, 40, evaluate=test)]
+
+    ((full,), (stopped,)) = alone.run(fit), alone.run(fit, Patience())
+    ends = next(i for i in range(2, 40) if min(full[: i - 1]) < min(full[i - 1 : i + 1]))
+    assert stopped == full[: ends + 1]
+    assert len(stopped) < 40
+
+
+# --- states of hooks ----------------------------------------------------------------------------------------
+
+
+class Counting(Hook):
+    """Counts steps, which a resume must not forget."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def after_step(self, trainer: TrainingState) -> None:
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+class Ema(Hook):
+    """As in docs/train.md."""
+
+    def __init__(self, model: Any) -> None:
+        self.average = copy.deepcopy(model)
+
+    def after_step(self, trainer: TrainingState) -> None:
+        for mean, p in zip(self.average.parameters(), trainer.model.parameters(), strict=True):
+            mean.detach().lerp_(p.detach(), 0.1)
+
+    def saved_averages(self) -> dict[str, Any]:
+        return {"ema": self.average}
+
+
+def averaged(how: dict[str, Any], path: Path, epochs: int, background: bool = False) -> tuple[Any, ...]:
+    """Steps that two hooks count, and the loss of the average on other data."""
+    plugin = hpnb.HybridParallelPlugin(precision="fp64", **how)
+    booster, model = hpnb.Booster(plugin=plugin), Net().body
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+
+    def criterion(outputs: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(outputs, inputs["labels"])
+
+    boosted, *_ = booster.boost(model, optimizer, criterion)
+    ema, counts = Ema(boosted), [Counting(), Counting()]
+    saves = hooks.CheckpointHook(path, every=4, background=background)
+    trainer = Trainer(
+        booster, boosted, optimizer, criterion, hooks=[ema, *counts, saves], display_progress=False
+    )
+    trainer.resume(path, missing_ok=True)
+    trainer.fit(plugin.prepare_dataloader(Points(24), 4 // plugin.dp_size), epochs)
+    booster.save_model(ema.average, path / "average")
+    return [count.steps for count in counts], load_file(path / "average" / "model.safetensors")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_an_average_and_states_of_hooks_go_on_in_another_layout(
+    alone: hpnb.Ranks, tmp_path: Path, background: bool
+) -> None:
+    """One epoch with ZeRO 3, one in a pipeline, one alone: the average is that of one process throughout."""
+    (straight,) = alone.run(averaged, {}, tmp_path / "straight", 3)
+    layouts = ({"zero_stage": 3}, {"pp_size": 2, "num_microbatches": 2})
+    with hpnb.Ranks(2, device="cpu") as ranks:
+        for epochs, how in enumerate(layouts, start=1):
+            ranks.run(averaged, how, tmp_path / "parts", epochs, background)
+    (steps, average) = alone.run(averaged, {}, tmp_path / "parts", 3)[0]
+    assert steps == straight[0] == [18, 18]
+    for name, wanted in straight[1].items():
+        assert float((average[name] - wanted).norm() / wanted.norm()) < 1e-12, name
+
+
+def test_a_hook_without_a_saved_state_is_named_and_so_is_an_average(tmp_path: Path) -> None:
+    def resumed(with_ema: bool) -> list[str]:
+        booster, model = hpnb.Booster(plugin=hpnb.TorchDDPPlugin(precision="fp64")), Net()
+        boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.3))
+        if not (tmp_path / "step-1").exists():
+            trainer = Trainer(booster, boosted, optimizer)
+            resuming.save(trainer, tmp_path / "step-1")
+        trainer = Trainer(booster, boosted, optimizer, hooks=[Counting(), *[Ema(boosted)] * with_ema])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.resume(tmp_path)
+        return [str(warning.message) for warning in caught]
+
+    with hpnb.Ranks(1, device="cpu") as ranks:
+        ((said,),) = ranks.run(resumed, False)
+        assert "step-1 has no state of the hook Counting, which begins anew" in said
+        with pytest.raises(hpnb.RankError, match="step-1 has no average called 'ema'"):
+            ranks.run(resumed, True)
 
 
 # --- layouts ------------------------------------------------------------------------------------------------

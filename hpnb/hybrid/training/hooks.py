@@ -105,11 +105,12 @@ class CheckpointHook(Hook):
     """Saves everything that `trainer.resume` needs, by booster.save.
 
     A folder appears when it is complete, and older ones go after that: a run that is killed while it saves
-    goes on from the one before. While it fits, no other run may save there.
+    goes on from the one before. While it fits, no other run may save there. The states and averages of other
+    hooks are saved too (`Hook.state_dict`, `Hook.saved_averages`).
 
     Args:
         path: holds "step-00000500" and so on, and "best-..."; every rank must see it.
-        every: steps between two; None saves after each epoch.
+        every: steps between two; None saves after each epoch. The end of a fit is saved as well.
         best: a name in the history, such as "eval_loss": the epoch with the best is kept as well.
         mode: whether the "min" or the "max" is best; by default the least of what ends in "loss".
         keep: so many of the newest stay.
@@ -142,6 +143,7 @@ class CheckpointHook(Hook):
         self.path, self.every, self.best, self.keep = Path(path), every, best, keep
         self.background, self.on_error = background, on_error
         self._lock = FolderLock(self.path)
+        self._saved_step = 0  # the last that is in the folder
         self._sign = 1 if (mode or ("min" if (best or "").endswith("loss") else "max")) == "min" else -1
 
     def before_fit(self, trainer: TrainingState) -> None:
@@ -156,6 +158,7 @@ class CheckpointHook(Hook):
                 f"{self.path} has {later[-1]} already, and this run is at step {trainer.step}: resume from "
                 "it, or save to another folder"
             )
+        self._saved_step = trainer.step  # nothing is new yet
 
     def after_step(self, trainer: TrainingState) -> None:
         if self.every is not None and trainer.step % self.every == 0:
@@ -168,6 +171,8 @@ class CheckpointHook(Hook):
             self._save(trainer, "best", keep=1)
 
     def after_fit(self, trainer: TrainingState) -> None:
+        if trainer.step > self._saved_step:
+            self._save(trainer, "step")
         self._report(trainer.booster.wait)
 
     def release(self) -> None:
@@ -206,10 +211,12 @@ class CheckpointHook(Hook):
         folder = self.path / f"{kind}-{trainer.step:08}"
         if self.background:
             self._report(trainer.booster.wait)  # how the save before ended
-        self._report(lambda: resuming.save(trainer, folder, keep or self.keep, self.background))
+        is_saved = self._report(lambda: resuming.save(trainer, folder, keep or self.keep, self.background))
+        if is_saved and kind == "step":
+            self._saved_step = trainer.step
 
-    def _report(self, save: Callable[[], Any]) -> None:
-        """Save; an error, which all ranks have, is raised or is a warning."""
+    def _report(self, save: Callable[[], Any]) -> bool:
+        """Save, and say whether that went well; an error, which all ranks have, is raised or is a warning."""
         try:
             save()
         except Exception as error:
@@ -218,6 +225,8 @@ class CheckpointHook(Hook):
             warnings.warn(
                 f"a checkpoint in {self.path} was not saved, and training goes on: {error}", stacklevel=2
             )
+            return False
+        return True
 
 
 def _format(value: Any) -> str:

@@ -245,6 +245,35 @@ def test_gradients_of_their_own_memory(pools: RankPools) -> None:
     assert pools[2].run(run) == [True, True]
 
 
+def test_how_often_gradients_exist_is_as_the_docstring_says(pools: RankPools) -> None:
+    """Eight equal layers in four buckets."""
+
+    def run() -> list[float]:
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+        replica = DataParallel(model, Mesh(Layout(dp=2)).dp, bucket_mb=2 * 64 * 64 * 4 / 2**20)
+
+        def step(set_to_none: bool, backwards: int) -> None:
+            model.zero_grad(set_to_none)
+            with replica.no_sync():
+                for _ in range(backwards - 1):
+                    replica(torch.ones(4, 64)).sum().backward()
+            replica(torch.ones(4, 64)).sum().backward()
+
+        ratios = []
+        for how in ((False, 1), (False, 2), (True, 1), (True, 2)):
+            step(*how)
+            with hpnb.record.memory(model) as recorder:
+                step(*how)
+            profile = recorder.profile()
+            ratios.append(profile.peak_of("gradients") / profile.peak_of("parameters"))
+        return ratios
+
+    for once, still_once, one_bucket_more, twice in pools[2].run(run):
+        assert once == still_once == 1.0
+        assert 1.0 < one_bucket_more <= 1.25
+        assert twice == 2.0
+
+
 def fail_without(what: str) -> float:
     """How far weights are off if a part is left out: proof that the comparison would notice."""
     axis = Mesh(Layout(dp=2)).dp

@@ -41,8 +41,11 @@ class DataParallel(nn.Module):
         find_unused_parameters: allow parameters that a forward does not use. The gradient of one that no rank
             uses stays None.
         check_reduction: compare the reduced gradients of all ranks after every backward, which takes time.
-        gradient_as_bucket_view: .grad is a view of its bucket, so gradients exist once. Do not keep one over
-            the next backward. False copies.
+        gradient_as_bucket_view: .grad is a view of its bucket. Do not keep one over the next backward. False
+            copies. With `zero_grad(set_to_none=False)` gradients then exist once. After PyTorch's default,
+            which sets them to None, a backward makes new ones beside the buckets, and each stays until its
+            bucket is full: at most one more bucket, or all of them in a pipeline and after `no_sync`, where
+            nothing is sent before the last backward.
         static_graph: every step uses the same parameters in the same order, which is learned from the first.
         overlap_communication: reduce during the backward; False does it after.
         copy_engines: on GPUs of one node, reduce by their copy engines instead of kernels, which take

@@ -409,6 +409,15 @@ def test_a_hang_names_the_rank_that_does_not_wait_for_others() -> None:
     assert "dist.barrier()" in error.stacks[0]
 
 
+@pytest.mark.parametrize(
+    ("busy", "words"),
+    [((0, 2), "ranks 0, 2 were still at work"), ((0, 1, 2), "all of them were still at work")],
+)
+def test_a_hang_names_all_that_do_not_wait(busy: tuple[int, ...], words: str) -> None:
+    error = fails(lambda: time.sleep(600) if hpnb.rank() in busy else dist.barrier(), timeout=2)
+    assert f"no answer from ranks 0, 1, 2 of 3 within 2 s: {words}. If" in error.summary
+
+
 def test_a_mismatch_of_collectives_says_that_all_wait() -> None:
     def mismatch() -> None:
         if hpnb.rank() == 0:

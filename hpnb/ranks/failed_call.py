@@ -79,15 +79,15 @@ class FailedCall:
             summary = f"rank {rank} of {self.size} raised {raised[rank].summary}"
             text = errors.readable(raised[rank].traceback)
             return RankError(summary, rank=rank, traceback=text, stacks=stacks, error=raised[rank].error)
-        rank = self._first_at_work(self.waiting)
-        summary = too_long.sentence.format(ranks=self._names(self.waiting)) + self._what_they_do(rank)
+        rank = self._at_work(self.waiting)[0]
+        summary = too_long.sentence.format(ranks=self._names(self.waiting)) + self._what_they_do()
         return RankError(
             summary + too_long.advice, rank=rank, traceback=stacks[rank], stacks=stacks, error=too_long.kind
         )
 
     def interrupted(self) -> RankInterrupt:
         stacks = self.stacks()
-        rank = self._first_at_work(self.waiting or list(self.members))
+        rank = self._at_work(self.waiting or list(self.members))[0]
         summary = f"interrupted; the {self.size} ranks were stopped, and their state is gone"
         text = stacks.get(rank, "")
         return RankInterrupt(summary, rank=rank, traceback=text, stacks=stacks, error="interrupted")
@@ -107,17 +107,21 @@ class FailedCall:
                 stacks[rank] = errors.stack_text(reply) or "  (no Python code of yours is running)\n"
         return stacks
 
-    def _what_they_do(self, at_work: int) -> str:
+    def _what_they_do(self) -> str:
         if len(self.waiting) < len(self.members):
             return ", though the others have returned"
         if all(errors.waits_for_others(self.notes[rank]) for rank in self.waiting):
             return ": all of them wait for others, in calls that do not match"
-        return f": rank {at_work} was still at work"
+        busy = self._at_work(self.waiting)
+        if len(busy) == 1:
+            return f": rank {busy[0]} was still at work"
+        who = "all of them" if busy == self.waiting else f"ranks {', '.join(map(str, busy))}"
+        return f": {who} were still at work"
 
-    def _first_at_work(self, ranks: Sequence[int]) -> int:
-        """The first of these ranks that does not wait for another rank."""
+    def _at_work(self, ranks: Sequence[int]) -> list[int]:
+        """Those of these ranks that do not wait for another rank; all, if each of them does."""
         busy = [rank for rank in ranks if not errors.waits_for_others(self.notes[rank])]
-        return (busy or list(ranks))[0]
+        return busy or list(ranks)
 
     def _names(self, ranks: Sequence[int]) -> str:
         text = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -121,6 +121,16 @@ def test_what_the_magic_does_not_know_it_says(kernel: Kernel) -> None:
     assert "--out a.b: give the name of a variable" in kernel.text("%%ranks 2 --out a.b\n1")
 
 
+def test_a_rank_that_would_not_be_there_starts_nothing(kernel: Kernel) -> None:
+    """Also where the ranks before have ended: their number is the one that a cell without one gets."""
+    kernel.cell("%%ranks 2\nkept = 1")
+    kernel.cell("%%ranks 2 --timeout 1\nimport time\ntime.sleep(60)")
+    shown = kernel.text("%%ranks 1,2\npass")
+    assert "rank 2 does not exist; the ranks are 0 to 1; %%ranks 3 starts 3 of them" in shown
+    assert "started" not in shown
+    assert "their variables are gone: kept" in kernel.text("%%ranks 0,1\npass")  # not said before
+
+
 def test_the_help_says_what_a_cell_may_say(kernel: Kernel) -> None:
     payload = kernel.text("print(get_ipython().find_cell_magic('ranks').__doc__)")
     for option in ("--device", "--timeout", "--hang-timeout", "--out", "input()", "await", "0,2"):

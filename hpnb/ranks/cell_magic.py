@@ -14,7 +14,7 @@ from typing import Any
 
 from IPython.core.magic import Magics, cell_magic, magics_class
 
-from hpnb.ranks.call_checks import limit_in_seconds
+from hpnb.ranks.call_checks import limit_in_seconds, wrong_members
 from hpnb.ranks.cell_syntax import python_of_cell
 from hpnb.ranks.devices import choose_device, default_ranks
 from hpnb.ranks.forkserver import START_TIMEOUT
@@ -92,7 +92,7 @@ class RanksMagics(Magics):  # type: ignore[misc]
         count, members = _who(options.who)
         # Line 1 is the magic itself, so lines count as they stand in the cell.
         text = python_of_cell("\n" + cell, self.shell.input_transformer_manager.transform_cell)
-        pool = self._pool(count, options.device, options.start_timeout)
+        pool = self._pool(count, members, options.device, options.start_timeout)
         filename = self.shell.compile.cache(text, self._number())
         pool.hang_timeout = limit_in_seconds("hang_timeout", options.hang_timeout)
         results = pool.run_cell(text, filename, members, options.timeout, wanted=bool(options.out))
@@ -109,13 +109,20 @@ class RanksMagics(Magics):  # type: ignore[misc]
             frame = frame.f_back  # type: ignore[assignment]
         return int(self.shell.execution_count)
 
-    def _pool(self, count: int | None, device: str, start_timeout: float) -> Ranks:
+    def _pool(
+        self, count: int | None, members: tuple[int, ...] | None, device: str, start_timeout: float
+    ) -> Ranks:
+        """The ranks that are there, or new ones. What is refused leaves those before as they are."""
         pool = self.pool
         fits = pool is not None and pool.alive and count in (None, pool.size)
         if pool is not None and fits and device in ("auto", pool.choice.device):
             return pool
         count = count or self._size or default_ranks()
-        choose_device(device, count)  # if this is refused, the ranks before stay
+        if members is not None and not set(members) <= set(range(count)):
+            needed = max(members) + 1
+            advice = f"; %%ranks {needed} starts {needed} of them" if needed > count else ""
+            raise ValueError(wrong_members(members, count) + advice)
+        choose_device(device, count)
         lost = _lost(pool)
         if pool is not None:
             pool.close()

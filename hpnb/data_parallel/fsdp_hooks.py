@@ -94,7 +94,9 @@ class FSDPState(GradientSink):
             along = (expert_axis if is_expert(p) else axis).name
             if along in placement_of(p).axes:  # in a copy of a sharded module
                 raise ValueError(f"{name} of shape {tuple(p.shape)} is sharded along {along} already")
-        modules, background = list(module.modules()), Background(axis, policy.device)
+        # A pipeline reads parameters of the root from modules beside the tree, too (`Stages.root_holders`).
+        modules = [*module.modules(), *getattr(module, "root_holders", ())]
+        background = Background(axis, policy.device)
         of_experts = background if experts is None else Background(expert_axis, policy.device)
 
         def make_flat_param(

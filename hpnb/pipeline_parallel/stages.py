@@ -51,6 +51,8 @@ class Stages(nn.Module):
     Attributes:
         units: what FSDP wraps, its blocks, or its layers where the model does not tell them apart:
             `hpnb.fully_shard(stages, mesh.dp, units=stages.units)`.
+        root_holders: modules of `hpnb.models.root_parameters`, from which `embed` and `finish` read what is
+            on the root. They are no submodules of this one, and `fully_shard` has to know them.
         tied: the tied weights of the model, that is those which several stages use.
         causal: whether the model's targets are its inputs, shifted by one.
 
@@ -85,6 +87,7 @@ class Stages(nn.Module):
         wrapped = [layer for layer in rank_layers if layer.kind in ("block", "layer")]
         self.units = [part.module for layer in wrapped for part in layer.parts]
         parts = [part for layer in rank_layers for part in layer.parts]
+        self.root_holders = [part.module for part in parts if not part.name]
         for part in parts:
             _add_submodule(self, part.name, part.module)
         self.training = any(part.module.training for part in parts)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 import hpnb
 
@@ -111,3 +111,58 @@ def test_what_a_pipeline_asks_of_its_loss_function_is_no_microbatch() -> None:
     for found in hpnb.launch(tag, ranks=2, device="cpu", pp_size=2, num_microbatches=2):
         assert found[0] == pytest.approx(alone[0], rel=1e-12)
         assert found[1] == pytest.approx(alone[1], rel=1e-12)
+
+
+# --- an epoch whose last batch leaves a replica without samples ---------------------------------------------
+
+
+def train_ragged(kind: str, packed: bool = False, **layout: Any) -> tuple[list[float], float, float]:
+    """Losses of two epochs of 5 samples in batches of 4, of an evaluation, and the sum of |weights|."""
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        config: Any = GPT2Config(vocab_size=31, n_embd=16, n_layer=2, n_head=2, n_positions=16, **no_dropout)
+    else:
+        config = LlamaConfig(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                             num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+    config.use_cache = False  # with a cache transformers mixes packed texts
+    model = AutoModelForCausalLM.from_config(config).double()
+    generator = torch.Generator().manual_seed(1)
+    samples = []
+    for _ in range(5):
+        ids = torch.randint(31, (12,), generator=generator)
+        samples.append({"input_ids": ids, "labels": ids})
+        if packed:
+            positions = torch.arange(12)
+            samples[-1]["position_ids"] = torch.where(positions < 7, positions, positions - 7)
+    plugin = hpnb.HybridParallelPlugin(precision="fp64", **layout)
+    booster, loader = hpnb.Booster(plugin=plugin), plugin.prepare_dataloader(samples, 4 // plugin.dp_size)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.3))
+    trainer = hpnb.Trainer(booster, model, optimizer, display_progress=False)
+    losses = [epoch["loss"] for epoch in trainer.fit(loader, epochs=2)]
+    weights = float(sum(p.detach().abs().sum() for p in model.parameters()))
+    return losses, trainer.evaluate(loader)["loss"], weights
+
+
+@pytest.mark.parametrize(
+    ("kind", "packed", "layout"),
+    [
+        ("llama", False, {"cp_size": 2}),
+        ("llama", False, {"cp_size": 2, "context_parallel": "ulysses"}),
+        ("llama", False, {"cp_size": 2, "context_parallel": "all-gather"}),
+        ("llama", False, {"cp_size": 2, "activation_checkpointing": "full"}),
+        ("gpt2", False, {"cp_size": 2}),
+        ("llama", True, {"cp_size": 2}),
+        ("llama", True, {"cp_size": 2, "context_parallel": "ulysses"}),
+        ("llama", True, {}),
+    ],
+    ids=str,
+)
+def test_a_replica_without_samples_in_the_last_batch(kind: str, packed: bool, layout: dict[str, Any]) -> None:
+    (alone,) = hpnb.launch(train_ragged, kind, packed, ranks=1, device="cpu")
+    assert alone[0][1] < alone[0][0]
+    ranks = 2 * layout.get("cp_size", 1)
+    for found in hpnb.launch(train_ragged, kind, packed, ranks=ranks, device="cpu", **layout):
+        assert found[0] == pytest.approx(alone[0], rel=1e-12)
+        assert found[1] == pytest.approx(alone[1], rel=1e-12)
+        assert found[2] == pytest.approx(alone[2], rel=1e-12)

@@ -62,5 +62,10 @@ def _is_empty(value: Any) -> bool:
 
 
 def _add_sample(value: Any) -> Any:
-    """One sample of zeros if there is none; concatenated, so that a gradient finds its way back."""
+    """One sample of zeros if there is none; concatenated, so that a gradient finds its way back. Rotary
+    tables come as (cos, sin), which have a dim of samples where position_ids have one."""
+    if type(value) in (tuple, list):
+        return type(value)(_add_sample(item) for item in value)
+    if type(value) is dict:
+        return {name: _add_sample(item) for name, item in value.items()}
     return torch.cat([value, value.new_zeros((1, *value.shape[1:]))]) if _is_empty(value) else value

@@ -45,9 +45,13 @@ class GridRequirements:
         for attribute, role in roles.items():  # vectors too, such as a class token
             if role.kind in ("embedding", "norm"):
                 name = f"{path}.{attribute}" if path else attribute
-                self._check_divides(
-                    name, model.shapes[name][role.out_dim], "values along the width", self.hidden_ranks
-                )
+                shape = model.shapes[name]
+                if not shape:
+                    raise ValueError(
+                        f"{name} is a scalar, and a {self.description} shards every parameter that makes "
+                        "hidden states along the width; use mode='1d'"
+                    )
+                self._check_divides(name, shape[role.out_dim], "values along the width", self.hidden_ranks)
         weight = roles.get("weight")
         if weight is None:
             return

@@ -296,7 +296,8 @@ def _is_of_another_run(folder: Path) -> bool:
 
 def _refuse_of_another_run(path: Path) -> None:
     if is_complete(path) and _is_of_another_run(path):
+        name = run_lock.describe_run(str(manifest(path).get("run")))
         raise ValueError(
-            f"{path} was saved by another run that is still alive ({manifest(path).get('run')}); give this "
-            "run a folder of its own, or end that one"
+            f"{path} was saved by another run that is still alive ({name}); give this run a folder of its "
+            "own, or end that one"
         )

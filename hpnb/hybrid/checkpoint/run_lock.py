@@ -36,6 +36,13 @@ def run_name() -> str:
     return f"{socket.gethostname()}:{pid}:{_process_field(pid, _STARTED) or 0}"
 
 
+def describe_run(name: str) -> str:
+    """A `run_name` for a message."""
+    host, _, rest = name.partition(":")
+    pid = rest.partition(":")[0]
+    return f"process {pid} on {host}" if pid else name
+
+
 _PARENT, _STARTED = 1, 19  # fields of /proc/PID/stat behind the name
 
 

@@ -81,8 +81,9 @@ def _run_on_new_ranks(file: RunFile, ranks: int, device: str) -> int:
             print("hpnb train: interrupted; what was saved before is there", file=sys.stderr)
             return INTERRUPTED
         except RankError as error:
-            plain = error.error in ("ValueError", "OSError", "FileNotFoundError")
-            return _print_error(error.summary if plain else str(error), FAILED)
+            if error.error in ("ValueError", "OSError", "FileNotFoundError"):  # a sentence for the user
+                return _print_error(error.summary.partition(f" raised {error.error}: ")[2], FAILED)
+            return _print_error(error, FAILED)
     return stop.exit_code if results[0].stopped else 0
 
 

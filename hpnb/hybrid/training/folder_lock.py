@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hpnb.hybrid.checkpoint.agreement import files_group, on_first_rank
 from hpnb.hybrid.checkpoint.atomic import check_writable
-from hpnb.hybrid.checkpoint.run_lock import run_name
+from hpnb.hybrid.checkpoint.run_lock import describe_run, run_name
 
 LOCK = ".lock"
 _held: dict[Path, int] = {}  # {file: descriptor}, of this process
@@ -63,8 +63,8 @@ class FolderLock:
                 if holder == run_name():
                     return
                 raise ValueError(
-                    f"another run trains in {self.folder} at this moment ({holder}: host, process, its "
-                    "start); give each run a folder of its own, or end that one"
+                    f"another run trains in {self.folder} at this moment ({describe_run(holder)}); "
+                    "give each run a folder of its own, or end that one"
                 ) from None
             except OSError:
                 pass  # a file system without locks

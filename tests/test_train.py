@@ -387,7 +387,9 @@ def test_a_run_that_is_not_continued_is_refused(
     assert found.history[-1]["lr"] == pytest.approx(0.5e-2 * (1 + math.cos(math.pi * 13 / 14)))
 
 
-def test_more_steps_are_trained_after_an_epoch_that_was_cut_short(four: hpnb.Ranks, tmp_path: Path) -> None:
+def test_more_steps_are_trained_after_an_epoch_that_was_cut_short(
+    four: hpnb.Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Step 4 ends the second epoch, of 3 steps, after its first."""
 
     def steps(count: int) -> RunResult:
@@ -395,10 +397,36 @@ def test_more_steps_are_trained_after_an_epoch_that_was_cut_short(four: hpnb.Ran
         del wanted["training"]["epochs"]
         return run(four, parse(wanted))
 
+    assert steps(3).step == 3
     assert steps(4).step == 4
+    assert "ended after" not in capfd.readouterr().out  # three steps are a full epoch
     found = steps(6)
     assert (found.resumed, found.step) == (4, 6)
     assert [row["step"] for row in found.history] == [3, 4, 6]
+    assert "  epoch 2 ended after 1 of its 3 steps, with the run; its other batches" in capfd.readouterr().out
+
+
+def test_the_first_loss_that_is_no_number_is_a_warning(
+    four: hpnb.Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """On the last stage of two replicas, in the fifth of twelve steps."""
+
+    class Poison(Hook):
+        def before_step(self, trainer: Any) -> None:
+            if trainer.step == 4:
+                with torch.no_grad():
+                    for p in trainer.model.parameters():
+                        p.fill_(math.inf)
+
+    def spoiled(file: RunFile, is_spoiled: bool) -> int:
+        return train(file, None, [Poison()] if is_spoiled else []).step
+
+    for is_spoiled in (False, True):
+        file = changed(folder=tmp_path / str(is_spoiled), layout__pp_size=2)
+        assert four.run(spoiled, file, is_spoiled) == [12] * 4
+        lines = [line for line in capfd.readouterr().out.splitlines() if "warning: the loss" in line]
+        assert len(lines) == is_spoiled
+    assert "warning: the loss of step 5 is nan; if the next ones are too, the weights are lost" in lines[0]
 
 
 def test_what_cannot_be_saved_is_said_before_the_first_step(pools: RankPools, tmp_path: Path) -> None:
@@ -431,7 +459,7 @@ def test_two_runs_do_not_train_in_one_folder(pools: RankPools, tmp_path: Path) -
     (tmp_path / LOCK).write_text("node7:42:1")
     with (tmp_path / LOCK).open() as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(hpnb.RankError, match=r"another run trains in .* \(node7:42:1"):
+        with pytest.raises(hpnb.RankError, match=r"another run trains in .* \(process 42 on node7\); give"):
             pools[4].run(train, changed(folder=tmp_path))
 
     def is_locked() -> bool:
@@ -581,7 +609,7 @@ def test_what_a_rank_refuses_is_one_sentence(tmp_path: Path, capfd: pytest.Captu
     path = str(written(tmp_path, model__pretrained=str(tmp_path)))
     assert main(["train", path, "--ranks", "1"]) == train_main.FAILED
     (sentence,) = capfd.readouterr().err.splitlines()
-    assert f"{tmp_path} is a folder without a whole model in it" in sentence
+    assert sentence.startswith(f"hpnb train: {tmp_path} is a folder without a whole model in it")
 
 
 def test_a_folder_without_the_data_is_called_as_the_file_calls_it(pools: RankPools, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from hpnb.hybrid.checkpoint.agreement import files_group, on_first_rank
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.torchrun.launch_from_torch import launch_from_torch
 from hpnb.hybrid.train_command.compare_runs import check_resumable, differences, run_facts
+from hpnb.hybrid.train_command.finite_loss import FiniteLossHook
 from hpnb.hybrid.train_command.run_file import RunFile, TrainingTable
 from hpnb.hybrid.train_command.run_task import LimitedLoader, RunTask, make_task
 from hpnb.hybrid.training import hooks, resuming
@@ -34,7 +35,7 @@ from hpnb.hybrid.training.folder_lock import FolderLock
 from hpnb.hybrid.training.hybrid_adam import HybridAdam
 from hpnb.hybrid.training.lr_schedulers import CosineAnnealingWarmupLR, LinearWarmupLR
 from hpnb.hybrid.training.run_state import EpochRow
-from hpnb.hybrid.training.stop_hook import StopHook, Stopped, is_saved
+from hpnb.hybrid.training.stop_hook import StopHook, Stopped
 from hpnb.hybrid.training.trainer import Trainer
 from hpnb.models import decay_groups
 from hpnb.ranks.current_rank import device, world_size
@@ -110,6 +111,7 @@ def _train(file: RunFile, folder: Path, flag: Path | None, more: Sequence[hooks.
         *task.metrics,
         hooks.ThroughputHook("tokens" if file.data.name == "text" else "samples"),
         hooks.MetricsByEpochHook(folder / "history.json"),
+        FiniteLossHook(_say),
     ]
     trainer = Trainer(booster, model, optimizer, None, schedule, [*recording, saves, stop, *more],
                       accumulation=how.accumulation)  # fmt: skip
@@ -122,14 +124,15 @@ def _train(file: RunFile, folder: Path, flag: Path | None, more: Sequence[hooks.
         say(f"goes on from {folder / f'step-{resumed:08}'}, after {resumed} of {total} steps{nothing_left}")
         for difference in changed:
             say(f"  changed: {difference}")
+        an_epoch = math.ceil(loader.sampler.batches / how.accumulation)
+        if resumed < total and not any(difference.must_stay for difference in changed):
+            say(_epoch_cut_short(state, an_epoch))
     try:
         test = task.loader(plugin, file.data, 1)
         trainer.fit(loader, epochs, evaluate=test, evaluate_every=how.evaluate_every)
     except Stopped:
         say(f"stopped after {trainer.step} of {total} steps; the same command goes on from there")
         return RunResult(trainer.history, {}, trainer.step, resumed, stopped=True)
-    if checkpoint.every is not None and not is_saved(folder, trainer.step):
-        resuming.save(trainer, folder / f"step-{trainer.step:08}", checkpoint.keep)
     final = trainer.evaluate(task.loader(plugin, file.data, 2))
     figures = "  ".join(f"{name} {value:.4g}" for name, value in final.items() if value is not None)
     say(f"final evaluation on {len(task.splits[2]):,} rows: {figures}")
@@ -244,8 +247,25 @@ def _about(file: RunFile, plugin: HybridParallelPlugin, task: RunTask, lr: float
     )
 
 
+def _epoch_cut_short(state: Mapping[str, Any], an_epoch: int) -> str:
+    """A line if the last epoch of a checkpoint ended early, because the run was to have no more steps.
+
+    Args:
+        an_epoch: steps of a full epoch.
+    """
+    ends = [0, *(row["step"] for row in state["history"])]
+    steps = ends[-1] - ends[-2] if len(ends) > 1 else an_epoch
+    if ends[-1] != state["step"] or steps >= an_epoch:  # it is in the middle of an epoch, or of a full one
+        return ""
+    return (
+        f"  epoch {state['history'][-1]['epoch']} ended after {steps} of its {an_epoch} steps, with the run; "
+        "its other batches are skipped, so the result is not that of all steps in one go"
+    )
+
+
 def _say(text: str) -> None:
-    print(text, flush=True)
+    if text:
+        print(text, flush=True)
 
 
 def _keep_quiet(text: str) -> None:

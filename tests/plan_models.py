@@ -29,6 +29,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "Phi3": {"num_key_value_heads": 2, "sliding_window": None},
     "GPTNeoX": {"rotary_pct": 0.5},
 }  # fmt: skip
+WITHOUT_PLAN: dict[str, dict[str, Any]] = {
+    "GptOss": {
+        "num_key_value_heads": 2, "head_dim": 4, "sliding_window": 3, "num_local_experts": 2,
+        "num_experts_per_tok": 1, "experts_implementation": "eager",
+    },
+}  # fmt: skip
 
 
 class _Torch64:
@@ -55,7 +61,8 @@ def _gemma_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 def build(kind: str, head: str = "ForCausalLM", **options: Any) -> Any:
     """Norms and biases away from 1 and 0."""
-    config = getattr(transformers, f"{kind}Config")(**{**COMMON, **OPTIONS.get(kind, {}), **options})
+    known = OPTIONS.get(kind) or WITHOUT_PLAN.get(kind, {})
+    config = getattr(transformers, f"{kind}Config")(**{**COMMON, **known, **options})
     torch.manual_seed(5)
     made = getattr(transformers, f"{kind}{head}")
     use_float64(made)

@@ -74,6 +74,13 @@ def loss_of(outputs: Any, inputs: Any) -> Any:
     return outputs.loss
 
 
+def float64_loss(outputs: Any, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum and count of a causal model of which hpnb knows no loss, so that transformers casts to float32."""
+    logits, labels = outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
+    total = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    return total, (labels != -100).sum()
+
+
 def batch_for(head: str) -> plan_models.Batch:
     return plan_models.batch(7, classes=3 if "Classification" in head else 0)
 
@@ -122,7 +129,8 @@ def train(kind: str, layout: Layout, folder: Path | None = None) -> Found:
             loss = model(**local).loss
             booster.backward(loss, optimizer)
         else:
-            result = booster.execute_pipeline(iter([local]), model, loss_of, optimizer)
+            criterion = float64_loss if kind in plan_models.WITHOUT_PLAN else loss_of
+            result = booster.execute_pipeline(iter([local]), model, criterion, optimizer)
             loss = result["loss"]
         losses.append(None if loss is None else loss.item())
         optimizer.step()
@@ -150,6 +158,66 @@ def test_trains_as_on_one_process(pools: RankPools, kind: str, layout: Layout) -
         for loss, wanted in zip(found["losses"], expected["losses"], strict=True):
             assert loss is None or abs(loss - wanted) < 1e-12 * wanted
         assert distance(found["weights"], expected["weights"]) < 1e-12
+
+
+RECOMPUTED = {
+    "dp2": Layout(dp=2, recompute="attention"),
+    "dp2-zero3": Layout(dp=2, zero=3, recompute="attention"),
+    "tp2": Layout(tp=2, recompute="attention"),
+    "pp2": Layout(pp=2, recompute="attention"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("GptOss", "dp2"), ("GptOss", "dp2-zero3"), ("Gemma2", "dp2-zero3"), ("Gemma2", "tp2"),
+        ("Gemma2", "pp2"), ("Mistral", "tp2"),
+    ],
+)  # fmt: skip
+def test_recomputed_attention_keeps_sinks_soft_caps_and_masks(
+    pools: RankPools, kind: str, layout: str
+) -> None:
+    expected, options = serial(kind, "ForCausalLM"), RECOMPUTED[layout]
+    for found in pools[options.ranks].run(train, kind, options):
+        for loss, wanted in zip(found["losses"], expected["losses"], strict=True):
+            assert loss is None or abs(loss - wanted) < 1e-12 * wanted
+        assert distance(found["weights"], expected["weights"]) < 1e-12
+
+
+def count_attentions(**layout: Any) -> tuple[int, int, int]:
+    """Attentions of a forward, of its backward, and of another model that recomputes nothing."""
+    calls, attention = list[int](), torch.nn.functional.scaled_dot_product_attention
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(1)
+        return attention(*args, **kwargs)
+
+    torch.nn.functional.scaled_dot_product_attention = counted
+    try:
+        plugin = HybridParallelPlugin(precision="fp64", activation_checkpointing="attention", **layout)
+        booster, model = hpnb.Booster(plugin=plugin), plan_models.build("Llama")
+        boosted: Any
+        boosted, optimizer, *_ = booster.boost(model, optimizer_of(model))
+        given, counts = batch_for("ForCausalLM"), list[int]()
+        boosted(**given)  # the first forward also compares the parts with it
+        calls.clear()
+        loss = boosted(**given).loss
+        counts.append(len(calls))
+        booster.backward(loss, optimizer)
+        counts.append(len(calls))
+        plan_models.build("Llama")(**given).loss.backward()
+        counts.append(len(calls))
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = attention
+    return counts[0], counts[1] - counts[0], counts[2] - counts[1]
+
+
+def test_an_attention_runs_again_in_the_backward_also_if_it_is_sharded(pools: RankPools) -> None:
+    """With tensor parallelism nothing was recomputed: an attention has a configuration of its own there."""
+    layers = plan_models.COMMON["num_hidden_layers"]
+    assert pools[1].run(count_attentions) == [(layers, layers, layers)]
+    assert pools[2].run(count_attentions, tp_size=2) == [(layers, layers, layers)] * 2
 
 
 @pytest.mark.sampled(2)

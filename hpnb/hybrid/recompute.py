@@ -2,7 +2,8 @@
 
     "full"         a block keeps only its input, (B, s, h), and costs a third more FLOPs
     "attention"    softmax(q k^T) v keeps q, k and v, but nothing of (B, heads, s, s). Without a flash kernel
-                   that is most of the memory, for a few per cent of the FLOPs
+                   that is most of the memory, for a few per cent of the FLOPs. The function that runs twice
+                   is the model's own, with its sinks, soft cap, window and mask
 
 Dropout draws the same mask again. Chen et al. 2016 (arXiv 1604.06174); Korthikanti et al. 2022 (arXiv
 2205.05198), section 5.
@@ -10,6 +11,7 @@ Dropout draws the same mask again. Chen et al. 2016 (arXiv 1604.06174); Korthika
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,13 +20,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from hpnb.data_parallel.fsdp_units import find_blocks
 from hpnb.mesh import Recomputation
 
-RECOMPUTED = "hpnb_recomputed"  # the name under which transformers finds the recomputed attention
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # a global of every file of transformers whose modules attend
+_RECOMPUTES = "_hpnb_recomputes"  # an attribute of modules whose attention is recomputed
 
 
 def enable_recomputation(
@@ -67,22 +68,59 @@ def _recompute_attention(model: nn.Module) -> None:
             f"activation_checkpointing='attention' finds no attention in a {type(model).__name__}, which is "
             "not a model of transformers; use 'full'"
         )
-    AttentionInterface.register(RECOMPUTED, _recomputed)
-    AttentionMaskInterface.register(RECOMPUTED, sdpa_mask)
-    model.set_attn_implementation(RECOMPUTED)  # which only warns where it can do nothing
-    models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
-    fixed = [type(m).__name__ for m in models if m.config._attn_implementation != RECOMPUTED]
-    if fixed:
-        raise ValueError(
-            f"activation_checkpointing='attention' cannot exchange the attention of a {fixed[0]}, which does "
-            "not call transformers' attention interface, so nothing would be recomputed; use 'full'"
-        )
+    namespaces = {kind: _namespaces(kind) for kind in {type(module) for module in model.modules()}}
+    attentions = {module for module in model.modules() if namespaces[type(module)]}
+    for submodel in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
+        inside = set(submodel.modules())
+        attends = any("attention" in type(module).__name__.lower() for module in inside)
+        if inside.isdisjoint(attentions) and (attends or submodel is model):
+            raise ValueError(
+                "activation_checkpointing='attention' cannot exchange the attention of a "
+                f"{type(submodel).__name__}, which does not call transformers' attention interface, so "
+                "nothing would be recomputed; use 'full'"
+            )
+    for attention in attentions:
+        setattr(attention, _RECOMPUTES, True)
+        for namespace in namespaces[type(attention)]:
+            if not isinstance(namespace[_INTERFACE], _RecomputingInterface):
+                namespace[_INTERFACE] = _RecomputingInterface(namespace[_INTERFACE])
 
 
-def _recomputed(
-    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any
-) -> Any:
-    """softmax(q k^T) v, (B, heads, s, head) each."""
-    if not module.training or not torch.is_grad_enabled():
-        return sdpa_attention_forward(module, q, k, v, *args, **kwargs)
-    return checkpoint(partial(sdpa_attention_forward, module, **kwargs), q, k, v, *args, use_reentrant=False)
+class _RecomputingInterface(AttentionInterface):  # type: ignore[misc]
+    """What the modules of one file of transformers look their attention function up in. It gives the one that
+    they would get anyway, which runs in a checkpoint if the module is marked with `_RECOMPUTES`.
+
+    config._attn_implementation stays as it is, because masks depend on it, and because some models compare it
+    with "eager" and "sdpa".
+    """
+
+    def __init__(self, before: AttentionInterface) -> None:
+        super().__init__()
+        self._before = before
+
+    def __getitem__(self, key: str) -> Callable[..., Any]:
+        function: Callable[..., Any] = self._before[key]
+        return function
+
+    def get_interface(self, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        return partial(_attend, self._before.get_interface(attn_implementation, default))
+
+
+def _attend(function: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """`function` of transformers: softmax(q k^T) v, where `args` begin with q, k, v (B, heads, s, head)."""
+    if not (getattr(module, _RECOMPUTES, False) and module.training and torch.is_grad_enabled()):
+        return function(module, *args, **kwargs)
+    return checkpoint(partial(function, module, **kwargs), *args, use_reentrant=False)
+
+
+def _namespaces(kind: type[nn.Module]) -> tuple[dict[str, Any], ...]:
+    """The globals of files in which methods of this class look up an attention function."""
+    namespaces: dict[int, dict[str, Any]] = {}
+    bases = [base for base in kind.__mro__ if base is not PreTrainedModel]  # that only reads its names
+    for value in (value for base in bases for value in vars(base).values()):
+        method = inspect.unwrap(value) if inspect.isfunction(value) else None
+        if not inspect.isfunction(method) or _INTERFACE not in method.__code__.co_names:
+            continue
+        if _INTERFACE in method.__globals__:
+            namespaces[id(method.__globals__)] = method.__globals__
+    return tuple(namespaces.values())

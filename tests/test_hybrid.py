@@ -42,13 +42,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler, TensorDataset
 from transformers import (
+    AutoModelForCausalLM,
     BertConfig,
     BertForSequenceClassification,
     BertModel,
     BloomConfig,
     BloomForCausalLM,
+    Gemma2Config,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -754,10 +757,8 @@ def test_recomputed_attention_of_bert_and_t5_is_exact(
 ) -> None:
     """With padding, a position bias, an encoder and a decoder, and dropout."""
     calls: list[int] = []
-    attention = recompute.sdpa_attention_forward
-    monkeypatch.setattr(
-        recompute, "sdpa_attention_forward", lambda *a, **k: calls.append(1) or attention(*a, **k)
-    )
+    name, attention = "scaled_dot_product_attention", F.scaled_dot_product_attention
+    monkeypatch.setattr(F, name, lambda *a, **k: calls.append(1) or attention(*a, **k))
     ids, mask = torch.randint(2, 30, (3, 6)), torch.ones(3, 6, dtype=torch.long)
     mask[0, 4:] = 0
     labels = torch.tensor([0, 1, 0]) if kind == "bert" else ids
@@ -772,8 +773,30 @@ def test_recomputed_attention_of_bert_and_t5_is_exact(
         loss.backward()
         counts.append(len(calls))
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    assert counts == [0, 0, attentions, 2 * attentions]
+    assert counts == [attentions, attentions, 2 * attentions, 3 * attentions]
     assert distance(gradients[1], gradients[0]) < 1e-12
+
+
+def boost_eager(kind: str, **options: Any) -> str:
+    sizes = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 16}
+    config: Any = {"gemma2": Gemma2Config, "llama": LlamaConfig}[kind](**sizes)
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    try:
+        hpnb.Booster(HybridParallelPlugin(precision="fp32", **options)).boost(model)
+    except ValueError as error:
+        return str(error)
+    return str(model.config._attn_implementation)
+
+
+def test_a_model_without_fused_attention_is_refused_or_keeps_its_own(pools: dict[int, hpnb.Ranks]) -> None:
+    flash, everything = {"enable_flash_attention": True}, {"enable_all_optimization": True}
+    (refused,) = on(pools, 1).run(boost_eager, "gemma2", **flash)
+    assert "a Gemma2ForCausalLM cannot use" in refused
+    assert "leave it out for this model" in refused
+    assert on(pools, 1).run(boost_eager, "gemma2", **everything) == ["eager"]
+    for options in (flash, everything):
+        assert on(pools, 1).run(boost_eager, "llama", **options) == ["sdpa"]
 
 
 def test_an_attention_that_cannot_be_recomputed_is_refused() -> None:

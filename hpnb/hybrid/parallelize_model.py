@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -276,11 +277,31 @@ def _prepare(model: nn.Module, plugin: HybridParallelPlugin, optimizer: Optimize
     model.zero_grad()  # full gradients fit no shard
     _accept_empty_batch(model)
     if plugin.enable_flash_attention or plugin.enable_all_optimization:
-        implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
-        if implementation == "eager":
-            model.set_attn_implementation("sdpa")  # type: ignore[operator]
+        _use_fused_attention(model, plugin.enable_flash_attention)
     if plugin.enable_all_optimization and optimizer is not None:
         use_fused_adam(optimizer)
+
+
+def _use_fused_attention(model: nn.Module, asked: bool) -> None:
+    """
+    Raises:
+        ValueError: it is `asked` for, and the model has none.
+    """
+    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if implementation != "eager":
+        return
+    set_implementation: Callable[[str], None] = model.set_attn_implementation  # type: ignore[assignment]
+    try:
+        set_implementation("sdpa")
+    except ValueError:
+        set_implementation("eager")  # also of models inside of it that have been changed
+        if asked:
+            raise ValueError(
+                "enable_flash_attention needs PyTorch's scaled_dot_product_attention, which a "
+                f"{type(model).__name__} cannot use in transformers, as with attention sinks or a soft cap "
+                "of the scores; leave it out for this model (enable_all_optimization keeps the model's own "
+                "attention)"
+            ) from None
 
 
 def _adds_router_loss(model: Any) -> bool:

@@ -62,7 +62,9 @@ class HybridParallelPlugin(PluginOptions):
         enable_all_optimization: the next three, on GPUs, and Adam in one pass over memory: with 16-bit
             weights `hpnb.precision.flat_adam` (on CPUs too), otherwise PyTorch's fused kernel.
         enable_fused_normalization: accepted; PyTorch's LayerNorm is one kernel already.
-        enable_flash_attention: PyTorch's scaled_dot_product_attention, which chooses the kernel.
+        enable_flash_attention: PyTorch's scaled_dot_product_attention, which chooses the kernel. A model that
+            cannot use it, such as Gemma 2 with its soft cap or GPT-OSS with its sinks, is refused;
+            enable_all_optimization keeps its attention.
         enable_jit_fused: torch.compile on GPUs: of whole blocks, or between linears if tp_size > 1 or the
             schedule splits backwards (`hpnb.hybrid.compile_blocks`); and Adam as above.
         enable_cuda_graphs: `execute_pipeline` replays each stage's forward and backward as CUDA graphs, which
@@ -82,7 +84,8 @@ class HybridParallelPlugin(PluginOptions):
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: of
             the loss scaler, with "fp16" and "amp-fp16" (`hpnb.precision.LossScaler`).
         activation_checkpointing: recompute whole blocks ("full") or the attention's softmax and its products
-            ("attention") in the backward; False keeps all activations.
+            ("attention") in the backward; False keeps all activations. "attention" is for models of
+            transformers, whose attention function runs twice as it is.
         loss_chunk: tokens at a time for a GPT2LMHeadModel's loss (`hpnb.models.chunk_loss`); 0 is all. On
             GPUs it also pads an odd vocabulary, which makes its products several times as fast; try 4096.
         cut: where to partition a model into stages: "uniform", "parameters", "flops", "time", or a list of

@@ -322,3 +322,10 @@ def test_a_model_without_plans_says_how_to_register_it() -> None:
     )
     with pytest.raises(TypeError, match="register"):
         models.anatomy(transformers.BertModel(config))
+
+
+def test_a_replicated_bias_of_a_head_has_the_kind_of_its_weight() -> None:
+    """A classifier of two layers, whose first one got a bias of another kind, and was refused."""
+    table = models.roles(build(planned_architecture("EsmcConfig"), "ForSequenceClassification"))
+    for layer in ("dense", "out_proj"):
+        assert {table[f"classifier.{layer}.{name}"].kind for name in ("weight", "bias")} == {"head"}

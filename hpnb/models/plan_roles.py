@@ -20,6 +20,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -59,6 +60,10 @@ def roles(model: Any) -> dict[str, Role]:
             table[name] = (
                 Role("head", 0, 1, True, partial_outputs=outputs) if matrix else Role("norm", 0, bias=bias)
             )
+    for name, role in table.items():
+        weight = table.get(f"{name.removesuffix('bias')}weight") if role.bias else None
+        if weight is not None and weight.kind == "head" and role.kind == "norm":  # both are replicated
+            table[name] = replace(role, kind="head")
     return table
 
 

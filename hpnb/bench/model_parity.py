@@ -23,6 +23,7 @@ from torch import nn
 import hpnb
 from hpnb import HybridParallelPlugin, placement
 from hpnb.bench.tiny_models import BASE, Architecture, build, float64_throughout, make_batch
+from hpnb.mesh import Recomputation
 from hpnb.pipeline_parallel import Stages, full_state_dict
 from hpnb.ranks.errors import RankError
 from hpnb.split_sizes import split_sizes
@@ -33,13 +34,14 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """Ranks are dp x pp x tp."""
+    """Ranks are dp x pp x tp. A name ends with what is recomputed, if anything is."""
 
     name: str
     dp: int = 1
     pp: int = 1
     tp: int = 1
     zero: int = 0
+    recompute: Recomputation = False
 
     @property
     def ranks(self) -> int:
@@ -53,6 +55,8 @@ LAYOUTS = {
         ModelLayout("tp2", tp=2),
         ModelLayout("pp2-tp2", pp=2, tp=2),
         ModelLayout("dp2-zero1-pp2", dp=2, pp=2, zero=1),
+        ModelLayout("tp2-attention", tp=2, recompute="attention"),
+        ModelLayout("pp2-full", pp=2, recompute="full"),
     )
 }
 
@@ -163,6 +167,7 @@ def train_on_ranks(architecture: Architecture, head: str, layout: ModelLayout) -
         plugin = HybridParallelPlugin(
             tp_size=layout.tp, pp_size=layout.pp, zero_stage=layout.zero, precision="fp64",
             num_microbatches=3 if layout.pp > 1 else None, find_unused_parameters=layout.dp > 1,
+            activation_checkpointing=layout.recompute,
         )  # fmt: skip
         booster, optimizer = hpnb.Booster(plugin=plugin), _optimizer(model)
         try:

@@ -3,7 +3,7 @@
     python -m hpnb.bench models --write                # all of them: half an hour on two cores
     python -m hpnb.bench models --names LlamaConfig,MixtralConfig --layouts pp2,tp2
 
-Every architecture is built tiny from its configuration's class (`tiny_models.py`) and trained on four layouts
+Every architecture is built tiny from its configuration's class (`tiny_models.py`) and trained on six layouts
 and on one process (`model_parity.py`). Each training is one call of a pool of ranks, with a time limit. A
 model that also has a classifier's head is trained with that one on `SECOND_HEAD`. `--write` makes the table
 in hpnb/bench/results/MODELS.md.

@@ -17,6 +17,7 @@ from rank_pools import RankPools
 import hpnb
 from hpnb import HybridParallelPlugin, models, placement
 from hpnb.bench.tiny_models import build, planned_architecture
+from hpnb.hybrid import parallelize_model
 from hpnb.models.compare_parts import run_parts
 from hpnb.models.registry import registration_of
 from hpnb.pipeline_parallel import Stages, full_state_dict
@@ -183,6 +184,19 @@ def test_recomputed_attention_keeps_sinks_soft_caps_and_masks(
         for loss, wanted in zip(found["losses"], expected["losses"], strict=True):
             assert loss is None or abs(loss - wanted) < 1e-12 * wanted
         assert distance(found["weights"], expected["weights"]) < 1e-12
+
+
+def test_replicas_of_a_causal_model_that_hpnb_does_not_know_are_weighed_by_shifted_labels(
+    pools: RankPools,
+) -> None:
+    """Its own loss leaves out first labels, and was weighed by a count that includes them."""
+    expected = serial("GptOss", "ForCausalLM")
+    for found in pools[2].run(train, "GptOss", Layout(dp=2, direct=True)):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)  # its loss is in float32
+        assert distance(found["weights"], expected["weights"]) < 1e-6
+    sizes = {"d_model": 8, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 8}
+    bart = transformers.BartForCausalLM(transformers.BartConfig(vocab_size=9, **sizes))
+    assert not parallelize_model._is_causal(bart)
 
 
 def count_attentions(**layout: Any) -> tuple[int, int, int]:

@@ -356,7 +356,15 @@ def _is_causal(model: nn.Module) -> bool:
     try:
         return anatomy(model).causal
     except TypeError:
-        return False
+        return _shifts_labels(model)
+
+
+def _shifts_labels(model: nn.Module) -> bool:
+    """Whether a model of transformers that hpnb does not know computes the loss of the next token. Some that
+    are called ForCausalLM, such as Bart's decoder, take labels that are shifted already."""
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    calls_loss_function = code is not None and "loss_function" in code.co_names
+    return calls_loss_function and getattr(model, "loss_type", None) == "ForCausalLM"
 
 
 def _chunk_loss(model: Any, plugin: HybridParallelPlugin) -> None:

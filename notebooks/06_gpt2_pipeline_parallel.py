@@ -27,7 +27,7 @@
 # choose a schedule for unequal stages.
 #
 # **You should know** notebook 02: forwards F and backwards split into input gradients I and weight gradients W,
-# schedules, the makespan, and the bubble.
+# schedules, the makespan, and the bubble. From 00: broadcast and all-reduce.
 #
 # **Time.** 30 minutes to read, 2 to run, 40 for the core exercises and 45 for the extra ones.
 #
@@ -81,7 +81,7 @@ schedule_1f1b = lesson.reader_schedule("1f1b", N, M)
 # ```
 #
 # First, is it exact? `train` runs a small GPT-2 in float64, as a pipeline and in one process, and compares losses and
-# weights. The banner's model is for timing only.
+# weights. Its `axis` is the group of ranks that form the pipeline. The banner's model is for timing only.
 
 
 # %%
@@ -181,7 +181,7 @@ lesson.record("06.slowest", last * (N - 1) / sum(others))
 #
 # The last column is a limit for any cut that keeps the head on one rank. Notebook 07 splits the head itself.
 #
-# We also time each layer alone. Of the last layer, we time the loss and the head's matmuls separately.
+# We also time each layer alone, and of the last one the loss and the head's matmuls separately.
 
 # %%
 times = pool.run(gpt2_pipeline.time_layers, SIZE, MICROBATCH_SIZE, DTYPE)[0]
@@ -200,7 +200,7 @@ lesson.claim("FLOPs miss the head by over a quarter", abs(matmuls / law - 1) > 0
 # which FLOPs leave out, the head takes <data value="06.head.head-and-loss.measured">4.01 blocks</data>.
 #
 # A block also spends time on norms, GELU and softmax, which FLOPs leave out, so the head,
-# measured in blocks, is smaller. On GPUs, an odd vocabulary can slow the head's matmuls, too.
+# measured in blocks, is smaller.
 #
 # ### Why 50,257 is a bad size
 #
@@ -293,18 +293,16 @@ lesson.show(predicted={"by hand": by_hand, "library": largest}, unit="s",
 lesson.claim("Bisection by hand is right", abs(by_hand / largest - 1) < 1e-6)
 
 # %% [markdown]
-# But which costs? Four answers are in use.
+# But which costs? Four are in use.
 #
 # - *uniform* counts blocks.
 # - *by parameters* balances what a rank stores.
 # - *by FLOPs* needs no clock, but knows only matmuls.
 # - *by time* uses `times.smooth`.
 #
-# Our rule of thumb, which the run tests, is a common guess: FLOPs first, because a count has no noise, then time, equal
-# blocks, and parameters.
+# Our rule of thumb, a common guess: FLOPs first, because a count has no noise, then time, equal blocks, and parameters.
 #
-# The run also times cuts with other numbers of blocks *beside the head*, on the last stage, and the rest spread
-# evenly. The next subsection shows them.
+# The run also times cuts with other numbers of blocks *beside the head*, on its stage, for the next subsection.
 
 
 # %%
@@ -328,8 +326,7 @@ slid = dict(sorted(slid.items()))  # {blocks beside the head: layers of each sta
 curve = {b: times.step(schedule_1f1b, slid[b]).makespan for b in slid}  # simulated
 whole, beside = times.step(schedule_1f1b, cuts["by time"]), last_blocks["by time"]
 lesson.record("06.idle.simulated", 100 * whole.bubble_fraction, "%")
-few, many = curve[max(0, beside - 1)], curve[beside + 1]  # one block fewer, one more
-lesson.record("06.err", {"cut": curve[beside], "few": few, "many": many}, "s")
+lesson.record("06.err", {"cut": curve[beside], "many": curve[beside + 1]}, "s")
 variants = {*cuts.values(), *slid.values()}  # some are the same cut
 steps = pool.run(time_steps, {cut: (schedule_1f1b, cut) for cut in variants})[0]
 
@@ -351,9 +348,10 @@ lesson.claim("So does FLOPs' cut", (measured["by flops"], "<", measured["uniform
 sure = sum(t < repeats["uniform"].fastest for t in repeats["by time"].seconds)
 lesson.record("06.faster", {"gain": gain, "sure": sure})
 idle = {cut: 100 * repeats[cut].median.bubble_fraction for cut in cuts}
-lesson.record("06.idle.run", idle["by time"], "%")
-against = gpt2_pipeline.compare(repeats, predicted, "by flops", "by time")
-lesson.record("06.flops", against)
+lesson.record("06.idle.run", idle, "%")
+same = cuts["by flops"] == cuts["by time"]
+versus = gpt2_pipeline.compare(repeats, predicted, "by flops", "by time")
+lesson.record("06.flops", gpt2_pipeline.cuts_in_words(same, versus))
 shown = {cut: figures.PipelineCut(cuts[cut], repeats[cut].median)
          for cut in ("uniform", "by time")}  # fmt: skip
 title = "Cut by time, the head no longer makes its rank the slowest by far"
@@ -361,23 +359,30 @@ lesson.show(figures.skyline(times.costs, shown, times.kinds, times.loss, title=t
 
 # %% [markdown]
 # Bars are layers timed alone, forward and backward of one microbatch; each cut's largest stage is in bold. Beneath stands
-# the replayed step of that cut. The cut by time is <data value="06.faster.gain:.2f">1.48</data> times as fast as the uniform one by the median, and <data value="06.faster.sure">3</data>
+# the replayed step of that cut; narrow actions have no number. The cut by time is <data value="06.faster.gain:.2f">1.48</data> times as fast as the uniform one by the median, and <data value="06.faster.sure">3</data>
 # of its <data value="06.repeats">3</data> repeats are faster than all of the uniform cut's. With equal stages the bubble would be <data value="06.bubble.rule-of-thumb">27.3 %</data>. But only
 # whole layers move, so even the cut by time leaves stages unequal: simulated, its bubble is <data value="06.idle.simulated">34.7 %</data>. The run gives
-# <data value="06.idle.run">30.0 %</data>, because in a step actions don't take exactly what layers take alone.
+# {{06.idle.run.by-time}}. Bubbles vary between runs: the uniform cut's was <data value="06.bubble">43.5 %</data> above and is {{06.idle.run.uniform}} here.
 #
-# FLOPs overrate the head: their cut has <data value="06.beside.by-flops">0</data> blocks beside it, and the cut by time
-# <data value="06.beside.by-time">0</data>. Simulated, the cut by time takes <data value="06.cut.by-time.simulated">204 ms</data> and the cut by FLOPs
-# <data value="06.cut.by-flops.simulated">204 ms</data>. In the run, the step cut by FLOPs takes <data value="06.flops.run:.2f">1.00</data> times as long as the one
-# cut by time, a difference <data value="06.flops.spread">within the spread of the repeats</data>. How
-# precisely must we cut?
+# FLOPs overrate the head. In the run their cut leaves <data value="06.beside.by-flops">0</data> blocks beside it and the cut by time <data value="06.beside.by-time">0</data>:
+# {{06.flops}}. What does the error cost on other numbers of ranks, and how precisely must we cut at all?
 #
 # ### Slide the last cut
 #
-# The figure shows steps with other numbers of blocks beside the head.
-
+# The table has the slowest stages of both cuts, at the measured costs. The figure has steps with other numbers
+# of blocks beside the head, and the rest spread evenly.
 
 # %%
+slowest, costs = {}, times.smooth
+for way, weights in {"by flops": flops, "by time": costs}.items():
+    by_ranks = {f"{p} ranks": partitions.balanced(weights, p) for p in range(2, 9)}
+    slowest[way] = {p: max(theory.stage_loads(costs, c)) for p, c in by_ranks.items()}
+over = {p: slowest["by flops"][p] / load for p, load in slowest["by time"].items()}
+lesson.show(columns={f"simulated, {way} (s)": of_p for way, of_p in slowest.items()}
+            | {"ratio": over}, title="Slowest stages of the two cuts")  # fmt: skip
+lesson.record("06.flops-worst", max(over.values()))
+lesson.claim("By slowest stage, FLOPs' cut is within a fifth of the cut by time",
+             (max(over.values()), "<", 1.2))  # fmt: skip
 positions = {blocks: steps[counts] for blocks, counts in slid.items()}
 best, most = gpt2_pipeline.fastest_of(positions), max(slid)  # all that overlap
 seconds = {blocks: repeats.seconds for blocks, repeats in positions.items()}
@@ -386,14 +391,18 @@ ratio = positions[most].fastest / positions[best[0]].slowest  # at least
 close = ", ".join(map(str, best[1:])) or "no other number"
 lesson.record("06.last", {"others": close, "first": best[0], "most": most, "by": ratio})
 lesson.claim("Too many blocks on the last stage slow every repeat", (ratio, ">", 1))
-lesson.claim("Simulated, one block too few costs less", (few, "<", many))
 
 # %% [markdown]
-# By the median, the best number of blocks there is <data value="06.last.first">1</data>. Its repeats overlap with those of <data value="06.last.others">0</data>. With <data value="06.last.most">4</data>
-# blocks there, even the fastest repeat takes <data value="06.last.by:.2f">1.46</data> times as long as the slowest one with
-# <data value="06.last.first">1</data>. Simulated, the cut by time takes <data value="06.err.cut">204 ms</data>; with a block fewer beside the head it would take <data value="06.err.few">204 ms</data>,
-# and with one more <data value="06.err.many">206 ms</data>. In the cut by time, the last stage is the longest, so one more block makes it
-# longer still. A block that it gives away goes to a shorter stage. So if in doubt, put one block too few beside the head.
+# On 2 to 8 ranks, the slowest stage of the cut by FLOPs takes at most {{06.flops-worst:.2f}} times as long as that of the cut by time. Only
+# whole blocks move, so an error of about a block in the head moves the cut by one block at most. On
+# many ranks both cuts leave the head alone on its stage.
+#
+# By the median, the best number of blocks there is <data value="06.last.first">1</data>. Its repeats overlap with those of <data value="06.last.others">0</data>. Where repeats overlap,
+# the run doesn't decide. With <data value="06.last.most">4</data> blocks there, even the fastest repeat takes <data value="06.last.by:.2f">1.46</data> times as long as the slowest one with
+# <data value="06.last.first">1</data>. Simulated, one more block beside the head makes a step of <data value="06.err.cut">204 ms</data>, cut by time, one of <data value="06.err.many">206 ms</data>.
+#
+# While another stage is slower than the last one, a block more beside the head costs nothing. Once the last stage is the
+# slowest, each further block delays every microbatch.
 #
 # <details><summary>On a laptop</summary>
 # One disturbed action can stretch a whole replayed step, which is why the figure shows all repeats.
@@ -416,16 +425,18 @@ lesson.claim("Simulated, one block too few costs less", (few, "<", many))
 # in a `ModuleDict` under their old numbers, names of weights don't change, and a checkpoint of the whole model fits.
 # </details>
 #
-# **Takeaway.** Cut by what is scarce: by time for speed, by parameters for memory.
+# **Takeaway.** Cut by time, so that the slowest stage is as short as possible. A cut by parameters balances memory instead.
 #
 # ### Exercise 1: an optimal partition
 #
 # *Core. Implement, 25 minutes.* `partition(costs, stages)` returns the number of layers of each stage, in order and at
-# least one each. The check compares 17 small cases with exhaustive search, then asks for 50 layers over 8 stages, which
-# has 86 million cuts.
+# least one each. The check compares 17 small cases with exhaustive search, then asks for 50 layers over 8 stages.
 #
-# Hint: let best[j] be the best cut of the first j layers into k stages. With k + 1 stages the last one starts at some layer
+# <details><summary>Hint</summary>
+#
+# Let best[j] be the best cut of the first j layers into k stages. With k + 1 stages the last one starts at some layer
 # i: combine best[i] with the cost of layers i to j - 1.
+# </details>
 
 
 # %% tags=["stub-1"]
@@ -466,7 +477,7 @@ lesson.check(exercises.partition, partition)
 #
 # | | rank 0 | ranks between | rank p-1 |
 # |---|---|---|---|
-# | holds | `wte.weight` (V, h) | - | `lm_head.weight` (V, h) |
+# | holds | `wte.weight` (V, h), the table | - | `lm_head.weight` (V, h), its copy |
 # | gradient from | tokens of the batch | - | all V logits |
 #
 # The cell unties the model, so that each copy gets the gradient of one use, and adds the two with an all-reduce between the
@@ -508,8 +519,8 @@ lesson.claim("Neither gradient alone is", (min(first[0], last[0]), ">", 0.1))
 #
 # ### The silent failure
 #
-# What if we forget it? We train twice: with the sum, and with two copies that start equal and follow their own gradients.
-# After each step we take the distance between the copies.
+# What if we forget it? We train with the sum, and with two copies that start equal and follow their own gradients.
+# After each step we take their distance.
 
 
 # %%
@@ -591,8 +602,11 @@ lesson.field_guide.show()
 # values, and rank 0's are right. The check trains beside one process, and wants equal weights and no bytes from the ranks
 # between.
 #
-# Hint: `comm.broadcast(x, axis, source)` and `comm.all_reduce(x, axis)` return
+# <details><summary>Hint</summary>
+#
+# `comm.broadcast(x, axis, source)` and `comm.all_reduce(x, axis)` return
 # their results and leave x alone.
+# </details>
 
 
 # %% tags=["stub-2"]
@@ -632,10 +646,9 @@ lesson.check(exercises.tied_weight, tie)
 #
 # $$ \ell = \frac{\sum_k S_k}{\sum_k c_k} \qquad\text{and not}\qquad \frac{1}{m}\sum_k \frac{S_k}{c_k}. $$
 #
-# The second form, a mean of means, gives a target more weight if its microbatch has few. The first divides once, by the
-# count of the whole batch. The cell accumulates the
+# The second form, a mean of means, gives a target more weight if its microbatch has few. The cell accumulates the
 # gradients of a ragged batch in three ways. The last row compares the parameters after a pipeline's
-# step. The pipeline itself counts each microbatch's targets, which are the labels after the first position that are not
+# step. The pipeline counts each microbatch's targets, the labels after the first position that are not
 # -100, and weights the means of `next_token_loss` by them.
 
 
@@ -687,7 +700,10 @@ lesson.claim("A mean of means is not", (wrong["mean of means"], ">", 0.1))
 # `inputs["labels"]` b x s with -100 at padding. The check compares loss and gradients with one process, also where a
 # microbatch has no target.
 #
-# Hint: position i predicts label i + 1, so a text of n tokens has n - 1 targets.
+# <details><summary>Hint</summary>
+#
+# Position i predicts label i + 1, so a text of n tokens has n - 1 targets.
+# </details>
 
 
 # %% tags=["stub-3"]
@@ -713,10 +729,10 @@ lesson.check(exercises.token_mean, token_loss)
 #
 # Notebook 02 compared schedules on equal stages, with F = I = W. We run the same 1F1B beside three others, each with
 # its own cut by time. ZB-H1 is 1F1B with split backwards: its W wait and fill gaps. Interleaving and ZB-V give each
-# rank two shorter stages. In ZB-V, rank r has stages r and 2p-1-r, so rank 0 has the first and the last. The rule of
-# thumb is their order on equal stages.
+# rank two shorter stages. In ZB-V, rank r has stages r and 2p-1-r, so rank 0 has the first and the last. As a rule of
+# thumb we take the order on equal stages: ZB-V, ZB-H1, interleaving, 1F1B.
 #
-# A second table shows what the first and the last rank keep at their peak, besides weights and their gradients, and how
+# In the first table, W / I is the duration of all W over that of all I. A second table shows what the first and the last rank keep at their peak, besides weights and their gradients, and how
 # many microbatches are *in flight*, from their F to the end of their backward. If a rank has two stages, a microbatch
 # in flight on one of them counts as half.
 
@@ -731,6 +747,8 @@ lesson.predict(
     kind="ranking", rule_of_thumb=("zb-v", "zb-h1", "interleaved", "1f1b"),
 )  # fmt: skip
 steps = pool.run(time_steps, runs)[0]
+lesson.record("06.smaller", gpt2_pipeline.bubbles_in_words(steps, "1f1b"))
+lesson.record("06.equal", sum(times.smooth) / (2 * N * times.block))  # blocks
 
 # %%
 medians = {name: steps[name].median for name in runs}
@@ -760,10 +778,12 @@ lesson.show(columns=memory, title="Peak of activations, first and last rank")
 lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 
 # %% [markdown]
-# By the median, <data value="06.fastest.first">zb-v</data> is fastest, and <data value="06.fastest.others">no other repeats overlap with its own</data>. ZB-H1 shrinks the bubble of 1F1B from
-# <data value="06.style.1f1b.bubble">33.8 %</data> to <data value="06.style.zb-h1.bubble">26.7 %</data>, and ZB-V to <data value="06.style.zb-v.bubble">19.8 %</data>.
-# Interleaving and ZB-V both cut into 2p stages, and the head alone is more than an equal stage, so shorter stages gain little. ZB-V gains
-# nevertheless, because its W fill gaps.
+# By the median, <data value="06.fastest.first">zb-v</data> is fastest, and <data value="06.fastest.others">no other repeats overlap with its own</data>.
+#
+# In the median repeats, 1F1B has a bubble of <data value="06.style.1f1b.bubble">33.8 %</data>; the same step had {{06.idle.run.by-time}} among the cuts. ZB-H1 has
+# <data value="06.style.zb-h1.bubble">26.7 %</data>, a difference {{06.smaller.zb-h1}}, and ZB-V <data value="06.style.zb-v.bubble">19.8 %</data>, {{06.smaller.zb-v}}.
+# If 2p stages were equal, each would take {{06.equal:.1f}} blocks, but the head alone takes <data value="06.head.head-and-loss.measured">4.01 blocks</data>. So two stages a rank don't help
+# interleaving much. ZB-V also splits backwards, and its W fill gaps.
 #
 # ZB-H1's step takes <data value="06.h1.run:.2f">1.01</data> times as long as 1F1B's by the median, a difference <data value="06.h1.spread">within the spread of the repeats</data>. The
 # simulation says <data value="06.h1.simulated:.2f">0.88</data>, assuming that all schedules compute equally long, and that W takes as long as I.
@@ -776,10 +796,8 @@ lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 # the simulation assumes.
 # </details>
 #
-# On the last rank, ZB-H1 keeps <data value="06.last-rank.zb-h1">18.9 MB</data> and 1F1B <data value="06.last-rank.1f1b">9.55 MB</data>.
-#
-# <details><summary>Why ZB-H1 keeps more</summary>
-# Each microbatch stays in flight until its W, and keeps the inputs of all matmuls and the gradients of their outputs.
+# <details><summary>ZB-H1 keeps more</summary>
+# On the last rank, ZB-H1 keeps <data value="06.last-rank.zb-h1">18.9 MB</data> and 1F1B <data value="06.last-rank.1f1b">9.55 MB</data>. Each microbatch stays in flight until its W, and keeps the inputs of all matmuls and the gradients of their outputs.
 # Here these include the logits' gradient. ZB-V's last rank has no head, so its bytes don't compare with ZB-H1's.
 # Interleaving has more in flight than 1F1B, because a rank starts forwards of both its stages before its first backward.
 # </details>
@@ -793,8 +811,7 @@ lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 # **Takeaway.** Choose a schedule by its step at measured costs, and by its memory.
 #
 # **Challenge,** in the explorer below. With a head of 4.5 blocks or more on 24 blocks, 4 ranks and at most 8 microbatches,
-# reach a bubble below 10 % with at most 4.5 microbatches in flight. Then add ranks and watch the speed-up approach its
-# limit. One more schedule, `dualpipe-v`, places its stages as ZB-V does, and needs at least 2p microbatches.
+# reach a bubble below 10 % with at most 4.5 microbatches in flight. One more schedule, `dualpipe-v`, places its stages as ZB-V does, and needs at least 2p microbatches.
 #
 # <details><summary>Answer</summary>
 #
@@ -818,9 +835,12 @@ lesson.explorers.uneven_layers()
 #
 # Write an action as stage, kind and microbatch: "0F3" is the forward of microbatch 3 on stage 0.
 #
-# Hint: in ZB-H1, rank r runs W of microbatch k after I of microbatch k + r. How far may W lag with room for
-# `job.cap // job.held[r]` microbatches? Does more room allow a longer warm-up?
+# <details><summary>Hint</summary>
+#
+# In ZB-H1, rank r runs W of microbatch k after I of microbatch k + r. How far may W lag with room for
+# `job.cap // job.held[r]` microbatches? Does more room allow a longer *warm-up*, the forwards before a rank's first backward?
 # `Schedule(rows).simulate(job.costs).makespan` decides.
+# </details>
 
 
 # %% tags=["stub-4"]
@@ -863,7 +883,7 @@ lesson.check(exercises.beat_1f1b, plan)
 #
 # - The slowest stage sets the pace. With a head of *a* blocks beside L others, no cut is more than (L+a)/a times as fast as
 #   one rank.
-# - Measure layers, then cut. If unsure, put fewer blocks on the head's stage.
+# - Measure layers, then cut so that the slowest stage is as short as possible.
 # - On GPUs with 16-bit matmuls, pad the vocabulary to a multiple of 64.
 # - A tied weight needs an equal start and summed gradients. Watch the distance between its copies.
 # - Divide a loss once, by the count of all targets.

@@ -162,6 +162,23 @@ def compare(
     }
 
 
+def cuts_in_words(same: bool, versus: Mapping[str, Any]) -> str:
+    """For prose: how the step of one cut compares with another's; equal cuts are one run.
+
+    Args:
+        versus: as `compare` gives it.
+    """
+    if same:
+        return "it is one cut, which ran once, so the run cannot tell the two apart"
+    return f"its step takes {versus['run']:.2f} times as long, a difference {versus['spread']}"
+
+
+def bubbles_in_words(runs: Mapping[str, StepRepeats], base: str) -> dict[str, str]:
+    """For prose: {run: how the difference of its bubble and that of `base` compares with their spread}."""
+    bubbles = {name: [tl.bubble_fraction for tl in repeats.timelines] for name, repeats in runs.items()}
+    return {name: spread_words(shares, bubbles[base]) for name, shares in bubbles.items() if name != base}
+
+
 def range_columns(runs: Mapping[Any, StepRepeats]) -> dict[str, dict[Any, float]]:
     """Columns of a table: the fastest and the slowest repeat of each run."""
     return {

@@ -58,6 +58,8 @@ from transformers import (
 
 import hpnb
 from hpnb import HybridParallelPlugin
+from hpnb.bench.tiny_models import build as build_tiny
+from hpnb.bench.tiny_models import planned_architecture
 from hpnb.hybrid import (
     REFUSED,
     GeminiPlugin,
@@ -803,6 +805,12 @@ def test_an_attention_that_cannot_be_recomputed_is_refused() -> None:
     config = BloomConfig(vocab_size=30, hidden_size=16, n_layer=1, n_head=2)
     with pytest.raises(ValueError, match=r"exchange the attention of a BloomForCausalLM.*use 'full'"):
         recompute.enable_recomputation(BloomForCausalLM(config), "attention")
+
+
+def test_blocks_that_transformers_does_not_recompute_are_refused() -> None:
+    model = build_tiny(planned_architecture("DiffusionGemmaTextConfig"), "Model")
+    with pytest.raises(ValueError, match="does not allow; use 'attention'"):
+        recompute.enable_recomputation(model, "full")
 
 
 # --- the optimizer -----------------------------------------------------------------------------------------

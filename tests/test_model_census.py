@@ -73,9 +73,11 @@ def test_the_page_has_a_row_a_head_and_every_reason_once() -> None:
         Outcome("A", "ForCausalLM", "pp2", "exact", errors=(1e-16, 2e-15, 0.0)),
         Outcome("A", "ForCausalLM", "tp2", "refused", "rank 0 of 2 raised ValueError: no"),
         Outcome("B", "", "pp2", "refused", "no"),
+        Outcome("C", "Model", "tp2", "exact", errors=(1e-16, 1e-16, 1e-16)),
+        Outcome("C", "Model", "pp2-full", "refused", "no"),
     ]
     page = models.page(outcomes)
-    assert "2 architectures: 0 exact, 2 refused, 0 wrong, 0 fails" in page
+    assert "3 architectures: 1 exact, 2 refused, 0 wrong, 0 fails" in page
     assert "| A | ForCausalLM | 2e-15 | refused (1) |" in page
     assert page.count("1. no") == 1
 

@@ -122,8 +122,10 @@ def describe(outcome: Outcome) -> str:
 
 
 def status_of(outcomes: Sequence[Outcome]) -> str:
-    """Of an architecture: the worst of its layouts, exact only where all are."""
-    return max((outcome.status for outcome in outcomes), key=STATUSES.index)
+    """Of an architecture: the worst of its layouts, exact only where all are. One that is refused because it
+    recomputes does not count, since the model trains without."""
+    counted = [one for one in outcomes if one.status != "refused" or not LAYOUTS[one.layout].recompute]
+    return max((outcome.status for outcome in counted or outcomes), key=STATUSES.index)
 
 
 def by_architecture(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:

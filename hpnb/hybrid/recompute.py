@@ -26,6 +26,7 @@ from hpnb.mesh import Recomputation
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # a global of every file of transformers whose modules attend
 _RECOMPUTES = "_hpnb_recomputes"  # an attribute of modules whose attention is recomputed
+_SWITCH = "gradient_checkpointing"  # an attribute of modules that transformers recomputes
 
 
 def enable_recomputation(
@@ -38,11 +39,17 @@ def enable_recomputation(
 
     Raises:
         ValueError: "attention" for a model that is not from transformers, or whose attention transformers
-            cannot exchange.
+            cannot exchange; "full" for one whose blocks transformers does not recompute.
     """
     if what == "attention":
         _recompute_attention(model)
-    elif what == "full" and blocks is None and isinstance(model, PreTrainedModel):
+        return
+    if what == "full" and blocks is None and isinstance(model, PreTrainedModel):
+        if not (model.supports_gradient_checkpointing and any(hasattr(m, _SWITCH) for m in model.modules())):
+            raise ValueError(
+                f"activation_checkpointing='full' cannot recompute the blocks of a {type(model).__name__}, "
+                "which transformers does not allow; use 'attention', or leave activation_checkpointing out"
+            )
         # The method is renamed on its way to transformers 6.
         new, old = "activation_checkpointing_enable", "gradient_checkpointing_enable"
         enable = getattr(model, new, None) or getattr(model, old)

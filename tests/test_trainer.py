@@ -7,6 +7,8 @@ import copy
 import json
 import os
 import signal
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -884,6 +886,18 @@ def test_a_hook_on_one_rank_ends_the_fit_on_all(tmp_path: Path, event: str, at: 
     assert [epoch for epoch, *_ in second] == [1, 2, 3, 4, 5]  # it goes on with the epoch after it
     assert [step - rows[-1][1] for _, step, _ in second[len(rows) :]] == [6, 12, 18]
     assert saved == [f"step-{step:08}" for step in (rows[-1][1], second[-1][1])]
+
+
+def test_ranks_that_are_joined_for_gpus_alone_agree_among_cpus(tmp_path: Path) -> None:
+    """As after init_process_group("nccl"), which takes no tensors of the CPU."""
+    program = (
+        "import torch.distributed as dist\n"
+        "from hpnb.hybrid.training.stop_vote import StopVote\n"
+        f"dist.init_process_group('cuda:gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
+        "print([StopVote().now(asks) for asks in (True, False)])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "[True, False]\n", done.stderr
 
 
 def test_a_patience_by_hand(alone: hpnb.Ranks) -> None:

@@ -9,9 +9,25 @@ So nobody waits, and no rank is left in a collective that the others never enter
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+
+from hpnb.ranks.process_group import new_group
+
+_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def _cpu_group() -> dist.ProcessGroup:
+    """The group of all ranks, or one like it among CPUs, if a program has joined them for GPUs alone."""
+    world = dist.group.WORLD
+    assert world is not None, "a Booster has made a mesh"
+    if torch.device("cpu") in world._device_types:
+        return world
+    if world not in _groups:
+        _groups[world] = new_group(None, "stop", backend="gloo")
+    return _groups[world]
 
 
 class StopVote:
@@ -24,7 +40,7 @@ class StopVote:
     def begin(self, asks: bool) -> None:
         """Start to ask all ranks."""
         self._sum = torch.tensor([float(asks)])
-        self._work = dist.all_reduce(self._sum, async_op=True)
+        self._work = dist.all_reduce(self._sum, group=_cpu_group(), async_op=True)
 
     def result(self) -> bool:
         """Whether a rank asked when it was begun; False if it was not."""

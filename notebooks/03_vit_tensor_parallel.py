@@ -65,7 +65,7 @@ here = lesson.banner(N, model=NAME, data=leaves.describe(), sizes=sizes)
 # %% [markdown]
 # ## Columns, then rows
 #
-# Unlike in 02, m counts tokens here, t ranks, and A and B are matrices. A linear layer multiplies x, which
+# Letters differ from 02: m is the number of tokens, t that of ranks, and A and B are matrices. A linear layer multiplies x, which
 # has m tokens of h numbers, by A of shape (h, n). There are two ways to shard A over t ranks, here for t = 2.
 #
 # ```text
@@ -88,7 +88,7 @@ here = lesson.banner(N, model=NAME, data=leaves.describe(), sizes=sizes)
 # rank 1   x -- f --> x A_1 --> GELU --> y_1 --> y_1 B_1 --/                 (m, h)
 # ```
 #
-# GELU works because it looks at one number at a time. In the other order it would need the finished sum first, because GELU of a sum is not the sum of GELUs.
+# GELU looks at one number at a time. In the other order it would need the finished sum, because GELU of a sum is not the sum of GELUs.
 #
 # Each rank multiplies x by its own columns of A only. So in the backward it computes one of the t terms of x's gradient, and the terms must be added.
 # Megatron-LM calls the two operations *f* and *g*. At f the forward does nothing and the backward
@@ -148,7 +148,7 @@ def without_sum(x, A, B, axis):
 
 
 # %% [markdown]
-# We compare all three with one process in float64, and count bytes.
+# We compare all three with one process in float64, and count bytes. A *relative distance* is the length of the difference vector over the length of the right one.
 
 
 # %%
@@ -265,9 +265,9 @@ lesson.check(exercises.column_row, mlp)
 #
 # $$ \frac{\text{compute time}}{\text{communication time}} = \frac{4.5\,h}{(t-1)\,\rho} $$
 #
-# Batch size cancels, and sequence length almost does: attention's scores, left out here, add a share of s/6h. So **no batch helps**: only a wider model, fewer ranks or a faster interconnect. Replace the two `None`s below by your guesses of the bytes and the ratio.
+# Batch size cancels, and sequence length almost does: attention's scores, left out here, add a share of s/6h. The formula also leaves out latency. So once messages are long, **no batch helps**: only a wider model, fewer ranks or a faster interconnect. Replace the `None`s below by your guesses of bytes and ratio. Until then a *rule of thumb*, a naive estimate, stands there.
 #
-# From here on we use the library. `parallelize(model, mesh.tp, mode="1d")` replaces the linear layers by sharded ones, as above. The cell measures the latency α, the bandwidth B (here no matrix) and the matmul rate; ρ is the rate over the bandwidth. Then it trains a sharded and a serial ViT for three steps, in float64.
+# From here on, the library's `parallelize(model, mesh.tp, mode="1d")` replaces the linear layers by sharded ones, as above; this layout is called *1D*. `machine_card` measures the latency α, the bandwidth B (here no matrix) and the matmul rate of this machine, its *card*. ρ is the rate over the bandwidth. Then it trains a sharded and a serial ViT for three steps, in float64.
 
 # %%
 card = lesson.machine_card(N)
@@ -288,7 +288,7 @@ lesson.claim("The sharded ViT equals one process", parity.equal)
 # %% [markdown]
 # ### Overlap in the backward
 #
-# If a layer multiplies all tokens at once, a rank has nothing to do during the forward's all-reduce, because the next layer needs the sum. In the backward it has the weight gradient. The layer after f can start the all-reduce of its input gradient, compute the weight gradient, and then wait.
+# A rank has nothing to do during the forward's all-reduce, because the next layer needs the sum. In the backward it has the weight gradient. The layer after f can start the all-reduce of its input gradient, compute the weight gradient, and then wait.
 #
 # ```text
 # compute        grad_output A_r^T  |  x^T grad_output (weight gradient)  |  earlier layers
@@ -365,6 +365,7 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 #
 # The first all-reduce of the forward is attention's, the first of the backward the MLP's.
 # A bar begins when the rank calls the all-reduce. So the bar of the rank that comes first also contains its wait for the other rank.
+# *Exposed* means that this rank computes nothing; the other one may. The *makespan* is the time from the first start to the last end.
 # The thin slices of forward after the last all-reduce are a bias and the residual. The last slices of input gradient are attention's norm.
 # </details>
 #
@@ -393,7 +394,7 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 #
 # Call the ratio r. Without overlap a rank computes r/(1+r) of the time, half of it at r = 1. Weight gradients are a third of the computing time, so overlap hides at most that much communication. At r = 1 a step then takes 1 + 1 - 1/3 = 5/3 of the computing time, and a rank computes 60 % of it.
 #
-# **Takeaway.** Ask for r ≥ 1: h above (t-1)ρ/4.5. Only the fastest links give that. They connect the GPUs of one *node*, which is one machine.
+# **Takeaway.** Ask for r ≥ 1: h above (t-1)ρ/4.5. For eight ranks and usual widths, only the fastest links give that. They connect the GPUs of one *node*, which is one machine.
 #
 # ## An autopsy: the all-reduce that nobody missed
 #
@@ -455,11 +456,11 @@ lesson.field_guide.add(symptom, instrument, cause, notebook="03")  # table of sy
 # run ends at <data value="03.right-loss">0.839</data>.
 #
 # The upper figure compares rank 0's gradients in the first step with those of one process, in the order in which the backward
-# computes them. From the loss towards the input, all gradients are right until the backward leaves the faulty MLP. Even its fc1 and fc2 are right, because their
+# computes them. All gradients are right until the backward leaves the faulty MLP. Even its fc1 and fc2 are right, because their
 # gradients need no sum. The norm before the MLP, which Hugging Face calls `layernorm_after`, is the first that receives only this rank's term. Its error is the largest,
 # <data value="03.worst.left-out-in-layer-2:.2f">0.64</data>, against <data value="03.worst.right:.0e">2e-14</data> at most in the right run. Modules nearer the input also receive the residual connection's right gradient, so their error is smaller.
 #
-# Norms and embeddings are replicated, but their gradients now differ from rank to rank. In the lower figure the copies diverge: the distance is the length of the difference vector over the length of rank 0's weights.
+# Norms and embeddings are replicated, but their gradients now differ from rank to rank. In the lower figure the copies diverge: the distance is relative to rank 0's weights.
 # So the model that rank 0 saves is not the model that was trained.
 #
 # **Takeaway.** A missing sum in the forward changes the loss at once. In the backward it changes only gradients. So compare gradients with one process before you trust a parallel layer.
@@ -519,7 +520,7 @@ verdict
 #
 # An all-reduce is a reduce-scatter and an all-gather. After the reduce-scatter each rank has the sum for 1/t of the tokens. Norm, dropout and residual work on one token at a time, so they run there. We all-gather when the next column-parallel layer needs all tokens.
 #
-# | on a rank | 1D, as so far | 1D+SP |
+# | on a rank | 1D | with sequence parallelism (1D+SP) |
 # |---|---|---|
 # | norm, residual | (m, h) | (m/t, h) |
 # | ↓ forward / backward | none / all-reduce | all-gather / reduce-scatter |
@@ -737,7 +738,7 @@ lesson.reveal("03.modes", counted, predicted=ranking, source="counted")
 #
 # ## When does each mode win?
 #
-# Fewer bytes are not always less time, because every collective also has a cost whatever its size: launch, waiting, latency. On 2 x 2 ranks a block makes <data value="03.race.2d.calls">53</data> such calls in 2D, and
+# Fewer bytes are not always less time, because a collective of any size also costs launch, waiting and latency. On 2 x 2 ranks a block makes <data value="03.race.2d.calls">53</data> such calls in 2D, and
 # <data value="03.race.1d.calls">4</data> in 1D. We time the forward and backward of a block of hidden size <data value="03.tokens.hidden">256</data> on four ranks, then with eight times the tokens; modes take turns, and we show medians of five.
 
 # %%
@@ -768,8 +769,8 @@ lesson.claim("SP is slower than 1D", (small["1d+sp"], ">", small["1d"]))
 vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 
 # %% [markdown]
-# With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">31.9 ms</data>, <data value="03.too-low.1d">1.24</data> times its prediction. With sequence parallelism it took <data value="03.race.1d+sp.measured">49.2 ms</data>, <data value="03.too-low.1d+sp">1.61</data> times its prediction.
-# 2D took <data value="03.race.2d.measured">68.5 ms</data>, <data value="03.too-low.2d">1.18</data> times its prediction. The prediction leaves out the time of norms, launches and waiting. This run does not say why the ratios differ.
+# With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">31.9 ms</data>, with sequence parallelism <data value="03.race.1d+sp.measured">49.2 ms</data>, and 2D <data value="03.race.2d.measured">68.5 ms</data>. These are
+# <data value="03.too-low.1d">1.24</data>, <data value="03.too-low.1d+sp">1.61</data> and <data value="03.too-low.2d">1.18</data> times their predictions. A prediction leaves out the time of norms, launches and waiting. This run does not say why the ratios differ.
 #
 # Here four ranks share <data value="03.hardware">2 CPU cores</data>, so they also wait for a core: α is <data value="03.alpha.four">791 µs</data> on the new card and <data value="03.alpha.first">237 µs</data> on this page's first.
 #
@@ -788,17 +789,17 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 # Timed alone, an all-reduce took <data value="03.halves.all-reduce.measured">4.79 ms</data>, its two halves <data value="03.halves.reduce-scatter-all-gather.measured">8.26 ms</data>. A block has four such pairs, so this makes <data value="03.four-halves">13.9 ms</data> of the <data value="03.sp-longer">17.2 ms</data>. The run does not explain the rest.
 # </details>
 #
-# Eight times the tokens took <data value="03.race.2d.measured-growth">1.86</data> times as long in 2D and <data value="03.race.1d.measured-growth">2.65</data> times in 1D. So a large part of each time does not depend on tokens. In 1D's prediction, <data value="03.latency">73.9 %</data> of the time with few tokens is latency, much of it the wait for a core.
+# Eight times the tokens took <data value="03.race.2d.measured-growth">1.86</data> times as long in 2D and <data value="03.race.1d.measured-growth">2.65</data> times in 1D. So a large part of each time does not depend on tokens. In 1D's prediction <data value="03.latency">73.9 %</data> of the time with few tokens is latency, much of it the wait for a core. Here a larger batch does help.
 #
 # <details><summary>Which latency, and what would help?</summary>
 #
 # A block in 1D makes four all-reduces of six steps, so 24 latencies α of the card above. So a link of lower latency
-# would help here. Where launching kernels takes longest it would not: such a block is *launch-bound*. This run cannot tell what launches take.
-# </details>
+# would help here. So does a larger batch: compute grows with tokens, and latency does not. Where launching kernels takes longest it would not: such a block is *launch-bound*. This run cannot tell what launches take.
 #
 # On four ranks 1D wins by bytes, too: 2D sends fewer only above 12 h tokens, here <data value="03.tokens.even">3,072</data>, and we had at most <data value="03.tokens.many">1,088</data>.
+# </details>
 #
-# The next cell maps which mode is predicted to *communicate* for the shortest time on 64 ranks and InfiniBand NDR, with 10 µs of latency and no launch costs. Its axes are tokens of the batch over 64, and the hidden size; 2.5D has 4 x 4 x 4 ranks. The last line opens an *explorer*, a simulated block with knobs.
+# The next cell maps which mode is predicted to *communicate* for the shortest time on 64 ranks and InfiniBand NDR, with 10 µs of latency and no launch costs. The horizontal axis is the batch's tokens divided by the 64 ranks, the vertical axis the hidden size; 2.5D has 4 x 4 x 4 ranks. The last line opens an *explorer*, a simulated block with knobs.
 
 # %%
 links = theory.LINKS["InfiniBand NDR"], theory.Link(0, 50e9)  # one without latency
@@ -818,8 +819,8 @@ lesson.explorers.tensor_modes()
 # <details><summary>Why latency favours 3D</summary>
 #
 # Latency shrinks the areas of 1D and 2.5D: without it they would take <data value="03.map.1d.without-latency">2.68 %</data> and <data value="03.map.2.5d.without-latency">66.6 %</data>.
-# A block takes <data value="03.map.1d.latencies-a-block">504</data> latencies in 1D, whose rings have 64 ranks, <data value="03.map.2d.latencies-a-block">1,410</data> in 2D, <data value="03.map.2.5d.latencies-a-block">348</data> in 2.5D and <data value="03.map.3d.latencies-a-block">144</data> in 3D. They count most where h is small,
-# so 2.5D's border bends.
+# A block takes <data value="03.map.1d.latencies-a-block">504</data> latencies in 1D, whose rings have 64 ranks, <data value="03.map.2d.latencies-a-block">1,410</data> in 2D, <data value="03.map.2.5d.latencies-a-block">348</data> in 2.5D and <data value="03.map.3d.latencies-a-block">144</data> in 3D.
+# Where h is small, messages are short and latency counts most. There 3D wins up to many more tokens, so the border of 2.5D bends to the right at the bottom.
 # </details>
 #
 # **Challenge.**
@@ -830,7 +831,7 @@ lesson.explorers.tensor_modes()
 # 8,192, and sequences of at most 8,192, the explorer's longest. Reach both:
 #
 # - compute / sending at least 0.4;
-# - activations and model states (16 bytes a parameter) of the block at most 2 GB a rank.
+# - activations and states (weights, gradients and optimizer state, 16 bytes a parameter) of the block at most 2 GB a rank.
 #
 # Why does no batch help 1D?
 # </details>
@@ -841,7 +842,7 @@ lesson.explorers.tensor_modes()
 # 0.36 with sequences of 8,192. The batch is in neither. 2D on 16 ranks meets the challenge with a batch of 8 such sequences, where a rank keeps 1.9 GB.
 # By the table 5.1 GB leave a rank, 103 ms at 50 GB/s. Broadcasts and reduces take 4/3 of that, 137 ms, and latency adds 3 ms. Computing takes 57.7 ms, so the ratio is
 # 57.7/140.1 = 0.41. Both curves of the middle panel are for 2D. They rise because 2D's weight traffic does not grow with the batch, while computing does.
-# 1D would take 220.0 ms there, and 220.3 ms with sequence parallelism, so its 0.3 ms more do not matter in a block this long.
+# There 1D would take 220.0 ms. Sequence parallelism adds 0.3 ms, which does not matter in such a long block.
 # </details>
 #
 # **Takeaway.** Use 1D inside a node, and a grid only when more ranks than a node has must share a matrix. Grids are predicted to communicate for a shorter time on 64 ranks; no run here timed a faster grid.
@@ -853,13 +854,13 @@ lesson.explorers.tensor_modes()
 # <details><summary>The job, and what the check wants</summary>
 #
 # `job.devices` GPUs train `job.layers` blocks of hidden size `job.hidden` on `job.tokens` tokens a step, over all replicas together. Return t, the ranks that
-# share each matrix by 1D; the others are d = devices/t replicas. A GPU holds `16 * job.parameters / t` bytes of states, at most
+# share each matrix by 1D, with d = devices/t replicas. A GPU holds `16 * job.parameters / t` bytes of weights, gradients and optimizer state, at most
 # `job.cap`. A step is the sum of three times:
 #
 # 1. Compute: 6 FLOPs a parameter and token, divided over all GPUs. Each computes `job.rate` FLOPs a second.
 # 2. Tensor parallelism: four all-reduces a layer over t ranks, of `2 * job.tokens / d * job.hidden` bytes along `job.link`, not overlapped.
 # 3. Data parallelism: the part of the gradient all-reduce that the backward does not hide. It has `2 * job.parameters / t` bytes over d ranks, sent in 24
-#    equal buckets while the backward runs. The backward is two thirds of the sum of 1 and 2.
+#    equal buckets (pieces of the gradient, as in notebook 01) while the backward runs. The backward is two thirds of the sum of 1 and 2.
 #
 # The check allows 1 % above the shortest step that fits.
 # </details>
@@ -901,13 +902,13 @@ lesson.check(exercises.choose_ranks, choose)
 # ## What to remember
 #
 # - Columns first, then rows. A block needs four all-reduces.
-# - Compute over communication is r = $4.5\,h/((t-1)\rho)$. No batch changes it.
+# - Compute over communication is r = $4.5\,h/((t-1)\rho)$. No batch changes it, once messages are long.
 # - Overlap the input gradient's all-reduce with weight gradients. The forward's all-reduces stay exposed, unless tokens are sent in pieces.
 # - A missing backward all-reduce leaves the loss healthy. Compare gradients with one process.
 # - Sequence parallelism sends the same bytes and keeps less, for one more small all-reduce.
 # - Grids send fewer bytes in large batches, but make many small calls.
 #
-# **When not to use this.** Use replicas if the model fits and each GPU has many times ρ tokens. By formula, with ρ tokens the backward lasts as long as the gradients' all-reduce. In notebook 01's run it took many more tokens until the all-reduce cost no time. Otherwise share matrices inside a node, with r ≥ 1, so that half of the time is computing. With few tokens a smaller r can still beat replicas (exercise 5), so predict both. Across nodes, try pipelines before a grid.
+# **When not to use this.** Use replicas if the model fits and each GPU has many times ρ tokens. By formula, with ρ tokens the backward lasts as long as the gradients' all-reduce. Otherwise share matrices inside a node, with r ≥ 1, so that half of the time is computing. With few tokens a smaller r can still beat replicas (exercise 5), so predict both. Across nodes, try pipelines before a grid.
 #
 # **Where to look.**
 #

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import log
 from statistics import median
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from hpnb.lesson.programs.gpt2_zero_predictions import gather_timeline
 from hpnb.plot.bars import Bar, BarPanel, bars
-from hpnb.plot.canvas import SMALL, Key, new_figure, panel_title
+from hpnb.plot.canvas import SMALL, Key, new_figure, panel_title, text_inches
 from hpnb.plot.curves import (
     CurvePanel,
     Series,
@@ -224,7 +225,9 @@ def launch_floor(
     rule(ax, chosen, "this page", SOFT)
     note(ax, "this page", chosen, 0.04, (-4, 0), "right", SOFT)
     low, high = ([edge(seconds) / scale for seconds in took.values()] for edge in (min, max))
-    ax.vlines(tokens, low, high, color=look["measured"].color, linewidth=1.2, zorder=2.5)
+    color = look["measured"].color
+    ax.vlines(tokens, low, high, color=color, linewidth=1.2, zorder=2.5)
+    ax.scatter(tokens * 2, low + high, 40, [color], "_", linewidths=1.2, zorder=2.5)  # seen on a rule, too
     ax.set_ylim(min(low) / 2)
     log_ticks(ax.yaxis, count, (1, 2, 5))
     log_ticks(ax.xaxis, count, (1, 2, 5))
@@ -359,9 +362,12 @@ def batch_wall(
     above, below = fig.axes
     for name, scale in (estimates or {}).items():
         rule(below, scale, name, SOFT, "--")
-        offset, side = ((-5, 0), RIGHT) if scale > 4 * low else ((5, 0), LEFT)
-        note(below, f"{name}: {scale:.3g}", scale, 0.05, offset, side, SOFT)
-    above.set_ylim(bottom=min(steps) / 1.5)
+        words = f"{name}: {scale:.3g}"
+        inches = fig.get_figwidth() * below.get_position().width * log(scale / low) / log(high / low)
+        offset, side = ((-5, 0), RIGHT) if inches > text_inches(words, SMALL) + 0.1 else ((5, 0), LEFT)
+        note(below, words, scale, 0.05, offset, side, SOFT)
+    above.set_ylim(min(steps) / 1.5, max(steps) * 1.6)
+    below.set_ylim(bottom=below.get_ylim()[0] / (1.8 if estimates else 1.0))  # room for their names
     for batch, taken in measured.items():  # on the side of the point that the first law leaves free
         under = any(taken < fewest * (1 + noise / batch) for fewest, noise in list(laws.values())[:1])
         write_values(above, [batch], [taken], [f"{taken:,.0f}"], offset=-7 if under else 7)

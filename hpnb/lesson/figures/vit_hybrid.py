@@ -71,7 +71,7 @@ def atlas(
     large = [name for name in PARTS if any(step.get(name, 0.0) > least_part for step in steps)]
     keys += [Key(PARTS[name]) for name in large]
     least, most = byte_count(math.exp(low)), byte_count(math.exp(high))
-    keys.append(Key(OpStyle(SOFT, "", f"pale {least} or less, full {most}"), "words"))
+    keys.append(Key(OpStyle(SOFT, "", f"shade, log scale: pale {least} or less, full {most}"), "words"))
     columns, between = len(panels), 0.42
     side = min(2.5, (WIDTH - 0.75 - between * (columns - 1)) / columns)
     right = WIDTH - 0.55 - side * columns - between * (columns - 1)

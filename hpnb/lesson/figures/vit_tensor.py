@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hpnb.plot.canvas import SMALL, TITLE, WIDTH, Key, boxes, new_figure, text_inches
 from hpnb.plot.curves import CurvePanel, Series, count, curves, looks, rule, set_ticks
-from hpnb.plot.grammar import ALARM, CARD, INK, SERIES, SOFT, OpStyle, mix
+from hpnb.plot.grammar import ALARM, CARD, INK, RULE, SERIES, SOFT, OpStyle, mix
 
 # --- where a gradient goes wrong ---------------------------------------------------------------------
 
@@ -117,6 +117,8 @@ def _name_modules(ax: Axes, names: Sequence[str], blocks: Sequence[tuple[str, in
     left, right = ax.get_xlim()
     module_inches = (WIDTH - _LEFT - _RIGHT) / (right - left)
     for i, (layer, start, stop) in enumerate(blocks):
+        if i:
+            rule(ax, start - 0.5, "border", RULE, "-", 0.8)
         if layer and i % 2:
             shade = ax.axvspan(start - 0.5, stop - 0.5, color="#EEF1F5", linewidth=0, zorder=0)
             shade.set_label(f"shade {layer}")

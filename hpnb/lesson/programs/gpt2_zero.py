@@ -1,7 +1,7 @@
 """What notebook 05 measures on its ranks: steps of a GPT-2 under each ZeRO stage, in seconds and bytes.
 
     program = gpt2_zero.build_program(SIZE, 2, torch.float32, ZeroConfig(3))       on a rank
-    runs = gpt2_zero.measure_in_turn(pool, SIZE, 2, torch.float32, configs, 25.0)
+    runs, alone = gpt2_zero.measure_in_turn(pool, SIZE, 2, torch.float32, configs, 25.0)
 
 gpt2_zero_predictions.py predicts the same; the page finds its functions here, too.
 Tokens are random, because bytes and seconds hardly depend on them.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -227,23 +227,34 @@ def measure_in_turn(
     configs: Sequence[ZeroConfig],
     bucket_mb: float,
     rounds: int | None = None,
-) -> dict[ZeroConfig, StepMeasurement]:
+) -> tuple[dict[ZeroConfig, StepMeasurement], tuple[float, float, float]]:
     """Measure the configurations one after the other, in several rounds, so that a busy moment hits several.
 
-    Memory is the same each time, and recorded in the first round.
+    Memory is the same each time, and recorded in the first round. Each round also has a step that sends
+    nothing: a machine's speed changes in minutes, and predictions are made of that step.
 
     Args:
         rounds: by default two; one where ranks share a GPU and compute by turns, which nothing disturbs.
+
+    Returns:
+        ({configuration: its steps}, seconds of forward, backward and update without messages).
     """
     rounds = rounds or (1 if pool.choice.shares_gpus else 2)
 
     def measure(config: ZeroConfig, first: bool) -> StepMeasurement:
         return pool.run(measure_step, size, rows, dtype, config, bucket_mb, 2, first)[0]
 
+    def time_alone() -> tuple[float, float, float]:
+        seconds: tuple[float, float, float] = pool.run(time_serial_step, size, rows, dtype, 3)[0]
+        return seconds
+
     runs = {config: measure(config, True) for config in configs}
+    alone = [time_alone()]
     for _ in range(rounds - 1):
         runs = {config: run.joined(measure(config, False)) for config, run in runs.items()}
-    return runs
+        alone.append(time_alone())
+    forward, backward, update = (mean(values) for values in zip(*alone, strict=True))
+    return runs, (forward, backward, update)
 
 
 def time_steps(program: TrainingProgram, repeats: int) -> list[Timeline]:

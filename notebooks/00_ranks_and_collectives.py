@@ -138,9 +138,9 @@ x
 # ## Collectives: what each rank holds before and after
 #
 # Ranks send in pairs or, more often, by a *collective*: an operation that all ranks of a group call together. A *group* is a list of ranks with message channels of its own; the default
-# group is all ranks. The table is for n ranks and a tensor of S bytes. Its last column is the least that every rank must
-# send. Only in a broadcast need ranks not send equally. There n-1 ranks receive S bytes each, and the column has the sum of these
-# bytes divided by n.
+# group is all ranks. The table is for n ranks and a tensor of S bytes. Its last column is the least that a rank must
+# send. In a broadcast ranks may send unequal amounts, so its row has the average: n-1 ranks receive S bytes each, and we
+# divide these bytes by n.
 #
 # | collective | input of each rank | each rank gets | bytes that leave a rank |
 # |---|---|---|---|
@@ -180,8 +180,8 @@ lesson.predict(
 )
 
 # %% [markdown]
-# The two together are an *all-reduce*: each rank starts with its own tensor and ends with the sum of all. Training uses
-# it most, because gradients that were computed on different data must be added.
+# The two together are an *all-reduce*: each rank starts with a tensor and ends with the sum of all. Training uses it
+# most, because gradients of different data must be added.
 #
 # The cell ends with a question, `lesson.predict`. Write a number for `guess` before you read on. Until you do, the page
 # scores a rule of thumb: each rank sends its tensor once. Later
@@ -493,8 +493,7 @@ lesson.predict("00.many-calls", question, guess=None, rule_of_thumb=1)
 # one direction. No data sheet has α, so its column is an order of magnitude.
 # </details>
 #
-# Now we test the formula. A gradient of 8 MB can go in one call, or tensor by tensor in many. The cell alternates
-# between the two, so that other programs disturb both alike.
+# Now we test the formula. A gradient of 8 MB can go in one call, or tensor by tensor in many. The cell does both in turn.
 
 
 # %%
@@ -528,9 +527,9 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 # collects gradients in *buckets*, each of many tensors that go in one call.
 #
 # The formula says <data value="00.many-calls.predicted:.1f">29.1</data>. The one call took <data value="00.off.one:.2f">1.35</data> times its prediction, and the hundred took <data value="00.off.hundred:.2f">1.14</data> times
-# theirs. If the machine was busier during the fit, both predictions are too long by the same factor, and their ratio is
-# still right. If only α or only B is wrong, the ratio is wrong too. So trust the formula for which of the two is slower,
-# and measure how much slower it is.
+# theirs. Had these two factors been equal, the predicted ratio would have been right. They are not, and this run does not
+# show why: the load may have changed since the fit, or α and B may be off by different factors. So trust the formula
+# for which of the two is slower, and measure how much slower it is.
 #
 # <details><summary>On a laptop</summary>
 #
@@ -701,22 +700,22 @@ lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", movin
 # <data value="00.bar.rank-1-late.measured-move">13.9 ms</data>. A faster link shortens only the move: on simulated NVLink it takes <data value="00.replay.nvlink-4.move">44.7 µs</data>. The
 # wait stays at <data value="00.replay.nvlink-4.wait">100 ms</data>, because a replay keeps the recorded compute times.
 #
-# For the move the formula says <data value="00.bar.at-once.predicted-move">16.7 ms</data>. It counts until the slowest rank is done, and the table has medians over all ranks.
+# The formula says <data value="00.bar.at-once.predicted-move">16.7 ms</data> for every move. The three cases took <data value="00.bar.at-once.measured-move">16.3 ms</data>, <data value="00.bar.after-a-pause.measured-move">18.7 ms</data> and <data value="00.bar.rank-1-late.measured-move">13.9 ms</data>, with the same
+# bytes on the same link. One run does not show how much of this is noise.
 #
 # <details><summary>A copy that looked like a link</summary>
 #
 # The cell calls `dist.all_reduce`, which sums in place. `comm.all_reduce` first copies its tensor, and with it the wait was
 # not 100 ms, not even in the replay. The copy runs between the end of compute and the start of the all-reduce. The early
-# ranks copy at the same moment, and each of them is slower than rank 1, which copies alone. So the late rank catches up
-# a little, and a replay keeps the recorded time of the copies.
+# ranks copy at the same moment and slow each other down; rank 1 copies alone and is quicker. So when the all-reduce
+# began, rank 1 was less than 100 ms late. A replay keeps the recorded copies, and with them this shorter wait.
 # </details>
 #
 # <details><summary>How long does an 8 MB all-reduce take, then?</summary>
 #
-# Until the slowest rank is done, the one call of the previous section took <data value="00.calls.1-call-of-8-mb.measured">22.5 ms</data>, and the 8.4 MB of the fit took
-# <data value="00.fit.large">16.4 ms</data>. Over all ranks, the median move took <data value="00.bar.at-once.measured-move">16.3 ms</data> at once, <data value="00.bar.after-a-pause.measured-move">18.7 ms</data> after a pause and
-# <data value="00.bar.rank-1-late.measured-move">13.9 ms</data> with rank 1 late. Ranks that share cores add noise to each of these times, so the times do not show what a
-# pause does.
+# The formula counts until the slowest rank is done. Counted like that, the one call of the previous section took
+# <data value="00.calls.1-call-of-8-mb.measured">22.5 ms</data>, and the 8.4 MB of the fit took <data value="00.fit.large">16.4 ms</data>. The moves of the table are medians over all ranks, which are a little
+# shorter. Ranks that share cores add noise to each of these times, so the times do not show what a pause does.
 #
 # On GPUs there are also *cold starts*. After a pause, the code that launches a call has left the caches, and GPUs and
 # links may be saving power. Before you blame a link, time the call with and without a pause before it.
@@ -777,7 +776,7 @@ lesson.check(exercises.straggler, straggler)
 #   2nd call   all-reduce in group metrics      all-reduce in group gradients
 # ```
 #
-# Here are two groups, both of all ranks. Every rank waits for a call that comes later in another rank's program: a
+# Both groups contain all ranks. Every rank waits for a call that comes later in another rank's program: a
 # *deadlock*. With one group nothing would hang, and the sums would be wrong, which is worse.
 #
 # <details><summary>The wrong sums</summary>
@@ -786,9 +785,9 @@ lesson.check(exercises.straggler, straggler)
 # second to 1 + 300 = 301. Ranks 1 to 3 take 301 for the sum of gradients, and rank 0 takes 103. Right would be 400.
 # </details>
 #
-# The next cell makes the deadlock. Its two groups lie along different axes: `gradients` along `dp`, and `metrics` along
-# `tp`, the axis of tensor parallelism in notebook 03. `comm.all_reduce` is `dist.all_reduce` in one of these groups, on a
-# copy. After 3 seconds the launch stops the ranks and raises a `RankError`, on purpose.
+# The next cell makes the deadlock. One Layout lays all ranks along `dp`, which gives `gradients`. Another lays the same
+# ranks along `tp`, which gives `metrics`; notebook 03 uses this axis to split single layers over ranks. `comm.all_reduce`
+# is `dist.all_reduce` in a group, on a copy. After 3 seconds the launch stops the ranks and raises a `RankError`, on purpose.
 
 
 # %% tags=["raises-exception"]

@@ -137,9 +137,9 @@ def block_seconds(run, nodes, tp, b):
 
 # %% [markdown]
 # Last, the step, from m microbatches, p stages and v chunks: with interleaving, each GPU has v small stages instead of one. The
-# last stage also has the logits, the vocabulary's matmul, and sets the pace. Filling and draining takes as long as (p - 1)/v
-# microbatches take on one GPU, but there are v times as many hops, messages from stage to stage. In a hop, each of a stage's t ranks sends a t-th of the
-# activation to its partner; the partners then all-gather. The gradient is all-reduced at the end and overlaps with nothing, as in
+# last stage also has the logits, the vocabulary's matmul, and sets the pace. Filling and draining takes the time of (p - 1)/v
+# microbatches on one GPU. In exchange a microbatch makes v times as many *hops*. In a hop from one stage to the next, each of a
+# stage's t ranks sends a t-th of the activation to its partner; the partners then all-gather. The gradient is all-reduced at the end and overlaps with nothing, as in
 # Megatron-LM of 2021. The optimizer moves 28 bytes per parameter.
 
 
@@ -288,7 +288,7 @@ days = steps * step(largest.run, replace(a100, gpus=largest.gpus), largest.plan)
 #
 # ### Another era
 #
-# What about other software on other GPUs? In 2024 Megatron-Core published nine runs on up to 6,144 H100s. Attention is fused
+# In 2024 Megatron-Core published nine runs on up to 6,144 H100s. Attention is fused
 # and the optimizer sharded. The source does not give microbatches, chunks or recomputation. We assume microbatches of one
 # sample, the fastest number of chunks, and no recomputation, so hardware and model FLOPs are equal. The first prediction
 # keeps the A100s' share. The second assumes
@@ -326,7 +326,8 @@ lesson.claim("Refitted, no run is predicted too fast", not above)
 #   <data value="09.core.32b.published">460 TFLOP/s</data> lie in between.
 # - **The share of the peak.** 1.7B uses dp alone. With dp free it is still predicted at <data value="09.core.1.7b.tp-and-dp-free">569 TFLOP/s</data> and
 #   published at <data value="09.core.1.7b.published">409 TFLOP/s</data>, so its GPUs compute more slowly than our model says. Fitted to it,
-#   the share falls from <data value="09.share">62.0 %</data> to <data value="09.refit">43.6 %</data> (by chance the number of the error above), and then all others are predicted too slow.
+#   the share falls from <data value="09.share">62.0 %</data> to <data value="09.refit">43.6 %</data>, and all other runs are then predicted too slow. (It equals
+#   the error above by chance.)
 #
 # <details><summary>Why is the predicted memory too large?</summary>
 #
@@ -465,8 +466,8 @@ lesson.show(columns={"dp, chunks": layout} | columns, key="09.where", title="Pre
 # and <data value="09.where.slow-pp-16-x-tp-8.bubble">729 ms</data> on the slow one.
 # </details>
 #
-# **Takeaway.** On a slow network, keep tp of 4 or 8 inside the node, and let stages cross its edge until their hops and bubble cost
-# more than they save in dp.
+# **Takeaway.** On a slow network, keep tp of 4 or 8 inside the node, and let stages cross its edge. More stages leave each GPU
+# fewer parameters, so dp sends less. Stop when hops and bubble cost more than that.
 #
 # ### Exercise 1: fit 145.6B
 #
@@ -548,8 +549,8 @@ lesson.claim("It chooses badly", (takes["mistaken"], ">", 2 * takes["right"]))
 # <data value="09.loss:.1f">2.2</data> times the <data value="09.takes.right">4.05 s</data> of the right planner's layout. The ten runs kept tp inside nodes and had one NIC per GPU, so they hardly
 # felt a node's edge.
 #
-# How could you notice, with your own planner alone? **Halve its numbers**, one at a time: the share of the peak (matmuls), the memory's
-# bandwidth, and those of the links inside and between nodes. Predict the ten runs again. If all are still within the
+# How could you notice? **Halve its numbers**, one at a time: the share of the peak (matmuls), the memory's
+# bandwidth, and those of the links inside and between nodes. Predict the ten runs. If all are still within the
 # planner's error, <data value="09.fits.error:.0f">13</data> %, the runs have not tested that number.
 
 
@@ -583,7 +584,7 @@ lesson.field_guide.add(
 # <data value="09.halved.right.between.worst-error-on-the-ten-runs">10.6 %</data> by the right one. So they have not tested the network. The links inside nodes are tested, though only just, with
 # <data value="09.halved.right.inside.worst-error-on-the-ten-runs">14.3 %</data>. The last column cannot warn you: the mistaken planner believes that its own
 # layout hardly needs the network. The remedy
-# is to measure an all-reduce over two nodes, with `lesson.machine_card`.
+# is to measure an all-reduce over two nodes, with `lesson.machine_card` from 00.
 #
 # **Takeaway.** Agreement says nothing about what the known runs did not use.
 #
@@ -618,8 +619,8 @@ lesson.claim("Slow links do not", (max(ratio["inside"], ratio["between"]), "<", 
 #
 # <details><summary>Hint</summary>
 #
-# Two questions, each compared with half of the largest slowdown, as above. In some of the clusters dp runs inside a node.
-# There slow links inside the node slow tp 1 as well, but by less than half of the largest slowdown.
+# Ask two questions. Is the smallest slowdown above half of the largest? If not, is the largest one with the smallest tp above
+# that half? In some clusters dp runs inside a node. There slow links inside the node slow tp 1 as well, but by less.
 # </details>
 
 
@@ -646,7 +647,7 @@ lesson.check(exercises.slow_link, diagnose)
 # ```
 #
 # A fixed percentage fails: tp 1 loses as much to slow links inside nodes in one of the clusters as to a slow network in
-# another. In four of the seven another layout is now the fastest; `exercises.weeks()` has the rows.
+# another. The check has seven clusters, and in four of them another layout is now the fastest; `exercises.weeks()` has the rows.
 # </details>
 
 # %% [markdown]
@@ -718,7 +719,7 @@ lesson.record("09.days", {"trained": days, "all": days / share}, "days")
 # %% [markdown]
 # At best <data value="09.lost">12.4 %</data> of the time is lost in the simulation, and <data value="09.lost.predicted">12.4 %</data> by the exact formula.
 #
-# More GPUs shorten a step, but they also shrink M. With saves of 300 s half of the time is lost at about <data value="09.gone.300s:,.0f">80,000</data> GPUs; with
+# More GPUs shorten a step, but they shrink M. With saves of 300 s half of the time is lost at about <data value="09.gone.300s:,.0f">80,000</data> GPUs; with
 # saves of 10 s, at <data value="09.gone.10s:,.0f">310,000</data>. The optimum is flat: saving half as often costs <data value="09.doubled">2.45 %</data> of the time.
 #
 # <details><summary>How long does a run take?</summary>
@@ -787,7 +788,7 @@ lesson.check(exercises.checkpoint_interval, interval_of)
 # ```
 #
 # Each rank has n tokens of h values, and we assume that all experts get equally many. Then $4\,\frac{p-1}{p}\,k\,n\,h$ values leave a
-# rank. We count them.
+# rank.
 #
 # **Context parallelism** shards the tokens of one sequence. *Megatron's* sequence parallelism gathers them all before each
 # layer. *Ulysses* exchanges tokens for heads with an all-to-all, so that each rank has some heads of all tokens. A *ring*
@@ -857,12 +858,14 @@ lesson.show(columns=sent, title="Predicted bytes that leave one of 8 ranks, h = 
 # Megatron-LM: `--context-parallel-size 2` and `--expert-model-parallel-size 8`.
 # </details>
 #
-# **Other models, other clusters.** The table below has the best layout for each model and number of GPUs. Its *MFU* is
-# the share of the peak that model FLOPs reach. Small models need dp alone, large ones need tp and stages to fit. More GPUs
+# **Other models, other clusters.** The table below has the best layout for each model and number of GPUs, with the published
+# run's batch, recomputation and no ZeRO. Its *MFU* is
+# the share of the peak that model FLOPs reach. From 7.5B on, dp alone doesn't fit. On 2,048 GPUs 1.7B can't use
+# it, because its batch has 512 samples; on 512 it is tied with tp 2. More GPUs
 # share the same batch, so MFU falls.
 #
 # **Challenge.** Plan 145.6B on 2,048 A100s, in nodes of 8 with one Ethernet NIC each, with at most 2,304 samples a step. It has
-# to fit, with an MFU of 35 %. Two knobs do it.
+# to fit, with an MFU of 35 %.
 #
 # <details><summary>Answer</summary>
 #
@@ -881,8 +884,7 @@ lesson.explorers.cluster_layouts()
 # ## What to remember
 #
 # - Datasheets and one fitted run predict the same software on more GPUs to <data value="09.fits.error:.0f">13</data> %.
-# - On other GPUs, with software that overlaps and shards differently, the same planner is off by up to <data value="09.era">43.6 %</data>. Refitting
-#   its share alone makes that <data value="09.planners.nine-h100-runs.forty-lines">71.3 %</data>.
+# - On other GPUs, with software that overlaps and shards differently, the same planner is off by up to <data value="09.era">43.6 %</data>.
 # - On a slow network, keep tp inside the node and let stages cross its edge.
 # - Halve each number. If your known runs are still predicted well, they have not tested it.
 # - Save every √(2DM) seconds.
@@ -895,4 +897,3 @@ lesson.explorers.cluster_layouts()
 # 2407.21783: failures.
 #
 # **Where to go from here.** Plan your own model with `python -m hpnb plan`, then follow `docs/train.md`.
-# Notebook 10 shards a sequence.

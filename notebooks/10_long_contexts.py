@@ -40,7 +40,7 @@
 # **Letters.** A sequence of s tokens is sharded over p ranks of the *context axis*, cp. Queries have H heads; keys and
 # values have G, the *kv heads*. A head has d values of w bytes. In causal attention a query sees its own and earlier keys.
 # The page tells one run, on
-# <data value="10.hardware">2 CPU cores</data>.
+# <data value="10.hardware">2 CPU cores</data>. *Replayed* times are put together from parts timed alone.
 
 # %% tags=["setup"]
 import importlib.util
@@ -58,6 +58,7 @@ from hpnb.theory.context import Attention
 
 N = min(4, hpnb.ranks.default_ranks())
 pool = hpnb.Ranks(N)  # these ranks stay to the end
+lesson.record("10.ranks", N)
 text = hpnb.data.text("train", block=64)  # packed into sequences of 64 tokens
 loader = hpnb.data.Loader(text, 8)
 model = "attention alone, then a small GPT-2"
@@ -373,10 +374,10 @@ lesson.claim("Each step after the first has half of its pairs", shares == {0.5})
 #
 # <details><summary>Hint</summary>
 #
-# Take rows of `ranks` chunks. Two rows are a zigzag, so only an odd number of rows is hard, and 3 rows at the end
-# solve it. For 3 ranks, rows are 0 1 2, 3 4 5 and 6 7 8. In the first two rows, pair 0 with 5, 1 with 3 and 2 with 4: the
-# sums are 5, 4 and 6. Give the pair with the largest sum the smallest chunk of the third row, and so on. Which pairs do
-# this for any number of ranks?
+# Take rows of `ranks` chunks. Two rows make a zigzag. If the number of rows is odd, treat 3 of them together. For 3 ranks these
+# are 0 1 2, 3 4 5 and 6 7 8. In the first two rows, pair 0 with 5, 1 with 3 and 2 with 4: the
+# sums are 5, 4 and 6. Give the pair with the largest sum the smallest chunk of the third row, and so on. For any number of ranks, which
+# pairing of the first two rows has sums that grow by at most 1 from pair to pair?
 # </details>
 
 
@@ -475,7 +476,7 @@ lesson.claim("The formula counts every byte", counted == predicted)
 #
 # $$ \text{ring: } 6\,(p-1)\,G\,d \qquad\qquad \text{Ulysses: } 4\,\tfrac{p-1}{p}\,(H+G)\,d \quad\text{values of } w \text{ bytes.} $$
 #
-# In 16 bits, where the ring's gradients are twice as wide, its 6 becomes 8. A rank has s/p tokens. So with twice the ranks, a
+# In 16 bits, where the ring's gradients are twice as wide, its 6 becomes 8. With twice the ranks, a
 # rank of Ulysses sends about half as much, and a rank of a ring about as much as before. With 8 kv
 # heads Ulysses sends <data value="10.sent.ulysses-8-kv-heads.counted">98.3 kB</data> and the
 # ring <data value="10.sent.ring-8-kv-heads.counted">295 kB</data>. Grouped queries help the ring: with 1 kv head it sends
@@ -532,8 +533,9 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 #
 # hpnb: `HybridParallelPlugin(cp_size=4, context_parallel="ring")`, or `"ulysses"`. Megatron-Core:
 # `--context-parallel-size 4` with `--cp-comm-type p2p` for the ring and `a2a` for Ulysses. accelerate:
-# `ParallelismConfig(cp_size=4)`, which needs FSDP2 and uses PyTorch's `context_parallel`. Both gather k and v by default, the third way of the next section; for a ring, accelerate
-# has `TorchContextParallelConfig(cp_comm_strategy="alltoall")`, and PyTorch `set_rotate_method("alltoall")`. transformers: pass accelerate's configuration to
+# `ParallelismConfig(cp_size=4)`, which needs FSDP2 (PyTorch's ZeRO 3) and uses PyTorch's `context_parallel`. PyTorch and accelerate
+# gather k and v by default; the next section calls that "a third way". For a ring, call `set_rotate_method("alltoall")` in PyTorch, and
+# pass `TorchContextParallelConfig(cp_comm_strategy="alltoall")` to accelerate. transformers: pass accelerate's configuration to
 # `TrainingArguments(parallelism_config=...)`. DeepSpeed has Ulysses in `deepspeed.sequence.layer`. PyTorch:
 #
 # ```python
@@ -574,8 +576,8 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 #
 # In the figure below, lines are *predicted* from the machine card of notebook 00: latency, bandwidth and matmul rate.
 # It gives ρ = <data value="10.card.rho">55</data> FLOP a byte. Dots are
-# *replayed*: we time a step's computing and each message alone, and add them up by the same rule. On shared CPU
-# cores, computing counts its CPU time. H = G = <data value="10.card.heads">8</data>, so computing covers the forward from
+# *replayed*: we time a step's computing and each message alone, and add them up by the same rule. Where ranks share CPU
+# cores, we take CPU time for the computing, and the clock's time for messages. H = G = <data value="10.card.heads">8</data>, so computing covers the forward from
 # <data value="10.card.overlap">220</data> tokens a rank on.
 
 # %%
@@ -615,8 +617,6 @@ worst = off["ring"].index(max(off["ring"]))  # here the ring's dot is farthest o
 there = long_contexts.predict_parts(shapes[worst], N, card)
 over = {part: replayed[worst].parts[part] / took for part, took in there.items()}
 lesson.record("10.farthest", {"tokens": lengths[worst], **over})
-below = [p < r for p, r in zip(dots["Ulysses, packed"], dots["ring"], strict=True)]
-lesson.record("10.packed-below", f"{sum(below)} of {len(below)}")
 parts = long_contexts.predict_parts(shapes[0], N, card)
 lesson.show(predicted=parts, measured=replayed[0].parts, unit="s", key="10.parts",
             title=f"One part alone, at {lengths[0]} tokens")  # fmt: skip
@@ -626,12 +626,10 @@ lesson.claim("Packed, Ulysses waits less at the shortest sequence",
              (dots["Ulysses, packed"][0], "<", dots["Ulysses"][0]))  # fmt: skip
 lesson.claim("A longer sequence exposes a smaller share of a ring's messages",
              (shares[-1], "<", shares[0]))  # fmt: skip
-lesson.claim("At the longest sequence, the ring exposes less, even than packed",
-             (dots["ring"][-1], "<", dots["Ulysses, packed"][-1]))  # fmt: skip
 
 # %% [markdown]
 # At <data value="10.lengths.first">64</data> tokens the ring exposes <data value="10.share.first">76.1 %</data> of its messages' time, and at
-# <data value="10.lengths.last">4,096</data> tokens <data value="10.share.last">11.1 %</data>. A ring on four ranks has nine messages, here of equal size, and the
+# <data value="10.lengths.last">4,096</data> tokens <data value="10.share.last">11.1 %</data>. A ring on four ranks has nine equal messages, and the
 # last one, always exposed, is a ninth of them. No computing covers Ulysses' all-to-alls. At
 # <data value="10.lengths.first">64</data> tokens nearly all of their time is latency: eight take <data value="10.at-first.ulysses">8.10 ms</data>, and packed into four
 # <data value="10.at-first.ulysses-packed">5.10 ms</data>. At <data value="10.lengths.last">4,096</data> tokens the all-to-alls take
@@ -648,25 +646,24 @@ lesson.claim("At the longest sequence, the ring exposes less, even than packed",
 # predicts <data value="10.parts.all-to-all.predicted">2.39 ms</data> at <data value="10.lengths.first">64</data> tokens, and
 # <data value="10.parts.all-to-all.measured">1.01 ms</data> is measured.
 #
-# **Packed Ulysses**, by up to <data value="10.off.ulysses-packed:.1f">2.2</data>. Its messages are three times as large, and
-# packing copies q, k and v into one tensor. We haven't timed the two apart, so this gap is not explained.
+# **Packed Ulysses**, by up to <data value="10.off.ulysses-packed:.1f">2.2</data>. Two of its four all-to-alls are three times as large,
+# those of q, k and v and of their gradients, and packing copies q, k and v into one tensor. We haven't timed the two apart, so this gap is not explained.
 # </details>
 #
 # ### Where does Ulysses win?
 #
-# By this machine's card nowhere: the ring's line is lowest at every length. The dots put packed
-# Ulysses below the ring at <data value="10.packed-below">2 of 7</data> lengths: where latency decides, four all-to-alls take about as long as nine
-# messages. At lengths where bytes take longer than latency, computing already
-# covers most of the ring's messages.
+# By this machine's card nowhere: the ring's line is lowest at every length. The dots agree right of the dotted line. At the
+# {{10.near.lengths:.0f}} lengths left of it, packed Ulysses takes {{10.near.least:.2f}} to {{10.near.most:.2f}} times as long as the ring. Timed
+# again, they change sides: where latency decides, this machine can't say which is faster.
 #
-# An H100's network has a latency of only 10 µs; here it is <data value="10.card.latency">791 µs</data>. So bytes decide already at lengths that are too short for
-# computing to cover a ring's messages. There Ulysses wins,
+# An H100's network has a latency of only 10 µs; here it is <data value="10.card.latency">791 µs</data>. So there is a range of lengths in which bytes decide, not latency, and
+# computing is still too short to cover a ring's messages. There Ulysses wins,
 # because it sends less. By the same formulas, with 8 ranks over InfiniBand and G = H, the ring exposes less only from
 # <data value="10.wins.32-kv-heads">17,178</data> tokens a rank on. With 8 of 32 kv heads it does so from <data value="10.wins.8-kv-heads">2,848</data> on.
-# w·ρ·G/H says 16,000 and 4,000: it only says where a ring's forward is covered, so it is a rough rule.
+# w·ρ·G/H is a rougher rule: 16,000 and 4,000.
 #
 # **A third way** is one all-gather of k and v, as in Llama 3 and by default in PyTorch. It sends a ring's bytes in one call, but at most one step's computing covers them, and a rank
-# holds k and v of all tokens. With few kv heads both cost little.
+# holds k and v of all tokens. With few kv heads, neither costs much time or memory.
 #
 # The *explorer* is this figure with knobs, for an H100. **Challenge:** on 8 ranks over InfiniBand NDR, with 32 heads, at least
 # 8 kv heads and at most 65,536 tokens, keep the exposed time of the better way below 5 % of the computing time.
@@ -677,6 +674,12 @@ wins = {f"{G} kv heads": ring_exposes_less_from(32, G, cp=8, link="InfiniBand ND
 lesson.record("10.wins", wins)  # tokens a rank
 below = all(ring < min(rest) for ring, *rest in zip(*predicted.values(), strict=True))
 lesson.claim("By this machine's card, a ring exposes less at every length", below)
+over = [p / r for p, r in zip(dots["Ulysses, packed"], dots["ring"], strict=True)]
+near = [x for x, s in zip(over, lengths, strict=True) if s < N * tokens] or [over[0]]
+far = [x for x, s in zip(over, lengths, strict=True) if s >= N * tokens] or [over[-1]]
+facts = {"lengths": len(near), "least": min(near), "most": max(near)}
+lesson.record("10.near", facts)  # left of the dotted line: packed over ring
+lesson.claim("Right of the dotted line, packed takes longer", (min(far), ">", 1))
 lesson.explorers.ring_or_ulysses()
 
 # %% [markdown]
@@ -716,14 +719,13 @@ worst = max((abs(kept[row] / n - 1) for row, n in predicted.items() if n), defau
 lesson.claim("Activations shrink as 1/cp, within a tenth", (worst, "<", 0.1))
 
 # %% [markdown]
-# Kept activations shrink in proportion, so p ranks can keep a sequence p times as long. The last column divides 1 GB by what a
-# token keeps. Weights, gradients and optimizer state don't shrink, unless you add ZeRO or tensor parallelism.
+# Kept activations shrink in proportion, so p ranks can keep a sequence p times as long. Weights, gradients and optimizer state don't shrink, unless you add ZeRO or tensor parallelism.
 #
 # <details><summary>What the library's ring computes a block with</summary>
 #
 # With PyTorch's *fused* attention kernels. They return the lse, and compute scores in pieces that never reach the main memory.
-# Float64 on a GPU goes by plain matrix products, which write the scores of one pair of chunks, H (s/2p)² numbers. So do
-# models whose queries see only the nearest keys, and models that limit the size of scores.
+# Three cases use plain matrix products instead: float64 on a GPU, models whose queries see only the nearest keys, and models that
+# limit the size of scores. These products write the scores of one pair of chunks to memory, H (s/2p)² numbers.
 # </details>
 #
 # **Takeaway.** Where bandwidth decides, take Ulysses well below w·ρ·G/H tokens a rank, and a ring well above. With more
@@ -735,14 +737,15 @@ lesson.claim("Activations shrink as 1/cp, within a tenth", (worst, "<", 0.1))
 # every rank. PyTorch's `context_parallel` shards just the buffers that you list, so positions are easily forgotten.
 #
 # We train a GPT-2 twice on <data value="10.ranks">4</data> ranks. `shard_batch` returns a rank's tokens, positions and shifted labels. In the second
-# run we delete the positions. Masks stay right, because the ring knows where tokens stand.
+# run we delete the positions. Masks stay right, because the ring knows where tokens stand. The last cell prints the *field
+# guide*, failures of all notebooks.
 
 
 # %%
 def train(keep_positions):
     axis = Mesh(Layout(cp=hpnb.world_size())).cp
     model = hpnb.models.gpt2("laptop").to(hpnb.device())
-    context, losses = parallelize(model, axis, "ring"), []
+    context, losses, norms = parallelize(model, axis, "ring"), [], []
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for batch in batches:
         shard = context.shard_batch({k: x.to(hpnb.device()) for k, x in batch.items()})
@@ -758,15 +761,17 @@ def train(keep_positions):
             g.copy_(part.view_as(g))  # each rank has other tokens: sum, don't average
         optimizer.step()
         losses.append(comm.all_reduce(loss.detach(), axis).item())
-    rows = model.transformer.wpe.weight.grad[:64].norm(dim=1).tolist()
-    return losses, rows, long_contexts.reloaded_distance(model, context, batch, shard)
+        norms.append(model.transformer.wpe.weight.grad[:64].norm(dim=1).tolist())
+    return losses, norms, long_contexts.reloaded_distance(model, context, batch, shard)
 
 
 names = {"positions of shard_batch": True, "positions that restart": False}
 runs = {name: pool.run(train, keep)[0] for name, keep in names.items()}
 
 # %%
-losses, rows = ({name: run[i] for name, run in runs.items()} for i in (0, 1))
+losses, norms = ({name: run[i] for name, run in runs.items()} for i in (0, 1))
+rows = {name: run[-1] for name, run in norms.items()}  # of the last step
+lesson.record("10.varies", long_contexts.least_variation(norms, steps=10))  # of row 0
 title = "Both losses fall; rows of wpe without a gradient tell"
 lesson.show(figures.losses_and_rows(losses, rows, title=title))
 final = {name: run[-1] for name, run in losses.items()}
@@ -779,7 +784,6 @@ title = "Measured: one process computes other logits from the second checkpoint"
 lesson.show(columns=columns, key="10.fault", title=title)
 right, wrong = names
 start, end = losses[right][0], losses[right][-1]
-lesson.record("10.ranks", N)
 lesson.record("10.gap", max(abs(a - b) for a, b in zip(*losses.values(), strict=True)))
 lesson.claim("The loss doesn't tell", abs(final[wrong] - end) < (start - end) / 5)
 lesson.claim("With right positions, one process agrees", (off[right], "<", 1e-5))
@@ -803,8 +807,8 @@ lesson.field_guide.show()
 #
 # The instrument is the gradient of `wpe`. With right positions, <data value="10.fault.positions-of-shard_batch.rows-of-wpe-with-a-gradient-of-64">63</data>
 # of 64 rows get one: the last token has no target. With positions that restart, only
-# <data value="10.fault.positions-that-restart.rows-of-wpe-with-a-gradient-of-64">16</data> do. Many models have no such table, because they rotate q and k by
-# their position. There, check the cause itself: gather `position_ids` from all ranks of cp and sort them. They should be 0 to s - 1, each once.
+# <data value="10.fault.positions-that-restart.rows-of-wpe-with-a-gradient-of-64">16</data> do. Don't compare sizes: in both runs, the norm of row 0 varies by a factor of
+# {{10.varies:.0f}} or more within ten steps. Many models have no such table. There, check the cause itself: gather `position_ids` from all ranks of cp and sort them. They should be 0 to s - 1, each once.
 #
 # **Takeaway.** Shard tokens together with their positions and with their labels, which are shifted before: the target of a
 # rank's last token is on another rank.
@@ -813,8 +817,7 @@ lesson.field_guide.show()
 #
 # - Attention to blocks merges exactly, by output and lse.
 # - A ring sends keys and values while it computes. From w·ρ·G/H tokens a rank on, computing covers them in the forward.
-# - Ulysses exchanges tokens for heads and back, and needs p heads or more. With enough kv heads it sends less than a ring,
-#   but nothing covers it.
+# - Ulysses exchanges tokens for heads and back, and needs p heads or more. Nothing covers what it sends.
 # - Zigzag gives all ranks equally many visible pairs in every step.
 #
 # **When not to use this.** If a sequence fits, data parallelism needs no messages inside a layer. FlashAttention or recomputation
@@ -831,5 +834,5 @@ lesson.field_guide.show()
 # attention*, 2311.09431. Jacobs et al. 2023, *DeepSpeed Ulysses*, 2309.14509.
 # </details>
 #
-# **Next.** So far, every weight works on every token. [Notebook 11](11_experts.ipynb) drops that: in a mixture of experts a
-# token visits a few experts only, and the all-to-all of this page carries it there.
+# **Next.** In [notebook 11](11_experts.ipynb) a token visits a few *experts* only, and the all-to-all of this page carries it
+# there.

@@ -41,7 +41,7 @@
 #
 # **Letters.** A token has h values of w bytes and chooses k of E experts. A rank has n tokens. The *expert axis* ep has p ranks, and
 # each holds E/p experts. A *row* is a token on its way to one expert. A rank has k n rows; those for its own experts stay.
-# All numbers come from one run, on <data value="11.hardware">2 CPU cores</data>.
+# All numbers come from one run, on <data value="11.hardware">2 CPU cores</data>. *Replayed* times are put together from parts timed alone.
 
 # %% tags=["setup"]
 import importlib.util
@@ -266,8 +266,6 @@ rows = {"even": rows_of_ranks(1), "popular": rows_of_ranks(10)}
 seconds = pool.run(moe.seconds_of_ranks, rows, E // N)[0]
 title = "replayed · all ranks wait for the one with the popular expert"
 lesson.show(figures.computing_and_waiting(seconds["popular"], title=title))
-
-# %%
 slowest = {name: max(took) for name, took in seconds.items()}
 busiest = {name: N * max(counts) / sum(counts) for name, counts in rows.items()}
 slower, ratio = (x["popular"] / x["even"] for x in (slowest, busiest))
@@ -279,7 +277,7 @@ lesson.claim("Computing grows as the busiest rank's rows do",
              abs(slower / ratio - 1) < 0.25)  # fmt: skip
 
 # %% [markdown]
-# There are as many rows as before. The busiest rank has <data value="11.layer.popular.busiest-rank-s-rows-mean-counted:.2f">2.04</data> times the mean, and
+# The busiest rank has <data value="11.layer.popular.busiest-rank-s-rows-mean-counted:.2f">2.04</data> times the mean, and
 # with even routing it still had <data value="11.layer.even.busiest-rank-s-rows-mean-counted:.2f">1.03</data>. So we predict the quotient, <data value="11.slower.predicted:.2f">1.98</data>. Replayed,
 # computing takes <data value="11.slower:.2f">1.93</data> times as long. The busiest *rank* counts: two popular
 # experts do less harm on two ranks than on one.
@@ -288,8 +286,6 @@ lesson.claim("Computing grows as the busiest rank's rows do",
 # as long as with equal loads.
 #
 # ## Balance, or drop
-#
-# Three things help.
 #
 # **A loss.** Let f_e be the share of tokens that chose expert e, and P_e its mean probability. The
 # *balancing loss* is $E \sum_e f_e P_e$, added to the model's loss with a small factor, such as 0.01. f is a count and has no gradient.
@@ -324,9 +320,9 @@ lesson.claim("The library's loss is that of all tokens", (off, "<", 1e-5))
 # ranks. The mean of the ranks' losses is <data value="11.balance.mean-of-ranks.loss:.2f">2.59</data>: a rank's few tokens
 # are rarely spread evenly, even when all tokens are.
 #
-# Now we train a small DeepSeek-V3 three times for <data value="11.steps">50</data> steps. For its weights it has a sigmoid of each score instead of our
-# softmax, and its routers already hold a selection bias. Each block also has a *shared expert*, which works on every token. That is
-# a short training, so we balance harder than usual: with a factor of 0.3 for the loss and a rate of 0.01 for the bias. `parallelize` keeps this rank's experts, and `ExpertLoads` records how many rows
+# Now we train a small DeepSeek-V3 three times for <data value="11.steps">50</data> steps. It weighs the experts' outputs by a sigmoid of each score instead of
+# our softmax, and its routers already hold a selection bias. Each block also has a *shared expert*, which works on every token. So
+# few steps need harder balancing than usual: with a factor of 0.3 for the loss and a rate of 0.01 for the bias. `parallelize` keeps this rank's experts, and `ExpertLoads` records how many rows
 # each expert gets in each step.
 
 
@@ -380,11 +376,11 @@ lesson.record("11.steps", steps)
 lesson.claim("Balancing costs little loss here, if any", (gap, "<", 0.1))
 
 # %% [markdown]
-# Without balancing, the busiest expert has <data value="11.run.no-balancing.busiest-expert-mean-counted:.2f">2.91</data> times the mean load, a mean over
+# Without balancing, the busiest expert has <data value="11.run.no-balancing.busiest-expert-mean-counted:.2f">2.91</data> times the mean load, averaged over
 # both blocks and the last ten steps, and the experts of a layer compute <data value="11.run.no-balancing.a-layer-s-computing-even-loads-replayed:.2f">1.57</data> times as long as with even
 # loads. The loss brings the load to <data value="11.run.balancing-loss.busiest-expert-mean-counted:.2f">1.76</data>, the bias to
 # <data value="11.run.selection-bias.busiest-expert-mean-counted:.2f">1.50</data>. The model's losses of the three runs lie within <data value="11.gap:.2f">0.02</data>, and each ran once. In
-# long trainings, a balancing loss with a large factor makes the model worse, as Wang et al. measured. That is why DeepSeek-V3 has the bias.
+# long trainings, a balancing loss with a large factor makes the model worse, as Wang et al. measured.
 #
 # ### Capacity
 #
@@ -403,6 +399,7 @@ def keep_within(chosen, capacity):  # (n, k) -> (n, k): does the row have a plac
     return (place < capacity).view_as(chosen)
 
 
+# %%
 factors = (0.0, 0.5, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
 models = {name: runs[name][3] for name in ("no balancing", "selection bias")}
 job = (models, keep_within, (*factors, float("inf")), held_out, E, K)  # inf: no drops
@@ -414,7 +411,14 @@ title = "measured · a balanced model drops few rows at 1.25 times the mean load
 lesson.show(figures.capacity(factors, dropped, rise, title=title))
 at = factors.index(1.25)
 lost, few = (100 * dropped[name][at] for name in models)
-lesson.record("11.dropped", {"free": lost, "bias": few}, "%")
+at_3 = 100 * dropped["no balancing"][factors.index(3.0)]
+lesson.record("11.dropped", {"free": lost, "bias": few, "at-3": at_3}, "%")
+blocks = moe.sorted_loads(models["no balancing"], held_out, E, K)
+columns = {name: {f"block {i}": loads[place] for i, loads in enumerate(blocks, 1)}
+           for place, name in enumerate(["busiest", "second busiest"])}  # fmt: skip
+lesson.show(columns=columns, key="11.held",
+            title="counted · held-out text, no balancing: load of an expert / mean")
+lesson.claim("Two experts of block 2 exceed 3 times the mean", (blocks[1][1], ">", 3))
 free, balanced = rise.values()
 lesson.record("11.rise", {"free": free[at], "all": free[0], "bias-all": balanced[0]})
 lesson.claim("Balance saves rows from being dropped", (few, "<", lost))
@@ -425,6 +429,10 @@ lesson.claim("A balanced model depends more on its experts", 0 < free[0] < balan
 # <data value="11.dropped.bias">2.10 %</data>. The unbalanced model's loss rises by <data value="11.rise.free:.3f">0.019</data>. That is little, because its experts have learned
 # little: with the shared expert alone, its loss would rise by only <data value="11.rise.all:.3f">0.066</data>. The
 # balanced model's would rise by <data value="11.rise.bias-all:.3f">0.076</data>, so it depends more on its experts.
+#
+# Even at 3.0 the unbalanced model drops {{11.dropped.at-3}}, because its blocks differ. In block 1 the busiest expert has
+# {{11.held.block-1.busiest:.2f}} times the mean on this text. In block 2 two experts have {{11.held.block-2.busiest:.2f}} and
+# {{11.held.block-2.second-busiest:.2f}} times. More than E/k = 4 is impossible: a token's experts differ.
 #
 # <details><summary>Padding, and layers without it</summary>
 #
@@ -483,7 +491,8 @@ lesson.check(exercises.balancing_loss, balancing)
 #
 # After the backward, rank 0 holds the gradient of expert 0 for the tokens of ranks 0 and 1, because their rows came through
 # the all-to-all. Rank 2 holds the gradient of the same expert for the tokens of ranks 2 and 3. So an expert's gradient is
-# summed over its *edp group* (expert data parallel) alone. The loss is a mean over all dp ranks, so both sums are divided by dp.
+# summed over its *edp group* (expert data parallel) alone. The loss is a mean over all 4 dp ranks, so both sums are divided by 4: the
+# router's, of 4 terms, and the expert's, of 2 terms, which cover the tokens of all 4 ranks.
 #
 # `HybridParallelPlugin(ep_size=2)` knows this. We train three steps, compare the losses with one process, and count what
 # leaves a rank for gradients in the last step.
@@ -529,8 +538,11 @@ lesson.claim("The bytes of experts are exact", counted["edp"] == predicted["edp"
 lesson.record("11.besides", counted["dp"] - predicted["dp"], "B")
 
 # %% [markdown]
+# <details><summary>What else goes over dp?</summary>
+#
 # Over dp go <data value="11.besides">96 B</data> besides the gradients. Rank 0 broadcasts buffers, such as the
 # selection biases, and a small all-reduce makes the loss a mean over all ranks' targets.
+# </details>
 #
 # <details><summary>In your tools: experts</summary>
 #
@@ -554,7 +566,7 @@ lesson.record("11.besides", counted["dp"] - predicted["dp"], "B")
 # ### The silent failure
 #
 # A training loop that doesn't know of experts averages all gradients over dp. Shapes agree, so nobody complains that expert 0 gets the gradient of expert 4 mixed in. We write the
-# loop by hand and change only the axis.
+# loop by hand and change only the axis. The last cell prints the *field guide*, failures of all notebooks.
 
 
 # %%
@@ -669,8 +681,7 @@ lesson.check(exercises.who_reduces, reduces)
 #
 # We predict it for layers of DeepSeek-V3's shape: tokens of 7,168 values, and for each token one shared expert and 8 of 256
 # experts, 2,048 wide. They run on H100s at 400 TFLOP/s, ep = 64, over InfiniBand NDR with 50 GB/s, and 4,096 tokens a microbatch.
-# Each token crosses that network 8 times. DeepSeek-V3 itself lets a token reach at most 4 nodes: it crosses the network once
-# for each, and goes on over NVLink, so at most half as much is sent.
+# Each token crosses that network 8 times.
 #
 # In the figure, digits are microbatches, and the makespan is the time until both are done.
 
@@ -710,6 +721,7 @@ lesson.reveal("11.saved", 100 * both.makespan / apart.makespan, source="simulate
 lesson.record("11.shared", 3 * 3 * experts / 9, "s")  # 1 of 9 experts, F and B
 
 # %%
+# 4 ranks, and each has 2 chunks of layers: 8 stages
 schedule = schedules.make("dualpipe-v", stages=8, microbatches=16, chunks=2)
 chunk = 3 * (attention + experts)  # seconds that three layers compute in a forward
 costs = Costs(chunk, chunk, chunk)  # gradients of inputs, of weights: as many FLOPs
@@ -735,13 +747,13 @@ off = step_timing.relative_distance([paired], [alone])
 lesson.claim("In pairs, the plugin trains as without a pipeline", (off, "<", 1e-5))
 
 # %% [markdown]
-# Run together, a forward and a backward need <data value="11.saved">58.5 %</data> of the time that they need one after the other. <data value="11.exposed.paired">18.3 ms</data> of their
-# messages are *exposed*, because nothing computes meanwhile, instead of <data value="11.exposed.apart">119 ms</data>. Here the shared expert waits for the dispatch, too; it could cover
-# <data value="11.shared">8.12 ms</data> of these. The layer suits overlap: its computing and its messages take about equally long.
+# Run together, a forward and a backward need <data value="11.saved">58.5 %</data> of the time that they need one after the other. *Exposed* messages, during
+# which nothing computes, shrink from <data value="11.exposed.apart">119 ms</data> to <data value="11.exposed.paired">18.3 ms</data>. Our shared expert waits for the dispatch, too;
+# otherwise it could cover <data value="11.shared">8.12 ms</data> of the <data value="11.exposed.paired">18.3 ms</data>. The layer suits overlap: its computing and its messages take about equally long.
 #
 # Notebook 06 has a relative of DualPipe, `dualpipe-v`. Most of the time, a rank runs a forward and directly
-# after it the backward of another microbatch. These two run as a pair. The pairs have
-# <data value="11.pairs">70.3 %</data> of the forwards; no such backward follows the others, which fill the pipeline. So a simulated step takes
+# after it the backward of another microbatch. These two run as a pair. <data value="11.pairs">70.3 %</data> of the forwards run in a pair.
+# The others fill the pipeline: no such backward follows them. So a simulated step takes
 # <data value="11.step.in-pairs.simulated">5.96 s</data> instead of <data value="11.step.one-after-the-other.simulated">8.21 s</data>, and <data value="11.step.no-messages.simulated">4.06 s</data> without any messages. The library runs the
 # pairs, too, and its losses equal those without a pipeline, up to rounding in float32.
 #
@@ -749,7 +761,10 @@ lesson.claim("In pairs, the plugin trains as without a pipeline", (off, "<", 1e-
 #
 # DualPipe keeps two copies of the layers, so that microbatches enter at both ends of the pipeline. `dualpipe-v` needs one copy,
 # on half as many ranks, and each rank has two *chunks* of layers: a microbatch goes down the ranks through the first chunks,
-# and back up through the second ones.
+# and back up through the second ones. So 4 ranks have 8 stages.
+#
+# DeepSeek-V3 itself lets a token reach at most 4 nodes: it crosses the network once for each, and goes on over NVLink, so at
+# most half as much is sent as in our simulation.
 # </details>
 #
 # ### What a layer costs

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
 
 from hpnb.lesson.figures import ranks_and_collectives
 from hpnb.lesson.figures.long_contexts import RANKS
@@ -126,7 +127,11 @@ def capacity(
     panels = [CurvePanel(upper, "%", height=1.25, title="rows that are dropped"),
               CurvePanel(lower, "rise of loss", height=1.25, title="how much the loss rises by that",
                          xlabel="capacity of an expert / mean load")]  # fmt: skip
-    return curves(panels, title=title, gap=0.5)
+    fig = curves(panels, title=title, gap=0.5)
+    for ax in fig.axes:
+        for size, line in zip((11, 5.5), ax.get_lines(), strict=False):  # no dot hides one beneath
+            line.set(markersize=size)
+    return fig
 
 
 def losses_and_experts(
@@ -142,7 +147,8 @@ def losses_and_experts(
     """
     look = dict(zip(losses, (Look(*SERIES[k]) for k in (0, 1)), strict=True))
     upper = [
-        Series(run, range(1, len(y) + 1), y, look[run], label=f"loss, {run},") for run, y in losses.items()
+        Series(run, range(1, len(y) + 1), y, look[run], "line and dots", f"loss, {run},")
+        for run, y in losses.items()
     ]
     aside = dict(zip(norms, (-0.13, 0.13), strict=True))  # so that equal norms stand side by side
     lower = [Series(run, [e + aside[run] for e in range(len(y))], y, look[run], "dots",
@@ -153,6 +159,7 @@ def losses_and_experts(
     unused = Key(OpStyle("#FBE3D6", "", "expert without a token"))
     keys = legend_of([*upper, *lower])
     fig = curves(panels, title=title, keys=keys, more_keys=[unused], gap=0.75)
+    fig.axes[0].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     ax = fig.axes[1]
     for expert, count in enumerate(tokens):
         if not count:

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FixedLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from hpnb.plot.canvas import SMALL, TEXT, Key, new_figure
 from hpnb.plot.curves import CurvePanel, Look, Series, count, curves, log_ticks, looks, rule
@@ -165,7 +165,8 @@ def losses_and_rows(
     """
     look = dict(zip(losses, (Look(*SERIES[k]) for k in (0, 1)), strict=True))
     upper = [
-        Series(run, range(1, len(y) + 1), y, look[run], label=f"loss, {run},") for run, y in losses.items()
+        Series(run, range(1, len(y) + 1), y, look[run], "line and dots", f"loss, {run},")
+        for run, y in losses.items()
     ]
     rows = {run: [k for k, norm in enumerate(y) if norm > 0] for run, y in norms.items()}
     lower = [Series(run, rows[run], [y[k] for k in rows[run]], look[run], "dots",
@@ -175,6 +176,7 @@ def losses_and_rows(
                          title="norm of the gradient of each row of wpe")]  # fmt: skip
     cross = Key(OpStyle(INK, "", "a row without a gradient, in the colour of its run"), "dot", marker="x")
     fig = curves(panels, title=title, more_keys=[cross], gap=0.75)
+    fig.axes[0].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     ax = fig.axes[1]
     log_ticks(ax.yaxis, lambda value: f"{value:g}", (1.0, 2.0, 5.0))
     low, high = ax.get_ylim()

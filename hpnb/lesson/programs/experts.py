@@ -2,6 +2,7 @@
 
     compare_layer                   a layer of experts on ranks equals one process, and what it sends
     mixture, loss_within_capacity   a small DeepSeek-V3 that is trained, and what dropping rows costs it
+    sorted_loads                    the loads of its experts, block by block
     probe_experts                   the gradients of experts that got no token
     deepseek_v3_layer, pipeline_losses  two microbatches at once: what a layer takes, and a step that is run
 
@@ -239,6 +240,30 @@ def _drop(
     kept = keep(chosen, int(min(factor * mean, chosen.numel())))
     dropped.append(1 - kept.double().mean().item())
     return logits, weights * kept, chosen
+
+
+@torch.no_grad()
+def sorted_loads(state: Batch, batches: Sequence[Batch], num_experts: int, k: int) -> list[list[float]]:
+    """For each block of a `mixture`: each expert's load over the mean, busiest first, a mean over batches.
+
+    One process runs it.
+
+    Args:
+        state: weights of a `mixture`.
+    """
+    model = mixture(num_experts, k).eval()
+    model.load_state_dict(state)
+    loads: list[list[torch.Tensor]] = [[] for _ in routers(model)]
+
+    def count(block: int, module: Any, args: Any, outputs: Any) -> None:
+        counts = torch.bincount(outputs[2].flatten(), minlength=num_experts).double()
+        loads[block].append((counts / counts.mean()).sort(descending=True).values)
+
+    for block, router in enumerate(routers(model)):
+        router.register_forward_hook(partial(count, block))
+    for batch in batches:
+        model(**{name: x.to(hpnb.device()) for name, x in batch.items()})
+    return [torch.stack(of_batches).mean(0).tolist() for of_batches in loads]
 
 
 # --- gradients of experts -----------------------------------------------------------------------------

@@ -6,7 +6,7 @@ Every rank calls what is here.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -123,6 +123,16 @@ def reloaded_distance(model: torch.nn.Module, context: ContextParallel, batch: B
         right = alone(input_ids=batch["input_ids"].to(hpnb.device())).logits[:, places]
         inputs = {name: x for name, x in shard.items() if name != "labels"}
         return relative_distance([model(**inputs).logits], [right])
+
+
+def least_variation(norms: Mapping[str, Sequence[Sequence[float]]], steps: int) -> float:
+    """The largest over the smallest norm of row 0 in the last steps, of the run where it is least.
+
+    Args:
+        norms: {run: for each step, the norm of each row's gradient}.
+    """
+    first = ([rows[0] for rows in run[-steps:]] for run in norms.values())
+    return min(max(sizes) / min(sizes) for sizes in first)
 
 
 # --- times --------------------------------------------------------------------------------------------

@@ -267,7 +267,7 @@ lesson.check(exercises.column_row, mlp)
 #
 # Batch size cancels, and sequence length almost does: attention's scores, left out here, add a share of s/6h. The formula also leaves out latency. So once messages are long, **no batch helps**: only a wider model, fewer ranks or a faster interconnect. Replace the `None`s below by your guesses of bytes and ratio. Until then a *rule of thumb*, a naive estimate, stands there.
 #
-# From here on, the library's `parallelize(model, mesh.tp, mode="1d")` replaces the linear layers by sharded ones, as above; this layout is called *1D*. `machine_card` measures the latency α, the bandwidth B (here no matrix) and the matmul rate of this machine, its *card*. ρ is the rate over the bandwidth. Then it trains a sharded and a serial ViT for three steps, in float64.
+# From here on, the library's `parallelize(model, mesh.tp, mode="1d")` replaces the linear layers by sharded ones, as above; this layout is called *1D*. `machine_card` measures the latency α, the bandwidth B (here no matrix) and the matmul rate of this machine, its *card*. ρ is the rate over the bandwidth. The cell then trains a sharded and a serial ViT for three steps, in float64.
 
 # %%
 card = lesson.machine_card(N)
@@ -793,8 +793,8 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 #
 # <details><summary>Which latency, and what would help?</summary>
 #
-# A block in 1D makes four all-reduces of six steps, so 24 latencies α of the card above. So a link of lower latency
-# would help here. So does a larger batch: compute grows with tokens, and latency does not. Where launching kernels takes longest it would not: such a block is *launch-bound*. This run cannot tell what launches take.
+# A block in 1D makes four all-reduces of six steps, so 24 latencies α of the card above. A link of lower latency
+# would help here. So does a larger batch: compute grows with tokens, and latency does not. Where launching kernels takes longest, a faster link does not help: such a block is *launch-bound*. This run cannot tell what launches take.
 #
 # On four ranks 1D wins by bytes, too: 2D sends fewer only above 12 h tokens, here <data value="03.tokens.even">3,072</data>, and we had at most <data value="03.tokens.many">1,088</data>.
 # </details>

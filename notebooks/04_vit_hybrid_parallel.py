@@ -502,7 +502,7 @@ for axis in ("dp", "pp"):
 #
 # dp 4 x pp 4 x tp 2 with pp outermost takes 1.27 times its compute. No other sizes reach 1.3, and with these sizes only pp
 # outermost does. pp sends 49 GB between nodes; dp and tp stay inside. With dp outermost 77 GB are sent. A replica has T = 125,000 tokens, so dp's
-# ratio is 125,000/(32,000 x 3/4) = 5.2. But dp can overlap only with the last of 16 microbatches, so the ratio that counts is 5.2/16 = 0.33: dp's all-reduces take three times as long as that backward. The bar of
+# ratio is 125,000/(32,000 x 3/4) = 5.2. But dp can overlap only with the last of 16 microbatches, so the ratio that counts is 5.2/16 = 0.33. That is, dp's all-reduces take three times as long as that backward. The bar of
 # dp > pp > tp in the figure shows it: 0.09 of the compute are exposed along dp, and the step takes 1.34 times its compute.
 #
 # Over InfiniBand NDR the ratio that counts is 1.3, so only the last bucket is exposed. The two orders tie: <data value="04.infiniband.dp:.3f">1.248</data> times the compute with dp outermost,

@@ -293,8 +293,7 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 # - **step**, the update: a float32 copy of 16-bit gradients, which the optimizer needs for master weights.
 #
 # `theory.step_memory` predicts the largest of the four. On a GPU we add the *workspaces* of cuBLAS, the matmul
-# library. On all
-# pages, a prediction *holds* if the answer is 0.8 to 1.25 times as large; an *identity* must hold exactly.
+# library. On all pages, a prediction *holds* if the answer is 0.8 to 1.25 times as large; an *identity* must hold exactly.
 
 # %%
 lesson.predict("05.fitting", "How many of ZeRO-0 to ZeRO-3 fit the budget?",
@@ -468,7 +467,7 @@ lesson.claim("Computing sets this page's step time", (took[TOKENS], ">", 2 * flo
 # <details><summary>One step, timed twice</summary>
 #
 # Forward and backward of a rank that sends nothing took <data value="05.floor.step">516 ms</data> above, and <data value="05.alone.both">482 ms</data> in the cell that measures the steps. The
-# operations are the same, but the second time has updates in between, and it was taken at another time. The run does not say which of both makes the difference.
+# operations are the same, but the second time there are updates in between, and it was another moment. The run does not say which of the two makes the difference.
 # We predict from the second time, because it was taken between the rounds of the steps.
 # </details>
 
@@ -507,7 +506,7 @@ lesson.record("05.alone", {"forward": alone[0], "both": sum(alone[:2])}, "s")
 #
 # Of the <data value="05.off.of">8</data> predicted times <data value="05.off.hold">0</data> hold. Steps take <data value="05.off.low:.2f">1.37</data> to <data value="05.off.high:.2f">2.06</data> times the
 # prediction, most with {{05.off.highest}}. So here we can predict bytes, and times only roughly. The prediction leaves out copies to and from flat buckets, waiting for
-# the slower rank, and that messages take time from the cores that compute. This run cannot tell them apart, and they do not explain why recomputation adds another time than one forward. Waiting may also be in the <data value="05.after.zero-2">81.5 ms</data> of ZeRO-2 after its update, predicted as
+# the slower rank, and that messages take time from the cores that compute. This run cannot tell them apart. All three occur without recomputation, too, so they do not explain why it does not add exactly one forward. Waiting may also be in the <data value="05.after.zero-2">81.5 ms</data> of ZeRO-2 after its update, predicted as
 # <data value="05.after.predicted">9.49 ms</data>.
 #
 # The usual rule says "use the lowest ZeRO stage that fits", because ZeRO-3 sends 1.5 times as many bytes. But only exposed

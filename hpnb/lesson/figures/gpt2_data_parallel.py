@@ -227,7 +227,8 @@ def launch_floor(
     low, high = ([edge(seconds) / scale for seconds in took.values()] for edge in (min, max))
     color = look["measured"].color
     ax.vlines(tokens, low, high, color=color, linewidth=1.2, zorder=2.5)
-    ax.scatter(tokens * 2, low + high, 40, [color], "_", linewidths=1.2, zorder=2.5)  # seen on a rule, too
+    ends = low + high  # marked, so that they are seen on the rule, too
+    ax.scatter(tokens * 2, ends, marker="_", s=40, color=color, linewidths=1.2, zorder=2.5)
     ax.set_ylim(min(low) / 2)
     log_ticks(ax.yaxis, count, (1, 2, 5))
     log_ticks(ax.xaxis, count, (1, 2, 5))

@@ -25,7 +25,8 @@
 # vocabulary; decide for each dropout which ranks must draw the same mask, and check it; predict the activations of a
 # layer; tell Megatron's sequence parallelism, Ulysses and ring attention apart.
 #
-# **You should know** notebook 03: column-parallel and row-parallel layers, f and g, sequence parallelism.
+# **You should know** notebook 03: column-parallel and row-parallel layers, sequence parallelism, f and g. From 00:
+# all-gather and reduce-scatter.
 #
 # **Time.** 30 minutes to read, under 2 minutes to run, 55 minutes for the core exercises and 35 for the extra ones.
 #
@@ -197,7 +198,7 @@ lesson.claim("By the median, more heads take longer", (fullest, ">", 1))
 # people pad 25 heads to 28 or choose t = 5.
 # </details>
 #
-# **Takeaway.** Split whole heads. An uneven split is exact, and the fullest rank sets the pace. If you can, choose a
+# **Takeaway.** Split whole heads. An uneven split is exact, and the fullest rank sets the pace. Prefer a
 # t that divides a.
 #
 # ### Exercise 1: split heads
@@ -237,7 +238,7 @@ lesson.check(exercises.split_heads, share)
 #
 # The second odd number is the vocabulary. 50,257 is 29 · 1,733, so no usual t divides it. The library gives one of 4
 # ranks 12,565 tokens and the others 12,564. The padded 50,304 divides by 2, 4, 8 and 16, not by
-# 5. Its 47 extra logits must stay out of the softmax.
+# 5.
 #
 # GPT-2 uses its table (V, h) as embedding and as output layer, the *LM head*. If its rows are sharded, ranks send:
 #
@@ -252,7 +253,7 @@ lesson.check(exercises.split_heads, share)
 #
 # The loss needs no gathered logits. Cross entropy is $\log \sum_v e^{z_v} - z_\text{target}$, so three numbers per
 # token are enough: the largest logit, which keeps exp from overflowing, the sum of exponentials, and the target's
-# logit. PyTorch would say: logits are `Shard`, each rank's sum is `Partial`, and an all-reduce makes it `Replicate`.
+# logit.
 
 # %%
 logits, target = torch.randn(37, dtype=torch.float64), 20  # of one token
@@ -307,7 +308,7 @@ lesson.claim("Reductions send 1/8,000", (reduced, "<", gathered / 8000))
 # <details><summary>In your tools: a loss from sharded logits</summary>
 #
 # ```python
-# from torch.distributed.tensor import Shard
+# from torch.distributed.tensor import Shard  # a placement: sharded along a dimension
 # from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 #
 # plan = {"lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
@@ -378,20 +379,21 @@ lesson.check(exercises.vocab_parallel_loss, loss)
 # | of attention probabilities | sharded by heads: different masks | sharded by heads: different masks |
 # | after attention, after the MLP | replicated: same mask | sharded by tokens: different masks |
 #
-# Tokens are sharded only after the embedding's dropout. So a module needs equal masks in one layout and different ones in another.
-# We compare three *policies*:
+# Sequence parallelism begins after the embedding's dropout. The dropouts
+# after attention and MLP need equal masks in one layout and different ones in the other. We compare three *policies*:
 #
 # - *A seed each*: every rank calls `torch.manual_seed(7 + rank)`.
 # - *One seed*: every rank calls `torch.manual_seed(7)`.
-# - *Rank states*: a common state where an activation is replicated, and a state of the rank where it is sharded.
-#   Megatron-Core keeps a second one on each rank; this library derives one for each draw:
+# - *Rank states*: for a replicated activation, random generators are in the same state on all ranks; for a sharded one,
+#   each rank's is in another state. Megatron-Core keeps this second state on each rank. This library derives it from the
+#   common one, for each draw:
 #
 # ```text
 # common state   s0 ──► s1 ─────────────────────► s2 ──► ...     replicated: all ranks draw from it
 #                        └─► hash(s1, rank) ──► draw              sharded: a state of this rank, for this draw
 # ```
 #
-# All ranks start from one seed, and the common state stays equal, however many numbers each rank draws from its own.
+# The common state stays equal, however many numbers a rank draws from another.
 
 
 # %%
@@ -420,7 +422,8 @@ lesson.predict("07.one-seed", question, unit="%", rule_of_thumb=100)
 
 # %% [markdown]
 # The figure has the masks of the first and the last rank. Their XOR is empty if they are equal, and half full if they
-# are independent. The MLP's output is replicated in the first three rows, and sharded by tokens in the last three.
+# are independent. "MLP: by the row" means that the MLP's output is replicated in the first three rows, and sharded by
+# tokens in the last three.
 
 # %%
 POLICIES, SEEDS = sorted(dropout_masks.POLICIES), (100, 200, 300)
@@ -456,16 +459,17 @@ for sharded in (False, True):  # the library's GPT-2, and with sequence parallel
 #
 # <details><summary>On a GPU, one seed can fail once or twice</summary>
 #
-# A CPU's generator advances with every number. A GPU's generator advances with every round in which all threads draw,
-# which is about a million numbers on an H100. Ranks that draw small masks of unequal sizes both need one round, so their
-# generators stay equal: only the heads share masks then, and the MLP's masks are right. Large masks can need unequal
+# A CPU's generator advances with every number. A GPU draws in rounds, of about a million numbers on an H100, and its
+# generator advances once a round. Small masks need one round, whatever their size, so the ranks' generators stay equal:
+# only the heads share masks then, and the MLP's masks are right. Large masks can need unequal
 # numbers of rounds, and then one seed fails twice, as on a CPU. The runs below use ranks on the CPU on every machine.
 # </details>
 #
 # <details><summary>In your tools: dropout</summary>
 #
 # Megatron-Core: `model_parallel_cuda_manual_seed(seed)`, then `with get_cuda_rng_tracker().fork():` around whatever
-# is sharded. In PyTorch, dropout of a `DTensor` follows its placement by itself, if all ranks have the same seed. In
+# is sharded. PyTorch's `DTensor` is a tensor that knows whether it is sharded or replicated; its dropout draws the right
+# masks by itself, if all ranks have the same seed. In
 # hpnb, call `torch.manual_seed(seed)` with the same seed on all ranks; different seeds raise an error.
 # </details>
 #
@@ -478,8 +482,8 @@ for sharded in (False, True):  # the library's GPT-2, and with sequence parallel
 #    send rank 0's copy to all ranks and take the distance, which should be exactly 0.
 # 2. *Compare replicated weights* and their gradients, with `hpnb.data_parallel.compare_replicas`.
 # 3. *Check the gradient.* Move the sharded weights a little along their gradient, both ways, with the same masks. Divide
-#    the measured change of the loss by the change that the gradient predicts: the ratio should be 1. We skip replicated weights, whose
-#    gradients differ between ranks if masks are wrong.
+#    the measured change of the loss by the change that the gradient predicts: the ratio should be 1. We don't move replicated
+#    weights, which have no single gradient once masks are wrong.
 
 
 # %%
@@ -565,7 +569,7 @@ lesson.field_guide.show()
 
 # %% [markdown]
 # The loss gives no alarm. Training lowers it by <data value="07.gained:.2f">0.86</data>. Wrong masks change the test loss by <data value="07.faults.a-seed-each.test-loss-minus-rank-states:.5f">-0.00001</data> and <data value="07.faults.one-seed.test-loss-minus-rank-states:.5f">0.00022</data> on average,
-# with standard errors of <data value="07.faults.a-seed-each.standard-error:.5f">0.00053</data> and <data value="07.faults.one-seed.standard-error:.5f">0.00009</data>.
+# with standard errors of <data value="07.faults.a-seed-each.standard-error:.5f">0.00053</data> and <data value="07.faults.one-seed.standard-error:.5f">0.00009</data>. Real or not, nobody sees such a change.
 #
 # Three instruments see the fault. With rank states the copies of the residual stream are equal bit for bit, and with a
 # seed each their relative distance after the last step is at least <data value="07.faults.a-seed-each.last-residual-stream-lowest:.3f">0.265</data>.
@@ -577,7 +581,7 @@ lesson.field_guide.show()
 #
 # <details><summary>Why do the norms' biases stay equal?</summary>
 #
-# After each norm stands f, whose backward all-reduces the gradient. So all ranks get the same gradient of the norm's
+# After each norm stands f, which changes nothing in the forward and all-reduces the gradient in the backward. So all ranks get the same gradient of the norm's
 # output. Summed over the tokens, it is the bias's gradient, which is therefore equal, too. The gradient of the norm's
 # weight multiplies it by the normalised stream first, and each rank has its own stream.
 # </details>
@@ -629,9 +633,9 @@ lesson.check(exercises.read_masks, read)
 # ### Exercise 4: a policy of seeds
 #
 # *Extra. Design, 20 minutes.* Write `seed_of(base, where, site, step)`, the seed of a generator for one mask, from 0
-# to 2⁶³ - 1. `where.dp` and `where.tp` are coordinates of the rank, `site.index` numbers the dropouts of a model, and
+# to 2⁶³ - 1. `where.dp` is the rank's replica, `where.tp` its number among the t ranks that share it, `site.index` numbers the dropouts of a model, and
 # `site.sharded` says whether the activation is sharded along tp. Masks should be equal along tp where it is
-# replicated, and otherwise different: between dp ranks, sites, steps and bases, too.
+# replicated, and otherwise different: between replicas, sites, steps and bases, too.
 #
 # <details><summary>Hint</summary>
 #

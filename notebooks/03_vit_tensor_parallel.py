@@ -789,7 +789,7 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 # Timed alone, an all-reduce took <data value="03.halves.all-reduce.measured">4.79 ms</data>, its two halves <data value="03.halves.reduce-scatter-all-gather.measured">8.26 ms</data>. A block has four such pairs, so this makes <data value="03.four-halves">13.9 ms</data> of the <data value="03.sp-longer">17.2 ms</data>. The run does not explain the rest.
 # </details>
 #
-# Eight times the tokens took <data value="03.race.2d.measured-growth">1.86</data> times as long in 2D and <data value="03.race.1d.measured-growth">2.65</data> times in 1D. So a large part of each time does not depend on tokens. In 1D's prediction <data value="03.latency">73.9 %</data> of the time with few tokens is latency, much of it the wait for a core. Here a larger batch does help.
+# Eight times the tokens took <data value="03.race.2d.measured-growth">1.86</data> times as long in 2D and <data value="03.race.1d.measured-growth">2.65</data> times in 1D. So a large part of each time does not depend on tokens. In 1D's prediction <data value="03.latency">73.9 %</data> of the time with few tokens is latency, much of it the wait for a core. Here larger batches do help.
 #
 # <details><summary>Which latency, and what would help?</summary>
 #

@@ -674,12 +674,10 @@ wins = {f"{G} kv heads": ring_exposes_less_from(32, G, cp=8, link="InfiniBand ND
 lesson.record("10.wins", wins)  # tokens a rank
 below = all(ring < min(rest) for ring, *rest in zip(*predicted.values(), strict=True))
 lesson.claim("By this machine's card, a ring exposes less at every length", below)
-over = [p / r for p, r in zip(dots["Ulysses, packed"], dots["ring"], strict=True)]
-near = [x for x, s in zip(over, lengths, strict=True) if s < N * tokens] or [over[0]]
-far = [x for x, s in zip(over, lengths, strict=True) if s >= N * tokens] or [over[-1]]
-facts = {"lengths": len(near), "least": min(near), "most": max(near)}
-lesson.record("10.near", facts)  # left of the dotted line: packed over ring
-lesson.claim("Right of the dotted line, packed takes longer", (min(far), ">", 1))
+# packed Ulysses over ring, left and right of the dotted line
+near, far = long_contexts.ratios_beside(dots, lengths, N * tokens)
+lesson.record("10.near", near)
+lesson.claim("Right of the dotted line, packed takes longer", (far["least"], ">", 1))
 lesson.explorers.ring_or_ulysses()
 
 # %% [markdown]

@@ -2,7 +2,7 @@
 
     compare_layer                   a layer of experts on ranks equals one process, and what it sends
     mixture, loss_within_capacity   a small DeepSeek-V3 that is trained, and what dropping rows costs it
-    sorted_loads                    the loads of its experts, block by block
+    busiest_experts                 the loads of its two busiest experts, block by block
     probe_experts                   the gradients of experts that got no token
     deepseek_v3_layer, pipeline_losses  two microbatches at once: what a layer takes, and a step that is run
 
@@ -243,8 +243,10 @@ def _drop(
 
 
 @torch.no_grad()
-def sorted_loads(state: Batch, batches: Sequence[Batch], num_experts: int, k: int) -> list[list[float]]:
-    """For each block of a `mixture`: each expert's load over the mean, busiest first, a mean over batches.
+def busiest_experts(
+    state: Batch, batches: Sequence[Batch], num_experts: int, k: int
+) -> dict[str, dict[str, float]]:
+    """{"busiest" or "second busiest": {"block 1": this expert's load over the mean load}}, a mean over batches.
 
     One process runs it.
 
@@ -263,7 +265,9 @@ def sorted_loads(state: Batch, batches: Sequence[Batch], num_experts: int, k: in
         router.register_forward_hook(partial(count, block))
     for batch in batches:
         model(**{name: x.to(hpnb.device()) for name, x in batch.items()})
-    return [torch.stack(of_batches).mean(0).tolist() for of_batches in loads]
+    means = {f"block {i}": torch.stack(rows).mean(0).tolist() for i, rows in enumerate(loads, 1)}
+    return {name: {block: of_block[place] for block, of_block in means.items()}
+            for place, name in enumerate(("busiest", "second busiest"))}  # fmt: skip
 
 
 # --- gradients of experts -----------------------------------------------------------------------------

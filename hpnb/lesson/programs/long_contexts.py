@@ -173,6 +173,18 @@ def _parts(step: float, message: float, exchange: float) -> dict[str, float]:
     return {"computing of a step": step, "message of a ring": message, "all-to-all": exchange}
 
 
+def ratios_beside(
+    seconds: Mapping[str, Sequence[float]], lengths: Sequence[int], border: float
+) -> list[dict[str, float]]:
+    """Packed Ulysses' seconds over the ring's, at lengths below the border and at the others: {"lengths": how
+    many, "least", "most"} of both. The shortest counts as below it, and the longest as above.
+    """
+    ratios = [p / r for p, r in zip(seconds["Ulysses, packed"], seconds["ring"], strict=True)]
+    below = min(max(sum(length < border for length in lengths), 1), len(lengths) - 1)
+    return [{"lengths": len(part), "least": min(part), "most": max(part)}
+            for part in (ratios[:below], ratios[below:])]  # fmt: skip
+
+
 def replay_exposed(shapes: Sequence[Attention], dtype: torch.dtype, link: theory.Link) -> list[Replayed]:
     """For each shape: a ring step's computing and each message are timed alone, and `theory.context` puts
     them together.

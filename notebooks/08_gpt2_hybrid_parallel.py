@@ -121,7 +121,7 @@ def hybrid_step(stage, microbatches, schedule, mesh):
 
 # %% [markdown]
 # We train a small GPT-2 for three steps, by hand and with `Booster`, which applies a layout to a model in our library `hpnb`.
-# Both must give the weights of one process.
+# Both must give the weights of one process. A `ParallelLayout` has the sizes of dp, pp and tp, then the number of microbatches.
 
 # %%
 FP64, SHAPE, CUBE = torch.float64, (2, 32, 64), ParallelLayout(2, 2, 2, 4)
@@ -201,7 +201,7 @@ lesson.claim("The hybrid step is exact up to rounding", exact.equal)
 # | computing | m (L (c + k r/t) + ends)/p, where the ends are embedding, head and loss |
 # | exposed tp | (4 L + 2) m/p all-reduces: four for each block, one for embedded tokens, one for the gradient of the head's input |
 # | bubble | the pipeline's length, Σ tᵢ + (m-1) max tᵢ plus sends, less computing and exposed tp; tᵢ is stage i's time for one microbatch |
-# | exposed dp | the time of the gradients' all-reduce that is left when the last backward has ended, on the first stage, because it ends last. With stages, the sum of `wte`'s gradient is added |
+# | exposed dp | what remains of the gradients' all-reduce when the backward has ended, on the first stage, which ends last. With stages, the time to sum `wte`'s gradient is added |
 # | optimizer | AdamW on the parameters that the rank updates, a d-th with ZeRO |
 #
 # Nothing is fitted to a layout. With stages, a microbatch has <data value="08.few">2 samples</data>. Without stages, a replica's whole batch is one
@@ -218,7 +218,8 @@ lesson.claim("The hybrid step is exact up to rounding", exact.equal)
 # gathers the blocks' weights twice, but embeddings once, and Booster reduces its gradients when the backward has ended.
 # Recomputation adds a third of a block and two all-reduces.
 #
-# Memory has two moments. In the forward, a rank holds weights, optimizer state, gradient buckets and the activations in flight. The
+# Memory can peak at two times. In the forward, a rank holds weights, optimizer state, the activations in flight, and gradient
+# buckets, the buffers in which gradients are all-reduced together. The
 # last stage also holds logits, a shifted copy and their log-softmax, the last two in FP32. At the end of the backward it
 # holds all gradients. The larger one is the peak.
 # </details>
@@ -289,7 +290,7 @@ lesson.show(figures.waterfall({name: parts[name] for name in order}, predicted,
 #
 # Ranks share your cores and caches, so a repeat varies by a tenth or more. With a GPU for each rank, all five parts are
 # read from a recorded step, and the link is the machine's, measured. Ranks that share one GPU take turns on it, the replay
-# assumes NVLink, and launching tp's many all-reduces costs more than sending their messages.
+# assumes NVLink, a link between GPUs of one node, and launching tp's many all-reduces costs more than sending their messages.
 # </details>
 #
 # ### The winner and the loser
@@ -339,7 +340,7 @@ lesson.claim("zb-h1 has a shorter bubble than 1F1B", bubble["zb-h1"] < bubble["1
 # ### What the prediction lacks
 #
 # The first table below shows that computing is predicted worst, with tp or recomputation. Under tp, three suspects explain a
-# part of it, and to the rest we fit a cost. A collective costs its rank CPU time to launch, pack and copy; the prediction
+# part of the excess. Later we replace all of it by one fitted cost. A collective costs its rank CPU time to launch, pack and copy; the prediction
 # counts only the transfer. Each rank computes norms and residual additions for all tokens. And a matmul with a t-th of
 # the columns may take more than a t-th of the time. The race recorded the first; we now time the others. What no
 # suspect explains is the *rest*.
@@ -388,7 +389,7 @@ lesson.claim("Collectives alone do not explain dp 4 x tp 2",
 # as predicted, at most <data value="08.most.optimizer">1.84 ms</data> longer.
 # </details>
 #
-# So we give each collective of tp, a *call*, one cost for all of this. We fit it to a single layout: the excess of `dp 4 x tp 2` over that of `dp 8`,
+# So we give each collective of tp, a *call*, one cost for the whole excess. We fit it to a single layout: the excess of `dp 4 x tp 2` over that of `dp 8`,
 # divided by its 4 L + 2 calls. Then we predict the others.
 
 # %%
@@ -439,12 +440,12 @@ lesson.claim("Eight stages win on the slow one", winners["0.1 x bandwidth"] == "
 
 # %% [markdown]
 # With ten times the bandwidth <data value="08.links.10-x-bandwidth.fastest-replayed">dp 8</data> is fastest, because its all-reduce is cheap. With a tenth,
-# <data value="08.links.0.1-x-bandwidth.fastest-replayed">pp 8</data> is, because it only sends activations. There, replicas alone take <data value="08.links.0.1-x-bandwidth.dp-8-costs">277 %</data> longer than the fastest, and the layout
+# <data value="08.links.0.1-x-bandwidth.fastest-replayed">pp 8</data> is, because it sends activations and `wte`'s gradient, but no other gradients. There, replicas alone take <data value="08.links.0.1-x-bandwidth.dp-8-costs">277 %</data> longer than the fastest, and the layout
 # predicted to be fastest takes <data value="08.links.0.1-x-bandwidth.prediction-costs">0 %</data> longer.
 #
 # ### The fastest that fits
 #
-# The *frontier* joins the layouts that no other one beats in both speed and memory. Left of the dashed line they fit.
+# A layout is on the *frontier* if no other is both faster and smaller. Left of the dashed line they fit.
 
 # %%
 sent, peaks = ({n: getattr(runs[n], what) for n in runs} for what in ("bytes", "peak"))
@@ -481,9 +482,9 @@ lesson.explorers.layout_choice()
 # **Takeaway.** Use replicas if they fit and the link is fast; else ZeRO for states, recomputation for activations. On a
 # slow link use stages.
 #
-# **Challenge.** The explorer above predicts GPT-2 XL on many layouts. Its knob *cap* is the memory of a GPU in GB. In its second picture pp and tp stay, so ranks are added with dp.
+# **Challenge.** The explorer above predicts GPT-2 XL on many layouts. Its knob *cap* is the memory of a GPU in GB. Its second picture keeps pp and tp and raises dp, so ranks are added.
 # On 32 ranks or more of 16 GB, in nodes of 8 with NVLink inside and 100 Gb/s Ethernet between them, fit
-# GPT-2 XL and reach a *FLOP utilisation* of 45 %, of 400 TFLOP/s that we assume for a GPU. A step has 128 x 1,024 tokens.
+# GPT-2 XL and reach a *FLOP utilisation* of 45 %: the model's FLOPs, without recomputation, of 400 TFLOP/s that we assume for a GPU. A step has 128 x 1,024 tokens.
 #
 # <details><summary>Answer</summary>
 #
@@ -499,7 +500,7 @@ lesson.explorers.layout_choice()
 # `row.plan`, a ParallelLayout, and seconds `row.predicted[part]` and `row.measured[part]`. Return three strings: `str(row.plan)` of the layout that is off
 # by the largest factor; its part that is off by the most seconds; and the cause. The cause is "link" if the link is slower
 # than assumed, "stages" if stages are unequal, "norms" if each rank of tp computes norms in full, "kernels" if each microbatch
-# costs more than its samples.
+# has a fixed cost besides that of its samples.
 #
 # <details><summary>Hint</summary>
 #
@@ -784,7 +785,7 @@ lesson.check(exercises.surviving_loop, train)
 #
 # <details><summary>Hint</summary>
 #
-# There is more data than ten steps need. With fresh moments, Adam's first step is ± the rate in every weight, whatever
+# There is more data than ten steps need. With fresh momenta, Adam's first step is ± the rate in every weight, whatever
 # the gradient. That is a long step.
 # </details>
 
@@ -811,16 +812,15 @@ lesson.check(exercises.diagnose, diagnose)
 #     return "right"
 # ```
 #
-# From step to step, weights otherwise move at most a tenth further than before; with fresh moments it is about twice as
+# From step to step, weights otherwise move at most a tenth further than before; with fresh momenta it is about twice as
 # far. 1.4 lies between.
 # </details>
 
 # %% [markdown]
 # ## A GPT-2 on 2 x 2 x 2, predicted
 #
-# Does it work for another model? For a wider GPT-2 and real text we measure one rank, take the cost of a
-# call from the race, and predict. The rule of thumb divides the step's FLOPs by what eight ranks reach in a large matmul. The *makespan* in
-# the figure is the time from the first action to the last.
+# For another model, a wider GPT-2, and real text we measure one rank, take the cost of a
+# call from the race, and predict. The rule of thumb divides the step's FLOPs by what eight ranks reach in a large matmul.
 
 # %%
 on_cpu = replace(SIZE, hidden=256, mlp=1024), 4
@@ -892,7 +892,7 @@ lesson.claim("Predictions hold more often than rules of thumb",
 # |---|---|---|---|---|
 # | 00 collectives | What does agreement cost? | latency + bytes/bandwidth a message | 100 small calls: <data value="00.many-calls:.1f">24.7</data> times as long as one | messages too small for bandwidth to matter |
 # | 01 dp | When are replicas free? | tokens a rank above ρ(d-1)/d | free from <data value="01.measured.during">more than 2,176</data> tokens, by the law from <data value="01.law.during:,.0f">73</data>; 01 says why | the batch cannot grow |
-# | 02 pp | Who is idle? | (p-1)/(m+p-1) | <data value="02.bubble">29.9 %</data> for p = 4, m = 8 | fewer than 4p microbatches |
+# | 02 pp | Who is idle? | (p-1)/(m+p-1) | <data value="02.bubble">29.9 %</data> for p = 4, m = 8 | fewer microbatches than stages |
 # | 03 tp | How do you split a matrix exactly? | 4 all-reduces of b·s·h a block | computing takes <data value="03.ratio:.1f">3.0</data> times as long as sending | links between nodes |
 # | 04 mesh | Which axis deserves the fast link? | tp talks most often, dp least | a small ViT on one axis, at a tenth of the bandwidth: <data value="04.tenth">dp</data> is fastest; for this page's GPT-2, <data value="08.links.0.1-x-bandwidth.fastest-replayed">pp 8</data> | one axis is enough |
 # | 05 ZeRO | How far does dp alone go? | 16 bytes a parameter, over d | <data value="05.largest">21 blocks</data> instead of <data value="05.depth.zero-0.measured">8 blocks</data> | the model fits |

@@ -52,7 +52,7 @@ def waterfall(
         predicted_parts = (predicted or {}).get(name, {})
         ticks = list(accumulate(predicted_parts[part] for part in present if predicted_parts.get(part)))
         rows[name] = [Bar(parts, words=seconds(sum(parts.values())), ticks=ticks)]
-    thin = "thin line: predicted end of a part, in the same order; thick line: of the step; number: the bar"
+    thin = "thin line: predicted end of a part; thick line: predicted end of the step; number: the bar's end"
     keys = [Key(OpStyle(INK, "", thin), "words")] if predicted else []
     heading = title if title is not None else "where each millisecond of a step went"
     panel = BarPanel(rows, "s", "a step ({unit}), mean over the ranks", row_inches=0.3)
@@ -73,10 +73,14 @@ def resumed(
     (ax,) = fig.axes
     saved = len(legs[0][1])
     killed = saved + len(lost)
-    (rings,) = ax.plot(range(saved + 1, killed + 1), lost, "o", markersize=9, label="steps that were lost")
+    (rings,) = ax.plot(range(saved + 1, killed + 1), lost, "o", markersize=11, label="steps that were lost")
     rings.set(markerfacecolor="none", zorder=6, markeredgecolor=INK, markeredgewidth=1.4)
-    ax.plot([killed], [lost[-1]], "X", color=ALARM, markersize=11, zorder=7, label="killed")
-    ax.annotate(f"killed after step {killed},\n{len(lost)} steps lost (rings)", (killed, lost[-1]), (-12, 4),
+    ax.plot(
+        [killed], [lost[-1]], "x", color=ALARM, markersize=5, markeredgewidth=2.0, zorder=7, label="killed"
+    )
+    low, high = ax.get_ylim()
+    ax.set_ylim(low - 0.14 * (high - low), high)  # room for words beneath the ring
+    ax.annotate(f"killed after step {killed},\n{len(lost)} steps lost (rings)", (killed, lost[-1]), (-12, 2),
                 textcoords="offset points", ha="right", va="center", size=SMALL, color=INK)  # fmt: skip
     ax.annotate(f"saved after step {saved}", (saved + 0.5, ax.get_ylim()[0]), (-5, 5),
                 textcoords="offset points", ha="right", va="bottom", size=SMALL, color=INK)  # fmt: skip
@@ -157,7 +161,7 @@ def choices(
     right = max(*(held for held, _ in every), capacity or 0.0) / size * 1.12
     ax.set(xlim=(0, right), ylim=(0, most / scale * 1.18))
     for name in predicted_points.keys() & measured.keys():
-        ax.plot(*zip(at[name], hollow[name], strict=True), color=_PREDICTED.color, linewidth=0.8, zorder=2)
+        ax.plot(*zip(at[name], hollow[name], strict=True), color=_PREDICTED.color, linewidth=1.4, zorder=2.5)
     if predicted_points:
         next(line for line in ax.get_lines() if line.get_marker() == _PREDICTED.marker).set_markersize(5.5)
     if goal:
@@ -268,6 +272,7 @@ def _name_points(
         ax.text(*points[name], words, size=SMALL, weight=weight, color=INK if name in picks else SOFT,
                 zorder=6, transform=where, linespacing=1.1, va="bottom")  # fmt: skip
         if thread:
+            thread = thread[: -max(1, round(2.5 / math.dist(*thread[:2])))]  # it ends before the words
             ends = [(left + a / wide * (right - left), low + b / tall * (high - low)) for a, b in thread]
             ax.plot(*zip(*ends, strict=True), color=SOFT, linewidth=0.7, zorder=2)
 

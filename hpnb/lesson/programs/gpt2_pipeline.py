@@ -163,14 +163,14 @@ def compare(
 
 
 def cuts_in_words(same: bool, versus: Mapping[str, Any]) -> str:
-    """For prose: how the step of one cut compares with another's; equal cuts are one run.
+    """For prose: how the step cut by FLOPs compares with the one cut by time; equal cuts are one run.
 
     Args:
         versus: as `compare` gives it.
     """
     if same:
         return "it is one cut, which ran once, so the run cannot tell the two apart"
-    return f"its step takes {versus['run']:.2f} times as long, a difference {versus['spread']}"
+    return f"the step cut by FLOPs takes {versus['run']:.2f} times as long, a difference {versus['spread']}"
 
 
 def bubbles_in_words(runs: Mapping[str, StepRepeats], base: str) -> dict[str, str]:

@@ -417,7 +417,7 @@ at = factors.index(1.25)
 lost, few = (100 * dropped[name][at] for name in models)
 at_3 = 100 * dropped["no balancing"][-2]  # the last but one of the factors
 lesson.record("11.dropped", {"free": lost, "bias": few, "at-3": at_3}, "%")
-lesson.claim("Block 2 has two busy experts", (held["second busiest"]["block 2"], ">", 3))
+lesson.claim("Block 2 has 2 busy experts", (held["second busiest"]["block 2"], ">", 3))
 free, balanced = rise.values()
 lesson.record("11.rise", {"free": free[at], "all": free[0], "bias-all": balanced[0]})
 lesson.claim("Balance saves rows from being dropped", (few, "<", lost))

@@ -246,7 +246,7 @@ def _drop(
 def busiest_experts(
     state: Batch, batches: Sequence[Batch], num_experts: int, k: int
 ) -> dict[str, dict[str, float]]:
-    """{"busiest" or "second busiest": {"block 1": this expert's load over the mean load}}, a mean over batches.
+    """{"busiest" or "second busiest": {"block 1": its load over the mean load}}, a mean over batches.
 
     One process runs it.
 

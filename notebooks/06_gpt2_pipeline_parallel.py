@@ -293,7 +293,7 @@ lesson.show(predicted={"by hand": by_hand, "library": largest}, unit="s",
 lesson.claim("Bisection by hand is right", abs(by_hand / largest - 1) < 1e-6)
 
 # %% [markdown]
-# But which costs? Four are in use.
+# But which costs? Four kinds are in use.
 #
 # - *uniform* counts blocks.
 # - *by parameters* balances what a rank stores.
@@ -399,9 +399,9 @@ lesson.claim("Too many blocks on the last stage slow every repeat", (ratio, ">",
 #
 # By the median, the best number of blocks there is <data value="06.last.first">1</data>. Its repeats overlap with those of <data value="06.last.others">0</data>. Where repeats overlap,
 # the run doesn't decide. With <data value="06.last.most">4</data> blocks there, even the fastest repeat takes <data value="06.last.by:.2f">1.46</data> times as long as the slowest one with
-# <data value="06.last.first">1</data>. Simulated, one more block beside the head makes a step of <data value="06.err.cut">204 ms</data>, cut by time, one of <data value="06.err.many">206 ms</data>.
+# <data value="06.last.first">1</data>. Simulated, the step cut by time takes <data value="06.err.cut">204 ms</data>, and with one more block beside the head <data value="06.err.many">206 ms</data>.
 #
-# While another stage is slower than the last one, a block more beside the head costs nothing. Once the last stage is the
+# While another stage is slower than the last one, a block more beside the head costs little. Once the last stage is the
 # slowest, each further block delays every microbatch.
 #
 # <details><summary>On a laptop</summary>

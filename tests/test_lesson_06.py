@@ -116,7 +116,10 @@ def test_repeats_that_overlap_are_no_finding() -> None:
     assert (compared["simulated"], compared["spread"]) == (3.0, "beyond the spread of the repeats")
     assert "cannot tell" in gpt2_pipeline.cuts_in_words(True, compared)
     words = gpt2_pipeline.cuts_in_words(False, {"run": 1.04, "spread": compared["spread"]})
-    assert words == "the step cut by FLOPs takes 1.04 times as long, a difference beyond the spread of the repeats"
+    assert (
+        words
+        == "the step cut by FLOPs takes 1.04 times as long, a difference beyond the spread of the repeats"
+    )
     bubbles = gpt2_pipeline.bubbles_in_words(runs, "fast")
     assert "fast" not in bubbles
     assert bubbles["slow"].endswith("the spread of the repeats")

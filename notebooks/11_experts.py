@@ -67,6 +67,7 @@ batches, held_out = batches[:60], batches[60:]
 model = "a small DeepSeek-V3 of two blocks, each with 8 experts"
 here = lesson.banner(N, model=model, data=text.describe())
 steps, few_steps = moe.training_steps(here.device)  # of the two trainings below
+lesson.record("11.steps", steps)
 
 # %% [markdown]
 # ## A router
@@ -374,7 +375,6 @@ lesson.claim("Balancing saves time",
              (slower["selection bias"], "<", slower["no balancing"]))  # fmt: skip
 gap = max(last.values()) - min(last.values())
 lesson.record("11.gap", gap)
-lesson.record("11.steps", steps)
 lesson.claim("Balancing costs little loss here, if any", (gap, "<", 0.1))
 held = moe.busiest_experts(runs["no balancing"][3], held_out, E, K)
 title = "counted · no balancing, on text that it hasn't seen: rows of an expert / mean"
@@ -406,16 +406,14 @@ def keep_within(chosen, capacity):  # (n, k) -> (n, k): does the row have a plac
 
 factors = (0.0, 0.5, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
 models = {name: runs[name][3] for name in ("no balancing", "selection bias")}
-job = (models, keep_within, (*factors, float("inf")), held_out, E, K)  # inf: no drops
-points = pool.run(moe.loss_within_capacity, *job)[0]
+points = pool.run(moe.loss_within_capacity, models, keep_within,
+                  (*factors, float("inf")), held_out, E, K)[0]  # inf: no drops
 dropped = {name: [share for share, _ in run[:-1]] for name, run in points.items()}
-rise = {name: [loss - run[-1][1] for _, loss in run[:-1]]
-        for name, run in points.items()}  # fmt: skip
+rise = {name: [x - run[-1][1] for _, x in run[:-1]] for name, run in points.items()}
 title = "measured · a balanced model drops few rows at 1.25 times the mean load"
 lesson.show(figures.capacity(factors, dropped, rise, title=title))
-at = factors.index(1.25)
+at, at_3 = factors.index(1.25), 100 * dropped["no balancing"][factors.index(3.0)]
 lost, few = (100 * dropped[name][at] for name in models)
-at_3 = 100 * dropped["no balancing"][-2]  # the last but one of the factors
 lesson.record("11.dropped", {"free": lost, "bias": few, "at-3": at_3}, "%")
 lesson.claim("Block 2 has 2 busy experts", (held["second busiest"]["block 2"], ">", 3))
 free, balanced = rise.values()

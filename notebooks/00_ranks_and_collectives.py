@@ -69,7 +69,7 @@ lesson.record("00.ran", {"ranks": N, "backend": here.backend})
 #
 # A training job on several GPUs is one program that runs several times. Each copy is a *process* with its
 # own memory and usually its own GPU. PyTorch numbers the processes from 0 and calls each
-# of them a *rank*. A machine is a *node*; it commonly runs one rank for each of its GPUs.
+# of them a *rank*. A machine is a *node* and commonly runs one rank per GPU.
 #
 # ```text
 #   notebook ── starts ──▶  rank 0       rank 1       rank 2       rank 3      own memory each
@@ -540,8 +540,8 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 #
 # <details><summary>If the prediction is off on your machine</summary>
 #
-# If a measured time is too long, a cost is missing: the formula leaves out the additions, the time in which a process
-# hands a call to its GPU, and other users of cores and links. If it is too short, no cost is missing: the fitted α
+# If a measured time is too long, a cost may be missing: the formula leaves out the additions, the time in which a process
+# hands a call to its GPU, and users of cores and links that came after the fit. If it is too short, no cost is missing: the fitted α
 # or B is too pessimistic, for instance because the machine was busier during the fit. Run the cell twice. What
 # differs between the runs is noise.
 # </details>
@@ -667,8 +667,8 @@ lesson.ledger.add("00", Layout(dp=N), "all-reduce of 8 MB", times, card.hardware
 # The straggler has the *shortest* all-reduce, wait and move together, because it arrives last and waits for nobody.
 # Whoever optimizes the longest bar works on the wrong rank.
 #
-# Next come the medians over the steps of each case. Then we *replay* the last case on other links: each
-# rank computes as long as recorded, and collectives take what the formula says.
+# Next come medians over the steps. Then we *replay* the last case on other links: compute takes as long as recorded, and
+# collectives take what the formula says.
 
 
 # %%

@@ -20,8 +20,8 @@
 # **The question.** In data parallelism every rank holds the whole model and works on its own part of the batch. After
 # each backward all ranks must agree on one gradient. When is this free, and what do we pay otherwise?
 #
-# **You will be able to** estimate the FLOPs and bytes of a training step, average gradients by hand, send them during
-# the backward, tell from how many tokens per rank a step is free, and find replicas that diverge silently.
+# **You will be able to** estimate a training step's FLOPs and bytes, average gradients by hand, send them during the
+# backward, tell from how many tokens per rank a step is free, and find replicas that diverge silently.
 #
 # **You should know** how to train a model with PyTorch on one GPU, and notebook 00: ranks, all-reduce, latency α,
 # bandwidth B, and ρ, the FLOPs that a rank can compute while it sends one byte.
@@ -69,8 +69,9 @@ lesson.record("01.ranks", N)
 # ## What one step costs on one device
 #
 # A ViT (vision transformer) cuts an image into patches. Each patch becomes one *token*, a vector of h numbers, which
-# passes through *blocks* of attention and an MLP. Our images have 32 x 32
-# pixels, so 16 patches of 8 x 8 and one token for the class make 17 tokens. We time the ViT `SIZE` of the banner, and quick checks use `SMALL`, 8 blocks of width 64.
+# passes through *blocks* of attention and an MLP. Our images show bean leaves, healthy or with one of two diseases:
+# three classes. With 32 x 32 pixels, 16 patches of 8 x 8 and one token for the class make 17 tokens. We time the ViT
+# `SIZE` of the banner, and quick checks use `SMALL`, 8 blocks of width 64.
 #
 # Two numbers describe the cost:
 #
@@ -112,8 +113,7 @@ lesson.record("01.few", {"images": sizes.few, "tokens": sizes.few * SIZE.tokens}
 # %% [markdown]
 # The states take <data value="01.cost.model-states.counted">51.4 MB</data>, as 16 bytes per parameter say.
 #
-# Activations pile up in the forward. The backward frees them and leaves gradients behind. At the flat end the
-# optimizer steps. The peak of <data value="01.memory.peak">59.1 MB</data> is a short spike of temporary tensors where the backward begins.
+# Activations pile up in the forward. The backward frees them and leaves gradients behind. The peak of <data value="01.memory.peak">59.1 MB</data> is a short spike of temporary tensors where the backward begins.
 #
 # **Takeaway.** States grow with the parameters, activations with the tokens. Data parallelism divides the tokens.
 #
@@ -163,7 +163,7 @@ def train(policy, batch, parts, wrap=lambda model: model, reduce=lambda model: N
 
 # %% [markdown]
 # Sums depend on their order. So we need a yardstick: one process trains on the
-# full batch, and again on the batch in d parts. Rounding alone explains the distance between these two. The
+# full batch, and again on the batch in d parts. Only rounding separates these two. The
 # table has distances to the run on the full batch, $\lVert a - b \rVert / \lVert b \rVert$ over all tensors.
 
 
@@ -349,10 +349,12 @@ def record_versions():
 # %% [markdown]
 # A *round* times A, B and C once, and we divide within each round, so that a busy moment of the machine hits all three.
 # We give the median of nine rounds and a *range*, from the second lowest to the second highest. For independent
-# rounds the true median lies in it with 95 % confidence. A ratio is *slower* if its range lies above 1, *faster* if below, and otherwise we *cannot tell*.
+# rounds the true median lies in it with 95 % confidence. The *verdict* on a
+# ratio is *slower* if its range lies above 1, *faster* if below, and otherwise *cannot tell*.
 #
-# The first figure is the prediction, the second the round whose C / B is the median. The *makespan* is the
-# time from the first start to the last end. The titles give the ranks' exposed time as a share of ranks × makespan.
+# The first figure is the prediction. The second is the round that is nearest to the median times of A, B and C. The
+# *makespan* is the time from the first start to the last end. The titles give the exposed time of all ranks together, as
+# a share of the number of ranks times the makespan.
 
 # %%
 alone, rounds = pool.run(record_versions)[0]
@@ -364,20 +366,20 @@ lesson.predict("01.overlap", "How many times as long as B does C take?",
                rule_of_thumb=alone[BUCKET_MB].end / predicted[b])  # nothing is exposed
 lesson.show(ideal, exposed=True, bubble=None, axis_labels={0: "each rank"},
             title="By α and B, buckets and overlap save time")  # fmt: skip
-timelines = figures.median_round(rounds, c, b)
-steps = {v: timeline.makespan for v, timeline in timelines.items()}
-exposed = {v: step_timing.exposed_seconds(tl) for v, tl in timelines.items()}
+timelines = figures.typical_round(rounds)
+steps, exposed = figures.median_steps(rounds)
 b_over_a = figures.divide_makespans(rounds[b], rounds[a])
 c_over_b = figures.divide_makespans(rounds[c], rounds[b])
 lesson.show(figures.versions(timelines, c_over_b))
 lesson.show(predicted=predicted, measured=steps, unit="s", key="01.step",
             columns={"measured, exposed (s)": exposed},
-            title="Forward and backward of the drawn round",
+            title="Forward and backward, medians of nine rounds",
             note="Exposed: the mean over ranks.")  # fmt: skip
 lesson.reveal("01.overlap", c_over_b.median, predicted=predicted[c] / predicted[b])
 lesson.claim("buckets beat single tensors", b_over_a.verdict == "faster")
 lesson.record("01.c-over-b", c_over_b._asdict())
-lesson.record("01.b-over-a", b_over_a._asdict())
+by_formula = {"predicted": predicted[b] / predicted[a]}
+lesson.record("01.b-over-a", {**b_over_a._asdict(), **by_formula})
 lesson.record("01.messages", figures.count_messages(timelines))
 lesson.record("01.backward", figures.backward_seconds(timelines), "s")
 
@@ -385,16 +387,17 @@ lesson.record("01.backward", figures.backward_seconds(timelines), "s")
 # <details><summary>How to read the figures</summary>
 #
 # The thin lane `dp` under a rank has its messages. Dark grey is the work for them: copying gradients into buckets (C does
-# that inside the backward), and unpacking at the end.
+# that inside the backward), and unpacking at the end. It counts as computing, so a message beside it is not exposed. The
+# prediction has no such work, so more of its messages can be exposed.
 # </details>
 #
 # **Buckets.** Every all-reduce pays 2(d-1) α. A sends <data value="01.messages.a">72</data> messages and B <data value="01.messages.b">10</data>. B takes <data value="01.b-over-a.median:.2f">0.45</data> times as long as A, with the range
-# <data value="01.b-over-a.low:.2f">0.40</data> to <data value="01.b-over-a.high:.2f">0.61</data>.
+# <data value="01.b-over-a.low:.2f">0.40</data> to <data value="01.b-over-a.high:.2f">0.61</data>. We predicted {{01.b-over-a.predicted:.2f}}.
 #
-# **Overlap.** C takes <data value="01.overlap:.2f">1.00</data> times as long as B (<data value="01.c-over-b.low:.2f">0.78</data> to <data value="01.c-over-b.high:.2f">1.14</data>). We predicted <data value="01.overlap.predicted:.2f">0.69</data>. In the drawn round, B has <data value="01.step.b-buckets-after.measured-exposed">7.50 ms</data>
-# exposed and C <data value="01.step.c-buckets-during.measured-exposed">2.56 ms</data>. The backward of the slower rank takes <data value="01.backward.b-long">13.2 ms</data> in B and <data value="01.backward.c-long">32.9 ms</data> in C. In
-# C it fills the buckets, and the messages that travel meanwhile may slow it. The prediction leaves out these two
-# costs and the wait for a slower rank. The next section measures the two.
+# **Overlap.** C takes <data value="01.overlap:.2f">1.00</data> times as long as B (<data value="01.c-over-b.low:.2f">0.78</data> to <data value="01.c-over-b.high:.2f">1.14</data>). We predicted <data value="01.overlap.predicted:.2f">0.69</data>. In the median, B has <data value="01.step.b-buckets-after.measured-exposed">7.50 ms</data>
+# exposed and C <data value="01.step.c-buckets-during.measured-exposed">2.56 ms</data>. In the second figure, the backward of the slower rank takes <data value="01.backward.b-long">13.2 ms</data> in B and <data value="01.backward.c-long">32.9 ms</data> in C. In
+# C it fills the buckets, and an all-reduce beside it may slow it. The prediction leaves out these two costs. The next
+# section measures them, at more tokens.
 #
 # **In your tools.** DDP always overlaps.
 #
@@ -472,26 +475,25 @@ lesson.check(exercises.reducer, reducer)
 # $$ \frac{4T}{R} \ge \frac{2(d-1)}{d}\,\frac{g}{B} \qquad\text{so}\qquad T \ge \rho\,\frac{d-1}{d}\,\frac{g}{2}
 # \qquad\text{with}\quad \rho = R/B $$
 #
-# We call this inequality *the law*, and the smallest such T the *law's knee*. It does not contain the size of the model,
-# because a larger model sends more and computes longer in proportion.
+# We call this inequality *the law*, and the smallest such T the *law's knee*. The size of the model cancels.
 #
 # A step is *free* if communication makes it less than 1.1 times as long as the step alone. By the law that happens from
 # 0.87 of the knee on if the step reduces during the backward, and from 6.7 times the knee on if it reduces *after* it. The
-# block below derives both. When we measure, the upper end of the range of step / step alone must be below 1.1, at this
-# size and at all larger ones.
+# block below derives both. We call a measured size free if the upper end of its range of step / step alone is below 1.1,
+# and if the same holds at all larger sizes.
 #
 # <details><summary>The law's two curves, which the next figure has as lines</summary>
 #
 # A forward takes half as long as a backward. With T equal to x times the knee, a step that reduces after the backward
 # takes $1 + \frac{2}{3x}$ times as long as without communication. One that reduces during it takes
-# $1 + \frac{2(1-x)}{3x}$ times as long up to the knee, and just as long from there on. These are 1.1 at x = 20/3 = 6.7 and at x = 20/23 = 0.87.
+# $1 + \frac{2(1-x)}{3x}$ times as long up to the knee, and from there on as long as without communication. The first
+# ratio falls to 1.1 at x = 20/3 = 6.7, the second at x = 20/23 = 0.87.
 #
 # A very small step computes more slowly than at the rate R. Then the same communication is a smaller part of the step,
 # and the ratio lies below the line.
 # </details>
 #
-# At each batch size we run nine rounds with the model `wide`. On a CPU it has a quarter of the blocks of `SIZE`, which does
-# not change the law. A round times a step alone, one that reduces after the backward, one that reduces
+# At each batch size we run nine rounds with the model `wide`, on a CPU a quarter of the blocks of `SIZE`. A round times a step alone, one that reduces after the backward, one that reduces
 # during it, and an all-reduce by itself.
 
 # %%
@@ -550,13 +552,12 @@ lesson.record("01.extra", figures.cost_of_overlap(times[middle]), "s")
 #
 # Overlap is faster than reducing after the backward at <data value="01.verdicts.faster">0</data> of the <data value="01.verdicts.sizes">5</data> sizes, slower at <data value="01.verdicts.slower">0</data>, and undecided at <data value="01.verdicts.undecided">5</data>.
 # With <data value="01.middle.tokens">272</data> tokens the law says that overlap costs nothing. Measured, the step with overlap takes <data value="01.extra.median">9.15 ms</data> longer than the
-# step alone, with the range <data value="01.extra.low">7.22 ms</data> to <data value="01.extra.high">24.7 ms</data>. The all-reduce by itself takes <data value="01.extra.all-reduce">4.54 ms</data>. Perhaps no core is
-# idle that could send. We test this next.
+# step alone, with the range <data value="01.extra.low">7.22 ms</data> to <data value="01.extra.high">24.7 ms</data>. The all-reduce by itself takes <data value="01.extra.all-reduce">4.54 ms</data>.
 #
 # The law assumes that the backward keeps its speed while an all-reduce runs, and that filling buckets takes no time. To
 # test the first, we run a backward beside an *unrelated* all-reduce of as many bytes, and stop the clock when the backward
 # is done. To test the second, we make each rank a data-parallel group of one: it fills buckets and has nobody to send to.
-# One of the two costs time only if its verdict is *slower*.
+# We count a cost as shown only if its verdict is *slower*.
 
 
 # %%
@@ -604,7 +605,8 @@ lesson.record("01.together", figures.multiply(factors) + last / median(causes[AL
 # <details><summary>Why sharing can cost time, here and on GPUs</summary>
 #
 # An all-reduce also adds and copies numbers, and its threads occupy cores. In seconds this cost stays when the backward
-# gets longer. As a share of the step it shrinks.
+# gets longer. As a share of the step it shrinks. Would overlap pay if an idle core did the sending? Here all cores are
+# busy, so this run cannot say.
 #
 # On GPUs, which this run did not use, the kernels of an all-reduce occupy memory bandwidth and *multiprocessors*, the units
 # that compute the backward. In one node, `hpnb.DataParallel(model, axis, copy_engines=True)` reduces without
@@ -612,7 +614,7 @@ lesson.record("01.together", figures.multiply(factors) + last / median(causes[AL
 # its memory, which their backwards need as well.
 # </details>
 #
-# **Takeaway.** A free step needs more tokens per rank than the law says, and with all cores busy overlap need not help.
+# **Takeaway.** Here a free step needs more tokens per rank than the law says, and with all cores busy overlap need not help.
 #
 # **Challenge.** The explorer, a figure with knobs, simulates a ViT-L/16 (24 blocks of width 1,024) on 64 ranks with Ethernet 100 Gb. Expose
 # less than 6.5 % of the step with at most 50,000 tokens per rank.
@@ -671,7 +673,7 @@ lesson.show(counted={"four times (B)": often, "once (B)": once}, key="01.sent")
 # Accumulation sends <data value="01.sent.once.counted">1.65 MB</data> instead of <data value="01.sent.four-times.counted">6.62 MB</data>. Only the backward of the *last* microbatch can overlap, but the
 # cost is spread over a longer step.
 #
-# The optimizer's batch is microbatch size × microbatches × d. So 64 images are 8 × 4 × 2, or 8 × 1 × 8.
+# The optimizer's batch is microbatch size × microbatches × d.
 #
 # 16-bit gradients halve the bytes. But in fp16 small gradients vanish, so the loss is multiplied by a *scale*. It
 # doubles after `growth_interval` steps in a row without *overflow*, a gradient above 65504. A step that overflows is
@@ -899,8 +901,8 @@ lesson.check(exercises.zero1, Zero1)
 # ## What to remember
 #
 # - A step costs 6 FLOPs per parameter and token, and 16 bytes per parameter.
-# - Send gradients in buckets. Overlap pays if idle hardware can do the sending.
-# - By the law the all-reduce fits under the backward from ρ(d-1)/d g/2 tokens per rank on. A free step needs more.
+# - Send gradients in buckets. Measure whether overlap pays: an all-reduce can slow the backward beside it.
+# - By the law the all-reduce fits under the backward from ρ(d-1)/d g/2 tokens per rank on. Here a free step needed more.
 # - Measure the distance between replicas.
 #
 # **When not to use this.** If the model states or the activations of one image do not fit a device, use another kind of

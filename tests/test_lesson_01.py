@@ -33,13 +33,17 @@ def test_two_steps_are_compared_within_each_round() -> None:
     assert undecided.range == "0.33 to 3.00"
 
 
-def test_one_round_is_drawn_the_one_whose_ratio_is_the_median() -> None:
+def test_the_round_that_is_drawn_is_typical_of_every_version() -> None:
     def lasting(*seconds: float) -> list[Timeline]:
         return [Timeline((Event(0, -1, "F", -1, 0.0, end),)) for end in seconds]
 
-    rounds = {"A": lasting(9.0, 8.0, 7.0), "B": lasting(1.0, 4.0, 2.0), "C": lasting(3.0, 4.0, 4.0)}
-    drawn = figures.median_round(rounds, "C", "B")  # ratios 3, 1 and 2
-    assert {name: tl.makespan for name, tl in drawn.items()} == {"A": 7.0, "B": 2.0, "C": 4.0}
+    # medians 8, 3 and 4.5: the last round is nearest, although the second one has the median C / B
+    rounds = {"A": lasting(8.0, 9.0, 7.0), "B": lasting(9.0, 1.0, 3.0), "C": lasting(12.0, 1.4, 4.5)}
+    drawn = figures.typical_round(rounds)
+    assert {name: tl.makespan for name, tl in drawn.items()} == {"A": 7.0, "B": 3.0, "C": 4.5}
+    steps, exposed = figures.median_steps(rounds)
+    assert steps == {"A": 8.0, "B": 3.0, "C": 4.5}
+    assert exposed == dict.fromkeys(rounds, 0.0)
 
 
 def test_page_01_puts_its_results_into_words() -> None:

@@ -10,7 +10,7 @@ from statistics import median
 
 from matplotlib.figure import Figure
 
-from hpnb.lesson.programs.step_timing import Spread, divide_rounds, median_by, subtract_rounds
+from hpnb.lesson.programs.step_timing import Spread, divide_rounds, exposed_seconds, subtract_rounds
 from hpnb.plot.bars import Bar, BarPanel, bars
 from hpnb.plot.canvas import SMALL, WIDTH, Key, text_inches
 from hpnb.plot.curves import CurvePanel, Series, count, curves, looks, rule, set_ticks
@@ -26,11 +26,25 @@ FOR_MESSAGES = "work for messages"
 _LAW_POINTS = 300
 
 
-def median_round(rounds: Mapping[str, Sequence[Timeline]], version: str, other: str) -> dict[str, Timeline]:
-    """{name: its timeline in one round}: the round in which `version` / `other` is the median."""
-    ratios = [a.makespan / b.makespan for a, b in zip(rounds[version], rounds[other], strict=True)]
-    middle = median_by(range(len(ratios)), ratios.__getitem__)
-    return {name: tls[middle] for name, tls in rounds.items()}
+def typical_round(rounds: Mapping[str, Sequence[Timeline]]) -> dict[str, Timeline]:
+    """{name: its timeline in one round}: the round whose steps are nearest to the medians of all versions.
+
+    The distance of a round is that of the version that is furthest from its median, as a factor.
+    """
+    medians = {name: median(tl.makespan for tl in tls) for name, tls in rounds.items()}
+    together = zip(*rounds.values(), strict=True)
+    away = [
+        max(abs(math.log(tl.makespan / middle)) for tl, middle in zip(tls, medians.values(), strict=True))
+        for tls in together
+    ]
+    nearest = min(range(len(away)), key=away.__getitem__)
+    return {name: tls[nearest] for name, tls in rounds.items()}
+
+
+def median_steps(rounds: Mapping[str, Sequence[Timeline]]) -> tuple[dict[str, float], dict[str, float]]:
+    """({name: seconds of its step}, {name: seconds of exposed communication}), medians of the rounds."""
+    steps = {name: median(tl.makespan for tl in tls) for name, tls in rounds.items()}
+    return steps, {name: median(map(exposed_seconds, tls)) for name, tls in rounds.items()}
 
 
 def versions(timelines: Mapping[str, Timeline], overlap: Spread) -> Figure:

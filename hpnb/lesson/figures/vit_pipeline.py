@@ -1,8 +1,9 @@
-"""Notebook 02: a step and its parts over the number of microbatches."""
+"""Notebook 02: a step and its parts over the number of microbatches; timelines with fewer numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from matplotlib.figure import Figure
 
@@ -10,6 +11,7 @@ from hpnb.plot.canvas import Box, Key, boxes
 from hpnb.plot.curves import CurvePanel, Series, curves, looks, write_values
 from hpnb.plot.grammar import STYLE, OpStyle, mix
 from hpnb.plot.units import number, time_unit
+from hpnb.record import Timeline
 
 PARTS: dict[str, OpStyle] = {
     "ideal": OpStyle(STYLE["compute"].color, "", "ideal"),
@@ -69,3 +71,11 @@ def u_curve(
     )
     fig.set_label(f"The bars end at {', '.join(steps)}")  # for the alt text
     return fig
+
+
+def without_numbers(tl: Timeline, op: str) -> Timeline:
+    """The timeline whose actions `op` belong to no microbatch: a figure leaves their numbers out.
+
+    Weight gradients are short and stand side by side, where their numbers would touch.
+    """
+    return replace(tl, events=tuple(replace(e, microbatch=-1) if e.op == op else e for e in tl.events))

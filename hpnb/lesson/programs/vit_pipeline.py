@@ -11,7 +11,8 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -23,10 +24,16 @@ import hpnb
 from hpnb.lesson import ledger
 from hpnb.lesson.machine_card import hardware_name
 from hpnb.lesson.programs.device_timing import Batch, all_ranks, vit_and_batch, warmup_steps
-from hpnb.lesson.programs.step_timing import compute_seconds, median_by, relative_distance
+from hpnb.lesson.programs.step_timing import (
+    compute_seconds,
+    divide_rounds,
+    median_by,
+    relative_distance,
+    rounds_in_turn,
+)
 from hpnb.lesson.values import record
 from hpnb.models import ViTSize
-from hpnb.pipeline_parallel import Action, Costs, Schedule
+from hpnb.pipeline_parallel import Action, Costs, Schedule, schedules
 from hpnb.pipeline_parallel.executor import contended
 from hpnb.pipeline_parallel.layer_costs import seconds_of
 from hpnb.pipeline_parallel.layers import layers
@@ -164,6 +171,30 @@ def time_cuts(
     return {name: simulate_layers(schedule, costs, stages) for name, stages in counts.items()}, counts
 
 
+IN_ONE_PIECE, SPLIT = "backward in one piece", "split backward"
+
+
+def time_split_backward(
+    size: ViTSize, images: int, dtype: torch.dtype, stages: int, microbatches: int, repeats: int = 15
+) -> dict[str, list[float]]:
+    """{IN_ONE_PIECE: seconds of each round, SPLIT: ...} of a step of one rank, with the blocks of one stage.
+
+    Launch it with one rank, which has no neighbours: it never idles, so a longer step has more to compute.
+    """
+    if hpnb.device().type == "cpu":
+        torch.set_num_threads(1)  # as on ranks that share the machine
+    stage = replace(size, layers=max(1, size.layers // stages))
+    steps = {}
+    for way, name in ((IN_ONE_PIECE, "1f1b"), (SPLIT, "zb-h1")):
+        model, batch = vit_and_batch(stage, images, dtype)
+        schedule = schedules.make(name, 1, microbatches)
+        pipe = hpnb.Pipeline(model, all_ranks("pp"), schedule, microbatch_loss, example=batch)
+        steps[way] = partial(pipe.step, batch, return_outputs=False, record=False)
+        for _ in range(warmup_steps()):
+            steps[way]()
+    return rounds_in_turn(steps, repeats)
+
+
 def measure_activations(
     size: ViTSize, images: int, dtype: torch.dtype, schedule: Schedule
 ) -> tuple[float, float, int]:
@@ -207,6 +238,12 @@ def work_and_bubble(steps: Mapping[str, Timeline]) -> dict[str, dict[str, float]
     }
 
 
+def compare_split(rounds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float | str]]:
+    """Columns of a table with one row: how many times as long a step with split backwards takes."""
+    row, ratio = "split / in one piece", divide_rounds(rounds[SPLIT], rounds[IN_ONE_PIECE])
+    return {"factor": {row: ratio.median}, "range": {row: ratio.range}, "verdict": {row: ratio.verdict}}
+
+
 def faster_pairs(steps: Mapping[str, float], spreads: Mapping[str, float]) -> list[str]:
     """["zb-h2 is faster than 1f1b"]: all pairs whose steps differ by more than the larger spread."""
     return [
@@ -215,6 +252,15 @@ def faster_pairs(steps: Mapping[str, float], spreads: Mapping[str, float]) -> li
         for b in steps
         if steps[b] - steps[a] > max(spreads[a], spreads[b])
     ]
+
+
+def race_words(steps: Mapping[str, float], spreads: Mapping[str, float]) -> str:
+    """The `faster_pairs` in words, and whether other pairs are undecided."""
+    faster = faster_pairs(steps, spreads)
+    if not faster:
+        return "no schedule is faster than another: all pairs are undecided"
+    pairs = len(steps) * (len(steps) - 1) // 2
+    return ", ".join(faster) + ("; all other pairs are undecided" if len(faster) < pairs else "")
 
 
 def seconds_without_waits(tl: Timeline, schedule: Schedule) -> float:
@@ -278,12 +324,11 @@ def record_race(
     """Record which schedules are faster beyond the spread, which comes first, and the step of each if a rank
     worked as long as under 1F1B; add all to the ledger."""
     makespans = {schedule: tl.makespan for schedule, tl in steps.items()}
-    faster = faster_pairs(makespans, spreads)
     first = {
         "predicted": min(predicted, key=predicted.__getitem__),
         "run": min(makespans, key=makespans.__getitem__),
     }
-    words = ", ".join(faster) or "no schedule is faster than another"
+    words = race_words(makespans, spreads)
     work = compute_seconds(steps["1f1b"])
     if_equal = {
         f"{schedule}-with-work-of-1f1b": (work / (1 - tl.bubble_fraction), "s")

@@ -120,9 +120,17 @@ def test_repeats_that_overlap_are_no_finding() -> None:
         words
         == "the step cut by FLOPs takes 1.04 times as long, a difference beyond the spread of the repeats"
     )
-    bubbles = gpt2_pipeline.bubbles_in_words(runs, "fast")
-    assert "fast" not in bubbles
-    assert bubbles["slow"].endswith("the spread of the repeats")
+    words = gpt2_pipeline.schedules_in_words(runs, "fast")
+    assert "fast" not in words
+    assert words["slow"].endswith("the spread of the repeats")
+
+
+def test_the_slowest_stages_of_a_cut_by_flops_are_never_shorter_than_by_time() -> None:
+    flops, costs = [0.0, 1.0, 1.0, 1.0, 1.0, 2.0], [0.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    columns, worst = gpt2_pipeline.slowest_stages(flops, costs, range(2, 4))
+    assert columns["simulated, by time (s)"] == {"2 ranks": 3.0, "3 ranks": 2.0}
+    assert columns["simulated, by flops (s)"]["3 ranks"] == 2.0
+    assert worst == max(columns["ratio"].values()) >= 1.0
 
 
 def test_memory_columns_count_a_microbatch_on_one_of_two_stages_as_half() -> None:

@@ -31,6 +31,7 @@ from hpnb.models import GPT2Size
 from hpnb.pipeline_parallel import Costs, Schedule
 from hpnb.pipeline_parallel.executor import contended
 from hpnb.pipeline_parallel.layers import Layer, layers
+from hpnb.pipeline_parallel.partition import balanced
 from hpnb.record import Timeline
 from hpnb.theory import stage_loads
 
@@ -173,10 +174,32 @@ def cuts_in_words(same: bool, versus: Mapping[str, Any]) -> str:
     return f"the step cut by FLOPs takes {versus['run']:.2f} times as long, a difference {versus['spread']}"
 
 
-def bubbles_in_words(runs: Mapping[str, StepRepeats], base: str) -> dict[str, str]:
-    """For prose: {run: how the difference of its bubble and that of `base` compares with their spread}."""
+def schedules_in_words(runs: Mapping[str, StepRepeats], base: str) -> dict[str, str]:
+    """For prose: `fastest_in_words`, and {run: how its bubble's difference from `base`'s compares with the
+    spread of both}."""
     bubbles = {name: [tl.bubble_fraction for tl in repeats.timelines] for name, repeats in runs.items()}
-    return {name: spread_words(shares, bubbles[base]) for name, shares in bubbles.items() if name != base}
+    words = {name: spread_words(shares, bubbles[base]) for name, shares in bubbles.items() if name != base}
+    return fastest_in_words(runs) | words
+
+
+def slowest_stages(
+    flops: Sequence[float], costs: Sequence[float], ranks: Sequence[int]
+) -> tuple[dict[str, dict[str, float]], float]:
+    """Columns of a table, a row for each number of ranks, and the largest ratio.
+
+    They are the seconds of the slowest stage of the cut by FLOPs and of the cut by time, and their ratio.
+
+    Args:
+        flops: of each layer.
+        costs: seconds of each layer, for the cut by time and for the stages of both.
+    """
+    columns: dict[str, dict[str, float]] = {}
+    for way, weights in {"by flops": flops, "by time": costs}.items():
+        loads = {f"{p} ranks": max(stage_loads(costs, balanced(weights, p))) for p in ranks}
+        columns[f"simulated, {way} (s)"] = loads
+    by_flops, by_time = columns.values()
+    columns["ratio"] = {row: by_flops[row] / by_time[row] for row in by_time}
+    return columns, max(columns["ratio"].values())
 
 
 def range_columns(runs: Mapping[Any, StepRepeats]) -> dict[str, dict[Any, float]]:

@@ -299,8 +299,8 @@ def test_a_ranking_is_scored_by_what_its_first_choice_costs(said: Callable[[], s
     lesson.predict("08.r", "Fastest?", ["dp4", "pp4", "tp4"], kind="ranking")
     lesson.reveal("08.r", costs, predicted=["pp4", "dp4", "tp4"])
     shown = said()
-    assert "Your guess puts dp4 first, which costs 20.0 % more than pp4, and has 2 of 3 pairs" in shown
-    assert "puts the best first, and has 3 of 3 pairs" in shown
+    assert "Your guess puts dp4 first, which costs 20.0 % more than pp4, and 2 of the 3 pairs" in shown
+    assert "puts the best first, and 3 of the 3 pairs" in shown
     (outcome,) = lesson.outcomes()
     assert outcome.truth == ("pp4", "dp4", "tp4")
     assert outcome.regret == pytest.approx(0.2)
@@ -1163,7 +1163,7 @@ def test_a_drift_says_whose_copies_part() -> None:
     for more, whose in (({}, "replicas"), ({"between": "ranks' copies"}, "ranks' copies")):
         figure = hpnb.plot.drift({"a run": [1.0, 0.9]}, {"a run": [0.0, 1e-3]}, **more)
         told = [text.get_text() for text in figure.findobj(Text)]
-        assert f"distance between {whose}, relative norm" in told
+        assert f"relative distance between {whose}" in told
         assert f"the loss, and how far apart {whose} are" in told
 
 

@@ -478,11 +478,11 @@ question = "100 all-reduces of 80 kB instead of one of 8 MB: how many times as l
 lesson.predict("00.many-calls", question, guess=None, rule_of_thumb=1)
 
 # %% [markdown]
-# On <data value="00.card.hardware">2 CPU cores</data> the fit gives a latency of <data value="00.card.latency">791 µs</data>, a bandwidth of <data value="00.card.bandwidth">1.00 GB/s</data> and a
-# knee at <data value="00.card.knee">3.18 MB</data>. On average the dots are at <data value="00.fit.left:.2f">1.04</data> times the curve left of the knee, and at
-# <data value="00.fit.right:.2f">0.98</data> times the curve right of it.
+# On <data value="00.card.hardware">2 CPU cores</data> the fit gives a latency of <data value="00.card.latency">765 µs</data>, a bandwidth of <data value="00.card.bandwidth">1.03 GB/s</data> and a
+# knee at <data value="00.card.knee">3.14 MB</data>. On average the dots are at <data value="00.fit.left:.2f">1.03</data> times the curve left of the knee, and at
+# <data value="00.fit.right:.2f">1.07</data> times the curve right of it.
 #
-# A byte costs <data value="00.card.rho:,.0f">55</data> FLOP here. On an H200 it costs <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data> over NVLink and
+# A byte costs <data value="00.card.rho:,.0f">57</data> FLOP here. On an H200 it costs <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data> over NVLink and
 # <data value="00.rho.ethernet-10-gb.at-published-rates">791,000 FLOP/B</data> over 10 Gb Ethernet. With 16,384 tokens on each rank, $2\rho / (3T)$ is then
 # <data value="00.share.nvlink-4:.2f">0.09</data> over NVLink and <data value="00.share.ethernet-10-gb:.0f">32</data> over Ethernet.
 #
@@ -522,11 +522,11 @@ lesson.reveal("00.many-calls", took_100 / took, predicted=expected_100 / expecte
 lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">", took))
 
 # %% [markdown]
-# One call took <data value="00.calls.1-call-of-8-mb.measured">22.5 ms</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">557 ms</data>:
-# <data value="00.many-calls:.1f">24.7</data> times as long for the same bytes. Each small call lies left of the knee and pays the latency again. That is why notebook 01
+# One call took <data value="00.calls.1-call-of-8-mb.measured">17.1 ms</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">568 ms</data>:
+# <data value="00.many-calls:.1f">33.2</data> times as long for the same bytes. Each small call lies left of the knee and pays the latency again. That is why notebook 01
 # collects gradients in *buckets*, each of many tensors that go in one call.
 #
-# The formula says <data value="00.many-calls.predicted:.1f">29.1</data>. The one call took <data value="00.off.one:.2f">1.35</data> times its prediction, and the hundred took <data value="00.off.hundred:.2f">1.14</data> times
+# The formula says <data value="00.many-calls.predicted:.1f">28.9</data>. The one call took <data value="00.off.one:.2f">1.05</data> times its prediction, and the hundred took <data value="00.off.hundred:.2f">1.21</data> times
 # theirs. Had these two factors been equal, the predicted ratio would have been right. They are not, and this run does not
 # show why: the load may have changed since the fit, or α and B may be off by different factors. So trust the formula
 # for which of the two is slower, and measure how much slower it is.
@@ -697,10 +697,10 @@ lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", movin
 
 # %% [markdown]
 # Rank 1 slept 100 ms longer, so the others waited <data value="00.bar.rank-1-late.measured-wait">100 ms</data> in an all-reduce. Then the bytes moved in
-# <data value="00.bar.rank-1-late.measured-move">13.9 ms</data>. A faster link shortens only the move: on simulated NVLink it takes <data value="00.replay.nvlink-4.move">44.7 µs</data>. The
+# <data value="00.bar.rank-1-late.measured-move">13.4 ms</data>. A faster link shortens only the move: on simulated NVLink it takes <data value="00.replay.nvlink-4.move">44.7 µs</data>. The
 # wait stays at <data value="00.replay.nvlink-4.wait">100 ms</data>, because a replay keeps the recorded compute times.
 #
-# The formula says <data value="00.bar.at-once.predicted-move">16.7 ms</data> for every move. The three cases took <data value="00.bar.at-once.measured-move">16.3 ms</data>, <data value="00.bar.after-a-pause.measured-move">18.7 ms</data> and <data value="00.bar.rank-1-late.measured-move">13.9 ms</data>, with the same
+# The formula says <data value="00.bar.at-once.predicted-move">16.3 ms</data> for every move. The three cases took <data value="00.bar.at-once.measured-move">12.8 ms</data>, <data value="00.bar.after-a-pause.measured-move">15.4 ms</data> and <data value="00.bar.rank-1-late.measured-move">13.4 ms</data>, with the same
 # bytes on the same link. One run does not show how much of this is noise.
 #
 # <details><summary>A copy that looked like a link</summary>
@@ -714,7 +714,7 @@ lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", movin
 # <details><summary>How long does an 8 MB all-reduce take, then?</summary>
 #
 # The formula counts until the slowest rank is done. Counted like that, the one call of the previous section took
-# <data value="00.calls.1-call-of-8-mb.measured">22.5 ms</data>, and the 8.4 MB of the fit took <data value="00.fit.large">16.4 ms</data>. The moves of the table are medians over all ranks, which are a little
+# <data value="00.calls.1-call-of-8-mb.measured">17.1 ms</data>, and the 8.4 MB of the fit took <data value="00.fit.large">17.0 ms</data>. The moves of the table are medians over all ranks, which are a little
 # shorter. Ranks that share cores add noise to each of these times, so the times do not show what a pause does.
 #
 # On GPUs there are also *cold starts*. After a pause, the code that launches a call has left the caches, and GPUs and

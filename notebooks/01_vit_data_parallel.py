@@ -391,11 +391,11 @@ lesson.record("01.backward", figures.backward_seconds(timelines), "s")
 # prediction has no such work, so more of its messages can be exposed.
 # </details>
 #
-# **Buckets.** Every all-reduce pays 2(d-1) α. A sends <data value="01.messages.a">72</data> messages and B <data value="01.messages.b">10</data>. B takes <data value="01.b-over-a.median:.2f">0.45</data> times as long as A, with the range
-# <data value="01.b-over-a.low:.2f">0.40</data> to <data value="01.b-over-a.high:.2f">0.61</data>. We predicted {{01.b-over-a.predicted:.2f}}.
+# **Buckets.** Every all-reduce pays 2(d-1) α. A sends <data value="01.messages.a">72</data> messages and B <data value="01.messages.b">10</data>. B takes <data value="01.b-over-a.median:.2f">0.47</data> times as long as A, with the range
+# <data value="01.b-over-a.low:.2f">0.34</data> to <data value="01.b-over-a.high:.2f">0.63</data>. We predicted <data value="01.b-over-a.predicted:.2f">0.50</data>.
 #
-# **Overlap.** C takes <data value="01.overlap:.2f">1.00</data> times as long as B (<data value="01.c-over-b.low:.2f">0.78</data> to <data value="01.c-over-b.high:.2f">1.14</data>). We predicted <data value="01.overlap.predicted:.2f">0.69</data>. In the median, B has <data value="01.step.b-buckets-after.measured-exposed">7.50 ms</data>
-# exposed and C <data value="01.step.c-buckets-during.measured-exposed">2.56 ms</data>. In the second figure, the backward of the slower rank takes <data value="01.backward.b-long">13.2 ms</data> in B and <data value="01.backward.c-long">32.9 ms</data> in C. In
+# **Overlap.** C takes <data value="01.overlap:.2f">0.91</data> times as long as B (<data value="01.c-over-b.low:.2f">0.87</data> to <data value="01.c-over-b.high:.2f">1.03</data>). We predicted <data value="01.overlap.predicted:.2f">0.72</data>. In the median, B has <data value="01.step.b-buckets-after.measured-exposed">18.7 ms</data>
+# exposed and C <data value="01.step.c-buckets-during.measured-exposed">9.39 ms</data>. In the second figure, the backward of the slower rank takes <data value="01.backward.b-long">12.9 ms</data> in B and <data value="01.backward.c-long">28.2 ms</data> in C. In
 # C it fills the buckets, and an all-reduce beside it may slow it. The prediction leaves out these two costs. The next
 # section measures them, at more tokens.
 #
@@ -548,11 +548,11 @@ lesson.record("01.extra", figures.cost_of_overlap(times[middle]), "s")
 
 # %% [markdown]
 # **When is it free here?** With the all-reduce during the backward, the limit is <data value="01.measured.during">more than 2,176</data> tokens per rank; the
-# law says <data value="01.law.during:,.0f">73</data>. With the all-reduce after it, the limit is <data value="01.measured.after">between 1,088 and 2,176</data> tokens, and the law says <data value="01.law.after:,.0f">562</data>.
+# law says <data value="01.law.during:,.0f">51</data>. With the all-reduce after it, the limit is <data value="01.measured.after">more than 2,176</data> tokens, and the law says <data value="01.law.after:,.0f">394</data>.
 #
 # Overlap is faster than reducing after the backward at <data value="01.verdicts.faster">0</data> of the <data value="01.verdicts.sizes">5</data> sizes, slower at <data value="01.verdicts.slower">0</data>, and undecided at <data value="01.verdicts.undecided">5</data>.
-# With <data value="01.middle.tokens">272</data> tokens the law says that overlap costs nothing. Measured, the step with overlap takes <data value="01.extra.median">9.15 ms</data> longer than the
-# step alone, with the range <data value="01.extra.low">7.22 ms</data> to <data value="01.extra.high">24.7 ms</data>. The all-reduce by itself takes <data value="01.extra.all-reduce">4.54 ms</data>.
+# With <data value="01.middle.tokens">272</data> tokens the law says that overlap costs nothing. Measured, the step with overlap takes <data value="01.extra.median">7.18 ms</data> longer than the
+# step alone, with the range <data value="01.extra.low">4.27 ms</data> to <data value="01.extra.high">17.8 ms</data>. The all-reduce by itself takes <data value="01.extra.all-reduce">3.50 ms</data>.
 #
 # The law assumes that the backward keeps its speed while an all-reduce runs, and that filling buckets takes no time. To
 # test the first, we run a backward beside an *unrelated* all-reduce of as many bytes, and stop the clock when the backward
@@ -588,16 +588,16 @@ lesson.record("01.last-bucket", last, "s")
 lesson.record("01.together", figures.multiply(factors) + last / median(causes[ALONE]))
 
 # %% [markdown]
-# - *Sharing*: factor <data value="01.cause.beside-an-unrelated-all-reduce.factor:.2f">1.17</data>, verdict *<data value="01.cause.beside-an-unrelated-all-reduce.verdict">slower</data>*.
-# - *Filling buckets*: factor <data value="01.cause.with-buckets-nothing-sent.factor:.2f">1.05</data>, verdict *<data value="01.cause.with-buckets-nothing-sent.verdict">cannot tell</data>*.
-# - *The last bucket*, by α and B: at most <data value="01.last-bucket">2.40 ms</data> exposed.
+# - *Sharing*: factor <data value="01.cause.beside-an-unrelated-all-reduce.factor:.2f">1.13</data>, verdict *<data value="01.cause.beside-an-unrelated-all-reduce.verdict">slower</data>*.
+# - *Filling buckets*: factor <data value="01.cause.with-buckets-nothing-sent.factor:.2f">1.09</data>, verdict *<data value="01.cause.with-buckets-nothing-sent.verdict">cannot tell</data>*.
+# - *The last bucket*, by α and B: at most <data value="01.last-bucket">3.02 ms</data> exposed.
 #
-# The two factors multiplied, plus the last bucket's share of the step alone, give <data value="01.together:.2f">1.34</data>. In the sweep, the step with
-# overlap took <data value="01.middle.median:.2f">1.36</data> times as long as the step alone, with the range <data value="01.middle.low:.2f">1.29</data> to <data value="01.middle.high:.2f">2.01</data>.
+# The two factors multiplied, plus the last bucket's share of the step alone, give <data value="01.together:.2f">1.35</data>. In the sweep, the step with
+# overlap took <data value="01.middle.median:.2f">1.30</data> times as long as the step alone, with the range <data value="01.middle.low:.2f">1.14</data> to <data value="01.middle.high:.2f">1.64</data>.
 #
 # <details><summary>The same step, two times</summary>
 #
-# A step alone took <data value="01.cause.step-alone.measured">21.8 ms</data> here and <data value="01.alone">23.7 ms</data> in the sweep. The machine's speed changes between cells. So compare
+# A step alone took <data value="01.cause.step-alone.measured">25.6 ms</data> here and <data value="01.alone">28.8 ms</data> in the sweep. The machine's speed changes between cells. So compare
 # ratios within rounds, not seconds of two cells. The memory figure's time does not compare with them
 # either: its recorder looks at every operation.
 # </details>

@@ -263,7 +263,7 @@ trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")
 
 # %% [markdown]
 # The formula assumes that all stages are equal and predicts a bubble of <data value="02.bubble.predicted">27.3 %</data>. The simulation knows
-# each stage's median times and gives <data value="02.gpipe.medians.bubble">29.3 %</data>: so much comes from unequal stages. The replay gives <data value="02.bubble">29.9 %</data>. It
+# each stage's median times and gives <data value="02.gpipe.medians.bubble">30.7 %</data>: so much comes from unequal stages. The replay gives <data value="02.bubble">30.5 %</data>. It
 # differs because a stage's microbatches do not take equally long.
 #
 # <details><summary>Why the rule of thumb may come nearer</summary>
@@ -398,10 +398,10 @@ lesson.claim("1F1B takes about as long as GPipe", (change, "<", 0.15))
 # But they do not shrink with the number of ranks: p microbatches in a p-th of the layers are as much as one microbatch in all
 # layers. Stages save weights, gradients and optimizer state.
 #
-# GPipe's step takes <data value="02.step.gpipe.replayed">118 ms</data> with a bubble of
-# <data value="02.step.gpipe.bubble">29.1 %</data>, and 1F1B's step <data value="02.step.1f1b.replayed">120 ms</data> with
-# <data value="02.step.1f1b.bubble">28.9 %</data>. The formula gives both the same bubble: under 1F1B, too, the last rank starts p - 1 forwards late, and p - 1
-# backwards remain after its last one. In the previous figure GPipe took <data value="02.gpipe.each-action.makespan">113 ms</data>: runs differ.
+# GPipe's step takes <data value="02.step.gpipe.replayed">120 ms</data> with a bubble of
+# <data value="02.step.gpipe.bubble">30.1 %</data>, and 1F1B's step <data value="02.step.1f1b.replayed">128 ms</data> with
+# <data value="02.step.1f1b.bubble">29.9 %</data>. The formula gives both the same bubble: under 1F1B, too, the last rank starts p - 1 forwards late, and p - 1
+# backwards remain after its last one. In the previous figure GPipe took <data value="02.gpipe.each-action.makespan">121 ms</data>: runs differ.
 #
 # **Takeaway.** 1F1B has GPipe's bubble and keeps at most p microbatches instead of m.
 #
@@ -631,26 +631,26 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 
 # %% [markdown]
 # All four idle less than 1F1B. We call one schedule faster than another only if their steps
-# differ by more than the larger of the two spreads. By this test, <data value="02.race.faster">no schedule is faster than another</data>. The prediction puts
-# <data value="02.race.first.predicted">zb-v</data> first, the run <data value="02.race.first.run">zb-h2</data>.
+# differ by more than the larger of the two spreads. By this test, <data value="02.race.faster">no schedule is faster than another: all pairs are undecided</data>. The prediction puts
+# <data value="02.race.first.predicted">zb-v</data> first, the run <data value="02.race.first.run">1f1b</data>.
 #
 # Does a split backward also take more computing? The race cannot say. ZB-H1 and ZB-H2 run the same pieces, yet a rank works
-# <data value="02.race.zb-h1.work">122 ms</data> under the one and <data value="02.race.zb-h2.work">96.3 ms</data> under the other. The difference is noise. So we time
+# <data value="02.race.zb-h1.work">106 ms</data> under the one and <data value="02.race.zb-h2.work">119 ms</data> under the other. The difference is noise. So we time
 # one rank alone, with a stage's layers: backwards in one piece and split, fifteen rounds in turn. Split, the step takes
-# {{02.split.split-in-one-piece.factor:.2f}} times as long, with the range {{02.split.split-in-one-piece.range}} and the verdict *{{02.split.split-in-one-piece.verdict}}* (as in notebook 01).
+# <data value="02.split.split-in-one-piece.factor:.2f">1.06</data> times as long, with the range <data value="02.split.split-in-one-piece.range">0.96 to 1.15</data> and the verdict *<data value="02.split.split-in-one-piece.verdict">cannot tell</data>* (as in notebook 01).
 #
 # <details><summary>I and W are not equal</summary>
 #
 # Our prediction takes I and W as equal. But the matmuls inside attention, softmax and GELU have no weights, hence no W, so I takes
-# <data value="02.race.zb-h1.i-w:.2f">1.51</data> times as long as
+# <data value="02.race.zb-h1.i-w:.2f">1.40</data> times as long as
 # W. By the formulas above, this makes ZB-H1 idle longer and leaves ZB-H2 as it is.
 # </details>
 #
 # <details><summary>Why the bubble feels noise less than the step does</summary>
 #
 # A step takes its work divided by 1 - bubble. If all of a run is slow, its work and its idle time are both longer, and
-# the bubble stays. Under ZB-V the step takes <data value="02.race.zb-v.replayed">115 ms</data>, and a rank works <data value="02.race.zb-v.work">100 ms</data> of it. If it worked only as long as
-# under 1F1B, <data value="02.race.1f1b.work">87.0 ms</data>, the step would take <data value="02.race.zb-v-with-work-of-1f1b">99.7 ms</data> with the same bubble.
+# the bubble stays. Under ZB-V the step takes <data value="02.race.zb-v.replayed">129 ms</data>, and a rank works <data value="02.race.zb-v.work">116 ms</data> of it. If it worked only as long as
+# under 1F1B, <data value="02.race.1f1b.work">86.5 ms</data>, the step would take <data value="02.race.zb-v-with-work-of-1f1b">96.3 ms</data> with the same bubble.
 # </details>
 #
 # <details><summary>How to read the table</summary>
@@ -798,9 +798,9 @@ lesson.claim("A heavy stage delays the step", (delay, ">", 1.02))
 # %% [markdown]
 # The steps are simulated from times of single layers, measured on rank 0 while the other ranks waited. So compare
 # them with each
-# other, not with the race. The uniform partition takes <data value="02.cut-step.uniform.simulated">97.2 ms</data>, the heavy one
-# <data value="02.cut-step.heavy.simulated">115 ms</data>. Balancing by time gives
-# <data value="02.cut-step.by-time.simulated">97.2 ms</data>: a ViT's blocks are equal, so "uniform" is already good.
+# other, not with the race. The uniform partition takes <data value="02.cut-step.uniform.simulated">111 ms</data>, the heavy one
+# <data value="02.cut-step.heavy.simulated">133 ms</data>. Balancing by time gives
+# <data value="02.cut-step.by-time.simulated">111 ms</data>: a ViT's blocks are equal, so "uniform" is already good.
 #
 # A timeline tells a bubble's causes apart:
 #
@@ -810,7 +810,7 @@ lesson.claim("A heavy stage delays the step", (delay, ">", 1.02))
 # | slow link | ranks are free and their inputs were computed long ago | such waits above 5 % of ranks × makespan |
 # | few microbatches | ranks wait only while the pipeline fills and drains | neither of these |
 #
-# In the figure, rank 1 works <data value="02.heavy-work:.2f">1.48</data> times as long as the median rank.
+# In the figure, rank 1 works <data value="02.heavy-work:.2f">1.49</data> times as long as the median rank.
 #
 # ### Exercise 4: what is wrong with this step?
 #
@@ -898,7 +898,7 @@ lesson.record("02.sweep-step", steps, "s")
 lesson.claim("Microbatches help", (alone, ">", 1.1 * shortest))
 
 # %% [markdown]
-# The step is shortest at m = <data value="02.sweep.best">4</data>; the formula says <data value="02.sweep.formula:.1f">3.6</data>. Past the best m, the added launch cost exceeds the bubble
+# The step is shortest at m = <data value="02.sweep.best">4</data>; the formula says <data value="02.sweep.formula:.1f">4.0</data>. Past the best m, the added launch cost exceeds the bubble
 # time saved.
 #
 # <details><summary>Why the line need not meet the bars</summary>
@@ -909,10 +909,10 @@ lesson.claim("Microbatches help", (alone, ">", 1.1 * shortest))
 #
 # <details><summary>Has this pipeline paid?</summary>
 #
-# At m = 1 only one rank works at a time. So that step, <data value="02.sweep-step.alone">166 ms</data>, is what one rank would
-# need for all stages, one after the other: T + p c. The best step takes <data value="02.sweep-step.best">115 ms</data>: far from a fourth of that, although each of the four ranks
+# At m = 1 only one rank works at a time. So that step, <data value="02.sweep-step.alone">189 ms</data>, is what one rank would
+# need for all stages, one after the other: T + p c. The best step takes <data value="02.sweep-step.best">121 ms</data>: far from a fourth of that, although each of the four ranks
 # is replayed with its own core. At this m they compute for
-# <data value="02.sweep-step.work">256 ms</data> in all, so two real cores would need at least <data value="02.sweep-step.two">128 ms</data>.
+# <data value="02.sweep-step.work">274 ms</data> in all, so two real cores would need at least <data value="02.sweep-step.two">137 ms</data>.
 # </details>
 #
 # <details><summary>Which m to choose</summary>

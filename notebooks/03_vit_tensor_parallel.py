@@ -359,7 +359,7 @@ lesson.show(columns=columns, key="03.slower", title="What the formula leaves out
 lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 
 # %% [markdown]
-# The bytes are exact: <data value="03.block-bytes">4.46 MB</data> leave each rank. On <data value="03.hardware">2 CPU cores</data> the block took <data value="03.block.makespan">46.8 ms</data>; <data value="03.exposed.share">9.77 %</data> of that is exposed communication. Computing covered <data value="03.overlapped">64.8 %</data> of the communication, all of it in the backward.
+# The bytes are exact: <data value="03.block-bytes">4.46 MB</data> leave each rank. On <data value="03.hardware">2 CPU cores</data> the block took <data value="03.block.makespan">49.3 ms</data>; <data value="03.exposed.share">15.0 %</data> of that is exposed communication. Computing covered <data value="03.overlapped">54.7 %</data> of the communication, all of it in the backward.
 #
 # <details><summary>How to read the figure</summary>
 #
@@ -369,14 +369,14 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # The thin slices of forward after the last all-reduce are a bias and the residual. The last slices of input gradient are attention's norm.
 # </details>
 #
-# The formula is for 2-byte numbers. Our float32 halves it, and attention's scores add 1 %, so it predicts <data value="03.ratio.predicted">6.91</data>.
-# The run has <data value="03.ratio">3.03</data>, because it has costs that the formula leaves out.
+# The formula is for 2-byte numbers. Our float32 halves it, and attention's scores add 1 %, so it predicts <data value="03.ratio.predicted">9.85</data>.
+# The run has <data value="03.ratio">2.53</data>, because it has costs that the formula leaves out.
 #
 # <details><summary>Three factors between the formula and the run</summary>
 #
-# - Computing took <data value="03.slower.compute.recorded-predicted">1.40</data> times as long as its matrix products would at the card's rate. That includes norms, GELU, residuals and slower products; the run does not separate them.
-# - Latency makes the all-reduces <data value="03.slower.latency.recorded-predicted">1.46</data> times as long as their bytes alone.
-# - Waiting and other costs multiply that by <data value="03.slower.sums.recorded-predicted">2.17</data>. A part is that the rank which comes first waits for the other; the run does not explain the rest.
+# - Computing took <data value="03.slower.compute.recorded-predicted">0.839</data> times as long as its matrix products would at the card's rate. That includes norms, GELU, residuals and slower products; the run does not separate them.
+# - Latency makes the all-reduces <data value="03.slower.latency.recorded-predicted">1.54</data> times as long as their bytes alone.
+# - Waiting and other costs multiply that by <data value="03.slower.sums.recorded-predicted">2.12</data>. A part is that the rank which comes first waits for the other; the run does not explain the rest.
 # </details>
 #
 # <details><summary>On a laptop</summary>
@@ -769,27 +769,27 @@ lesson.claim("SP is slower than 1D", (small["1d+sp"], ">", small["1d"]))
 vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 
 # %% [markdown]
-# With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">31.9 ms</data>, with sequence parallelism <data value="03.race.1d+sp.measured">49.2 ms</data>, and 2D <data value="03.race.2d.measured">68.5 ms</data>. These are
-# <data value="03.too-low.1d">1.24</data>, <data value="03.too-low.1d+sp">1.61</data> and <data value="03.too-low.2d">1.18</data> times their predictions. A prediction leaves out the time of norms, launches and waiting. This run does not say why the ratios differ.
+# With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">37.0 ms</data>, with sequence parallelism <data value="03.race.1d+sp.measured">61.6 ms</data>, and 2D <data value="03.race.2d.measured">99.4 ms</data>. These are
+# <data value="03.too-low.1d">1.50</data>, <data value="03.too-low.1d+sp">2.10</data> and <data value="03.too-low.2d">1.78</data> times their predictions. A prediction leaves out the time of norms, launches and waiting. This run does not say why the ratios differ.
 #
-# Here four ranks share <data value="03.hardware">2 CPU cores</data>, so they also wait for a core: α is <data value="03.alpha.four">791 µs</data> on the new card and <data value="03.alpha.first">237 µs</data> on this page's first.
+# Here four ranks share <data value="03.hardware">2 CPU cores</data>, so they also wait for a core: α is <data value="03.alpha.four">765 µs</data> on the new card and <data value="03.alpha.first">337 µs</data> on this page's first.
 #
 # <details><summary>Which matmul rate do we predict with?</summary>
 #
 # A card times one product of a few milliseconds, during which a rank mostly keeps a core. A block lasts longer, and ranks take turns on the cores.
-# So we predict with the card's rate times cores over ranks, here <data value="03.rate">27.6 GFLOP/s</data>.
+# So we predict with the card's rate times cores over ranks, here <data value="03.rate">29.4 GFLOP/s</data>.
 # </details>
 #
-# Sequence parallelism took <data value="03.sp-longer">17.2 ms</data> longer than 1D, and latency alone predicts <data value="03.norms">4.75 ms</data>.
+# Sequence parallelism took <data value="03.sp-longer">24.6 ms</data> longer than 1D, and latency alone predicts <data value="03.norms">4.59 ms</data>.
 #
 # <details><summary>Why is sequence parallelism slower here?</summary>
 #
 # By theory the two halves of an all-reduce take as long as the all-reduce. In a ring of four, both take 2 (4 - 1) = 6 steps, and each step one latency α. So the prediction adds only the latencies of the all-reduce of norm gradients.
 #
-# Timed alone, an all-reduce took <data value="03.halves.all-reduce.measured">4.79 ms</data>, its two halves <data value="03.halves.reduce-scatter-all-gather.measured">8.26 ms</data>. A block has four such pairs, so this makes <data value="03.four-halves">13.9 ms</data> of the <data value="03.sp-longer">17.2 ms</data>. The run does not explain the rest.
+# Timed alone, an all-reduce took <data value="03.halves.all-reduce.measured">7.30 ms</data>, its two halves <data value="03.halves.reduce-scatter-all-gather.measured">11.9 ms</data>. A block has four such pairs, so this makes <data value="03.four-halves">18.3 ms</data> of the <data value="03.sp-longer">24.6 ms</data>. The run does not explain the rest.
 # </details>
 #
-# Eight times the tokens took <data value="03.race.2d.measured-growth">1.86</data> times as long in 2D and <data value="03.race.1d.measured-growth">2.65</data> times in 1D. So a large part of each time does not depend on tokens. In 1D's prediction <data value="03.latency">73.9 %</data> of the time with few tokens is latency, much of it the wait for a core. Here larger batches do help.
+# Eight times the tokens took <data value="03.race.2d.measured-growth">1.69</data> times as long in 2D and <data value="03.race.1d.measured-growth">2.98</data> times in 1D. So a large part of each time does not depend on tokens. In 1D's prediction <data value="03.latency">74.3 %</data> of the time with few tokens is latency, much of it the wait for a core. Here larger batches do help.
 #
 # <details><summary>Which latency, and what would help?</summary>
 #

@@ -374,18 +374,18 @@ lesson.claim("Yet dp's step is shorter", (measured["dp"], "<", measured["pp"]))
 vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 
 # %% [markdown]
-# On a hundredth of the bandwidth, the simulated step is <data value="04.growth.tp:.1f">8.0</data> times as long along tp as the simulated step on this link. Along
-# dp it is <data value="04.growth.dp:.1f">6.3</data> times as long, and along pp <data value="04.growth.pp:.2f">1.56</data> times. Over the *measured* steps on this link, the same simulated steps give <data value="04.rise.tp:.1f">8.5</data> for tp, <data value="04.rise.dp:.1f">4.3</data> for dp and <data value="04.rise.pp:.2f">1.50</data> for pp. So trust the order, not the factors.
+# On a hundredth of the bandwidth, the simulated step is <data value="04.growth.tp:.1f">8.6</data> times as long along tp as the simulated step on this link. Along
+# dp it is <data value="04.growth.dp:.1f">7.0</data> times as long, and along pp <data value="04.growth.pp:.2f">1.52</data> times. Over the *measured* steps on this link, the same simulated steps give <data value="04.rise.tp:.1f">8.9</data> for tp, <data value="04.rise.dp:.1f">5.2</data> for dp and <data value="04.rise.pp:.2f">1.41</data> for pp. So trust the order, not the factors.
 #
-# Bytes alone do not decide. pp sends fewest, but measured on this link its step takes longer than dp's: <data value="04.axes.pp.measured">93.7 ms</data> against <data value="04.axes.dp.measured">77.0 ms</data>. Where is pp's time?
+# Bytes alone do not decide. pp sends fewest, but measured on this link its step takes longer than dp's: <data value="04.axes.pp.measured">120 ms</data> against <data value="04.axes.dp.measured">76.8 ms</data>. Where is pp's time?
 #
 # | a step along pp | compute of the busiest rank | the rest | together |
 # |---|---|---|---|
-# | predicted | <data value="04.predicted.share">51.8 ms</data> | <data value="04.pipeline.predicted.rest">7.08 ms</data> | <data value="04.pipeline.predicted.step">58.9 ms</data> |
-# | simulated on this link | <data value="04.busy.pp">77.5 ms</data> | <data value="04.pipeline.simulated.rest">12.1 ms</data> | <data value="04.pipeline.simulated.step">89.5 ms</data> |
-# | measured | <data value="04.busy.pp">77.5 ms</data> | <data value="04.pipeline.measured.rest">16.2 ms</data> | <data value="04.axes.pp.measured">93.7 ms</data> |
+# | predicted | <data value="04.predicted.share">56.8 ms</data> | <data value="04.pipeline.predicted.rest">7.93 ms</data> | <data value="04.pipeline.predicted.step">64.8 ms</data> |
+# | simulated on this link | <data value="04.busy.pp">104 ms</data> | <data value="04.pipeline.simulated.rest">7.10 ms</data> | <data value="04.pipeline.simulated.step">111 ms</data> |
+# | measured | <data value="04.busy.pp">104 ms</data> | <data value="04.pipeline.measured.rest">16.2 ms</data> | <data value="04.axes.pp.measured">120 ms</data> |
 #
-# We predicted compute from a step that sends nothing. With messages, the busiest rank computes for longer along every axis: <data value="04.busy.dp">76.8 ms</data> along dp and <data value="04.busy.tp">77.5 ms</data> along tp, which have no microbatches. So small microbatches alone are not the cause. Ranks also send with the cores that compute, and tp's ranks repeat norms; the run does not separate causes. The rest is the bubble, exposed sends and waiting for uneven microbatches.
+# We predicted compute from a step that sends nothing. With messages, the busiest rank computes for longer along every axis: <data value="04.busy.dp">74.9 ms</data> along dp and <data value="04.busy.tp">93.0 ms</data> along tp, which have no microbatches. So small microbatches alone are not the cause. Ranks also send with the cores that compute, and tp's ranks repeat norms; the run does not separate causes. The rest is the bubble, exposed sends and waiting for uneven microbatches.
 #
 # <details><summary>Why the curves differ</summary>
 #
@@ -396,17 +396,17 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 #
 # <details><summary>How far to trust the curves</summary>
 #
-# Bytes are predicted exactly, times are not. Measured over predicted is <data value="04.ratio.tp:.2f">1.60</data> for tp, <data value="04.ratio.dp:.2f">1.46</data> for dp and
-# <data value="04.ratio.pp:.2f">1.59</data> for pp. The prediction leaves out that our ranks send with the cores that also compute, and that fixed
+# Bytes are predicted exactly, times are not. Measured over predicted is <data value="04.ratio.tp:.2f">1.63</data> for tp, <data value="04.ratio.dp:.2f">1.32</data> for dp and
+# <data value="04.ratio.pp:.2f">1.85</data> for pp. The prediction leaves out that our ranks send with the cores that also compute, and that fixed
 # costs, such as calling an operation, come with every microbatch. The run does not say how much either takes.
 #
-# Each step is the median of three, recorded in turn. "This link" was measured as in notebook 00. Its latency is <data value="04.link.latency">237 µs</data> and its bandwidth <data value="04.link.bandwidth">1.09 GB/s</data>.
+# Each step is the median of three, recorded in turn. "This link" was measured as in notebook 00. Its latency is <data value="04.link.latency">337 µs</data> and its bandwidth <data value="04.link.bandwidth">893 MB/s</data>.
 # Along dp, simulation and prediction start from the same step that sends nothing, so they are near each other on this link. Along pp and tp the simulated step contains the
-# compute recorded along its axis: on the busiest rank <data value="04.busy.pp">77.5 ms</data> along pp and <data value="04.busy.tp">77.5 ms</data> along tp, instead of <data value="04.predicted.share">51.8 ms</data>. It also
+# compute recorded along its axis: on the busiest rank <data value="04.busy.pp">104 ms</data> along pp and <data value="04.busy.tp">93.0 ms</data> along tp, instead of <data value="04.predicted.share">56.8 ms</data>. It also
 # contains waiting: at each all-reduce or message, the rank that comes first waits for the other. The prediction has no such waiting, because it lets both compute equally fast.
 #
 # The simulated curves also miss the measured steps, which are the dots in the figure. Simulated over measured
-# is <data value="04.near.tp:.2f">1.07</data> for tp, <data value="04.near.dp:.2f">0.68</data> for dp and <data value="04.near.pp:.2f">0.96</data> for pp. On this link the shortest step
+# is <data value="04.near.tp:.2f">1.03</data> for tp, <data value="04.near.dp:.2f">0.75</data> for dp and <data value="04.near.pp:.2f">0.92</data> for pp. On this link the shortest step
 # measured is along <data value="04.near.fastest">dp</data>; on a tenth of the bandwidth the shortest step simulated is along <data value="04.tenth">dp</data>.
 # Do not ask the figure which of two close curves is lower.
 # </details>

@@ -448,9 +448,9 @@ lesson.claim("Computing sets this page's step time", (took[TOKENS], ">", 2 * flo
              "So few tokens compute for hardly longer than their launches take.")
 
 # %% [markdown]
-# We take the lowest median of five rounds, <data value="05.floor.launch">109 ms</data>, as the time that launching needs. On a CPU, computing comes on top of
-# it. At about <data value="05.tokens.equal:,.0f">34</data> tokens both take equally long. This page trains with
-# <data value="05.tokens.page:,.0f">128</data> tokens a rank, which take <data value="05.floor.step">516 ms</data>.
+# We take the lowest median of five rounds, <data value="05.floor.launch">30.9 ms</data>, as the time that launching needs. On a CPU, computing comes on top of
+# it. At about <data value="05.tokens.equal:,.0f">51</data> tokens both take equally long. This page trains with
+# <data value="05.tokens.page:,.0f">128</data> tokens a rank, which take <data value="05.floor.step">108 ms</data>.
 #
 # To predict, take forward, backward and update of one rank that sends nothing: `alone`. Recomputation adds a forward. ZeRO divides
 # the update by N. Communication adds what does not overlap with computing, its *exposed* part. On GPUs:
@@ -466,7 +466,7 @@ lesson.claim("Computing sets this page's step time", (took[TOKENS], ">", 2 * flo
 #
 # <details><summary>One step, timed twice</summary>
 #
-# Forward and backward of a rank that sends nothing took <data value="05.floor.step">516 ms</data> above, and <data value="05.alone.both">482 ms</data> in the cell that measures the steps. The
+# Forward and backward of a rank that sends nothing took <data value="05.floor.step">108 ms</data> above, and <data value="05.alone.both">116 ms</data> in the cell that measures the steps. The
 # operations are the same, but the second time there are updates in between, and it was another moment. The run does not say which of the two makes the difference.
 # We predict from the second time, because it was taken between the rounds of the steps.
 # </details>
@@ -499,15 +499,15 @@ lesson.claim("ZeRO-2 communicates after its update, ZeRO-3 hardly does",
 lesson.record("05.alone", {"forward": alone[0], "both": sum(alone[:2])}, "s")
 
 # %% [markdown]
-# The last table has the price of a saved byte. ZeRO-3 instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">51.6 MB</data> and added <data value="05.price.zero-0-to-zero-3.added">211 ms</data>
-# to the median step. Recomputation then saved another <data value="05.price.zero-3-to-zero-3-+-recompute.saved">19.6 MB</data> and added <data value="05.price.zero-3-to-zero-3-+-recompute.added">149 ms</data>; we predicted one
-# forward, <data value="05.alone.forward">196 ms</data>. Even the order of prices changes from run to run. Do not rank
+# The last table has the price of a saved byte. ZeRO-3 instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">51.6 MB</data> and added <data value="05.price.zero-0-to-zero-3.added">85.6 ms</data>
+# to the median step. Recomputation then saved another <data value="05.price.zero-3-to-zero-3-+-recompute.saved">19.6 MB</data> and added <data value="05.price.zero-3-to-zero-3-+-recompute.added">34.3 ms</data>; we predicted one
+# forward, <data value="05.alone.forward">47.4 ms</data>. Even the order of prices changes from run to run. Do not rank
 # two configurations whose ranges, from the fastest to the slowest step, overlap (last column).
 #
-# Of the <data value="05.off.of">8</data> predicted times <data value="05.off.hold">0</data> hold. Steps take <data value="05.off.low:.2f">1.37</data> to <data value="05.off.high:.2f">2.06</data> times the
-# prediction, most with {{05.off.highest}}. So here we can predict bytes, and times only roughly. The prediction leaves out copies to and from flat buckets, waiting for
-# the slower rank, and that messages take time from the cores that compute. This run cannot tell them apart. All three occur without recomputation, too, so they do not explain why it does not add exactly one forward. Waiting may also be in the <data value="05.after.zero-2">81.5 ms</data> of ZeRO-2 after its update, predicted as
-# <data value="05.after.predicted">9.49 ms</data>.
+# Of the <data value="05.off.of">8</data> predicted times <data value="05.off.hold">1</data> hold. Steps take <data value="05.off.low:.2f">1.15</data> to <data value="05.off.high:.2f">1.57</data> times the
+# prediction, most with <data value="05.off.highest">ZeRO-3</data>. So here we can predict bytes, and times only roughly. The prediction leaves out copies to and from flat buckets, waiting for
+# the slower rank, and that messages take time from the cores that compute. This run cannot tell them apart. All three occur without recomputation, too, so they do not explain why it does not add exactly one forward. Waiting may also be in the <data value="05.after.zero-2">20.0 ms</data> of ZeRO-2 after its update, predicted as
+# <data value="05.after.predicted">13.0 ms</data>.
 #
 # The usual rule says "use the lowest ZeRO stage that fits", because ZeRO-3 sends 1.5 times as many bytes. But only exposed
 # communication costs time. So we simulate XL on 8 GPUs of 400 TFLOP/s, with 8 sequences each, and let communication
@@ -717,7 +717,7 @@ lesson.field_guide.add(  # the series' table of symptoms
     "outputs are kept for logging, with their logits; keep loss.item()", notebook="05")
 
 # %% [markdown]
-# The loss fell from <data value="05.autopsy.first:.2f">6.65</data> to <data value="05.autopsy.last:.2f">5.09</data> in <data value="05.autopsy.steps">8</data> steps. The shape tokens × V is alive <data value="05.autopsy.copies">9</data> times: once for each
+# The loss fell from <data value="05.autopsy.first:.2f">6.69</data> to <data value="05.autopsy.last:.2f">5.18</data> in <data value="05.autopsy.steps">8</data> steps. The shape tokens × V is alive <data value="05.autopsy.copies">9</data> times: once for each
 # finished step, and once for the step that failed. These are the logits inside `outputs`, which the list keeps. A normal
 # step frees its logits before its peak. The fix is `log.append(outputs.loss.item())`.
 #

@@ -159,8 +159,8 @@ lesson.claim("The last rank takes longest", (last, ">", max(others)))
 lesson.record("06.slowest", last * (N - 1) / sum(others))
 
 # %% [markdown]
-# The bubble is <data value="06.bubble">43.5 %</data>, far above the formula. The formula assumes equal stages, but the last rank works
-# <data value="06.slowest:.1f">1.8</data> times as long as the others on average, and they wait for it. More microbatches help little,
+# The bubble is <data value="06.bubble">46.2 %</data>, far above the formula. The formula assumes equal stages, but the last rank works
+# <data value="06.slowest:.1f">1.9</data> times as long as the others on average, and they wait for it. More microbatches help little,
 # because the others wait in each of them.
 #
 # **Takeaway.** A uniform cut gives the exact result, but slowly: the stage with the head sets the pace.
@@ -197,8 +197,8 @@ lesson.claim("FLOPs miss the head by over a quarter", abs(matmuls / law - 1) > 0
 
 # %% [markdown]
 # FLOPs predict <data value="06.head.head-s-matmuls.predicted">4.91 blocks</data> for the head. Its matmuls really take
-# <data value="06.head.head-s-matmuls.measured">3.23 blocks</data>, <data value="06.head.ratio:.2f">0.66</data> times as much. With the loss,
-# which FLOPs leave out, the head takes <data value="06.head.head-and-loss.measured">4.01 blocks</data>.
+# <data value="06.head.head-s-matmuls.measured">3.37 blocks</data>, <data value="06.head.ratio:.2f">0.69</data> times as much. With the loss,
+# which FLOPs leave out, the head takes <data value="06.head.head-and-loss.measured">4.04 blocks</data>.
 #
 # A block also spends time on norms, GELU and softmax, which FLOPs leave out, so the head,
 # measured in blocks, is smaller.
@@ -239,7 +239,7 @@ lesson.claim("Padding does not slow the head beyond the spread",
              (statistics.median(padded), "<=", max(odd)))  # fmt: skip
 
 # %% [markdown]
-# Here the odd size takes <data value="06.padding.gain:.2f">1.16</data> times as long by the median, a difference <data value="06.padding.spread">within the spread of the repeats</data>. On GPUs,
+# Here the odd size takes <data value="06.padding.gain:.2f">1.41</data> times as long by the median, a difference <data value="06.padding.spread">within the spread of the repeats</data>. On GPUs,
 # pad before you cut, because padding changes the longest layer. Our model stays unpadded.
 #
 # <details><summary>On a laptop</summary>
@@ -362,13 +362,13 @@ lesson.show(figures.skyline(times.costs, shown, times.kinds, times.loss, title=t
 
 # %% [markdown]
 # Bars are layers timed alone, forward and backward of one microbatch; each cut's largest stage is in bold. Beneath stands
-# the replayed step of that cut; narrow actions have no number. The cut by time is <data value="06.faster.gain:.2f">1.48</data> times as fast as the uniform one by the median, and <data value="06.faster.sure">3</data>
+# the replayed step of that cut; narrow actions have no number. The cut by time is <data value="06.faster.gain:.2f">1.09</data> times as fast as the uniform one by the median, and <data value="06.faster.sure">2</data>
 # of its <data value="06.repeats">3</data> repeats are faster than all of the uniform cut's. With equal stages the bubble would be <data value="06.bubble.rule-of-thumb">27.3 %</data>. But only
-# whole layers move, so even the cut by time leaves stages unequal: simulated, its bubble is <data value="06.idle.simulated">34.7 %</data>. The run gives
-# {{06.idle.run.by-time}}. Bubbles vary between runs: the uniform cut's was <data value="06.bubble">43.5 %</data> above and is {{06.idle.run.uniform}} here.
+# whole layers move, so even the cut by time leaves stages unequal: simulated, its bubble is <data value="06.idle.simulated">28.7 %</data>. The run gives
+# <data value="06.idle.run.by-time">32.6 %</data>. Bubbles vary between runs: the uniform cut's was <data value="06.bubble">46.2 %</data> above and is <data value="06.idle.run.uniform">43.3 %</data> here.
 #
 # FLOPs overrate the head. In the run their cut leaves <data value="06.beside.by-flops">0</data> blocks beside it and the cut by time <data value="06.beside.by-time">0</data>:
-# {{06.flops}}. What does the error cost on other numbers of ranks, and how precisely must we cut at all?
+# <data value="06.flops">it is one cut, which ran once, so the run cannot tell the two apart</data>. What does the error cost on other numbers of ranks, and how precisely must we cut at all?
 #
 # ### Slide the last cut
 #
@@ -388,13 +388,13 @@ lesson.record("06.last", {"others": close, "first": best[0], "most": most, "by":
 lesson.claim("Too many blocks on the last stage slow every repeat", (ratio, ">", 1))
 
 # %% [markdown]
-# On 2 to 8 ranks, the slowest stage of the cut by FLOPs takes at most {{06.flops-worst:.2f}} times as long as that of the cut by time. Only
+# On 2 to 8 ranks, the slowest stage of the cut by FLOPs takes at most <data value="06.flops-worst:.2f">1.03</data> times as long as that of the cut by time. Only
 # whole blocks move, so an error of about a block in the head moves the cut by one block at most. On
 # many ranks both cuts leave the head alone on its stage.
 #
-# By the median, the best number of blocks there is <data value="06.last.first">1</data>. Its repeats overlap with those of <data value="06.last.others">0</data>. Where repeats overlap,
-# the run doesn't decide. With <data value="06.last.most">4</data> blocks there, even the fastest repeat takes <data value="06.last.by:.2f">1.46</data> times as long as the slowest one with
-# <data value="06.last.first">1</data>. Simulated, the step cut by time takes <data value="06.err.cut">204 ms</data>, and with one more block beside the head <data value="06.err.many">206 ms</data>.
+# By the median, the best number of blocks there is <data value="06.last.first">0</data>. Its repeats overlap with those of <data value="06.last.others">1, 3, 2</data>. Where repeats overlap,
+# the run doesn't decide. With <data value="06.last.most">4</data> blocks there, even the fastest repeat takes <data value="06.last.by:.2f">1.03</data> times as long as the slowest one with
+# <data value="06.last.first">0</data>. Simulated, the step cut by time takes <data value="06.err.cut">211 ms</data>, and with one more block beside the head <data value="06.err.many">224 ms</data>.
 #
 # While another stage is slower than the last one, a block more beside the head costs little. Once the last stage is the
 # slowest, each further block delays every microbatch.
@@ -771,21 +771,21 @@ lesson.show(columns=memory, title="Peak of activations, first and last rank")
 lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 
 # %% [markdown]
-# By the median, <data value="06.fastest.first">zb-v</data> is fastest, and <data value="06.fastest.others">no other repeats overlap with its own</data>.
+# By the median, <data value="06.fastest.first">zb-v</data> is fastest, and <data value="06.fastest.others">the repeats of 1f1b and zb-h1 and interleaved overlap with its own</data>.
 #
-# In the median repeats, 1F1B has a bubble of <data value="06.style.1f1b.bubble">33.8 %</data>; the same step had {{06.idle.run.by-time}} among the cuts. ZB-H1 has
-# <data value="06.style.zb-h1.bubble">26.7 %</data>, a difference {{06.fastest.zb-h1}}, and ZB-V <data value="06.style.zb-v.bubble">19.8 %</data>, {{06.fastest.zb-v}}.
-# If 2p stages were equal, each would take {{06.equal:.1f}} blocks, but the head alone takes <data value="06.head.head-and-loss.measured">4.01 blocks</data>. So two stages a rank don't help
+# In the median repeats, 1F1B has a bubble of <data value="06.style.1f1b.bubble">31.7 %</data>; the same step had <data value="06.idle.run.by-time">32.6 %</data> among the cuts. ZB-H1 has
+# <data value="06.style.zb-h1.bubble">27.5 %</data>, a difference <data value="06.fastest.zb-h1">beyond the spread of the repeats</data>, and ZB-V <data value="06.style.zb-v.bubble">20.1 %</data>, <data value="06.fastest.zb-v">beyond the spread of the repeats</data>.
+# If 2p stages were equal, each would take <data value="06.equal:.1f">2.2</data> blocks, but the head alone takes <data value="06.head.head-and-loss.measured">4.04 blocks</data>. So two stages a rank don't help
 # interleaving much. ZB-V also splits backwards, and its W fill gaps.
 #
-# ZB-H1's step takes <data value="06.h1.run:.2f">1.01</data> times as long as 1F1B's by the median, a difference <data value="06.h1.spread">within the spread of the repeats</data>. The
-# simulation says <data value="06.h1.simulated:.2f">0.88</data>, assuming that all schedules compute equally long, and that W takes as long as I.
+# ZB-H1's step takes <data value="06.h1.run:.2f">1.06</data> times as long as 1F1B's by the median, a difference <data value="06.h1.spread">within the spread of the repeats</data>. The
+# simulation says <data value="06.h1.simulated:.2f">0.86</data>, assuming that all schedules compute equally long, and that W takes as long as I.
 #
 # <details><summary>How the run differs from these assumptions</summary>
-# The figure draws 1F1B and ZB-H1, because they have the same stages. ZB-H1 computes for <data value="06.style.zb-h1.compute-per-rank">136 ms</data> per rank on average, 1F1B for
-# <data value="06.style.1f1b.compute-per-rank">122 ms</data>. Forwards are the same in both schedules, yet they took <data value="06.style.zb-h1.forward-per-rank">57.8 ms</data> under ZB-H1 and
-# <data value="06.style.1f1b.forward-per-rank">51.8 ms</data> under 1F1B. So splitting backwards explains only a part of the difference, and we did not trace the rest. W takes
-# <data value="06.style.zb-h1.w-i:.2f">0.49</data> times as long as I, because only the weight gradients of matmuls are deferred. So W fills less of the gaps than
+# The figure draws 1F1B and ZB-H1, because they have the same stages. ZB-H1 computes for <data value="06.style.zb-h1.compute-per-rank">153 ms</data> per rank on average, 1F1B for
+# <data value="06.style.1f1b.compute-per-rank">136 ms</data>. Forwards are the same in both schedules, yet they took <data value="06.style.zb-h1.forward-per-rank">63.8 ms</data> under ZB-H1 and
+# <data value="06.style.1f1b.forward-per-rank">56.4 ms</data> under 1F1B. So splitting backwards explains only a part of the difference, and we did not trace the rest. W takes
+# <data value="06.style.zb-h1.w-i:.2f">0.52</data> times as long as I, because only the weight gradients of matmuls are deferred. So W fills less of the gaps than
 # the simulation assumes.
 # </details>
 #

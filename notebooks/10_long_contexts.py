@@ -575,10 +575,10 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 # </details>
 #
 # In the figure below, lines are *predicted* from the machine card of notebook 00: latency, bandwidth and matmul rate.
-# It gives ρ = <data value="10.card.rho">55</data> FLOP a byte. Dots are
+# It gives ρ = <data value="10.card.rho">57</data> FLOP a byte. Dots are
 # *replayed*: we time a step's computing and each message alone, and add them up by the same rule. Where ranks share CPU
 # cores, we take CPU time for the computing, and the clock's time for messages. H = G = <data value="10.card.heads">8</data>, so computing covers the forward from
-# <data value="10.card.overlap">220</data> tokens a rank on.
+# <data value="10.card.overlap">229</data> tokens a rank on.
 
 # %%
 replayed = pool.run(long_contexts.replay_exposed, shapes, DTYPE, card.link)[0]
@@ -628,35 +628,35 @@ lesson.claim("A longer sequence exposes a smaller share of a ring's messages",
              (shares[-1], "<", shares[0]))  # fmt: skip
 
 # %% [markdown]
-# At <data value="10.lengths.first">64</data> tokens the ring exposes <data value="10.share.first">76.1 %</data> of its messages' time, and at
+# At <data value="10.lengths.first">64</data> tokens the ring exposes <data value="10.share.first">68.5 %</data> of its messages' time, and at
 # <data value="10.lengths.last">4,096</data> tokens <data value="10.share.last">11.1 %</data>. A ring on four ranks has nine equal messages, and the
 # last one, always exposed, is a ninth of them. No computing covers Ulysses' all-to-alls. At
-# <data value="10.lengths.first">64</data> tokens nearly all of their time is latency: eight take <data value="10.at-first.ulysses">8.10 ms</data>, and packed into four
-# <data value="10.at-first.ulysses-packed">5.10 ms</data>. At <data value="10.lengths.last">4,096</data> tokens the all-to-alls take
-# <data value="10.at-last.ulysses-packed">34.4 ms</data> packed and <data value="10.at-last.ulysses">24.8 ms</data> one by one. The ring exposes <data value="10.at-last.ring">3.13 ms</data>.
+# <data value="10.lengths.first">64</data> tokens nearly all of their time is latency: eight take <data value="10.at-first.ulysses">12.6 ms</data>, and packed into four
+# <data value="10.at-first.ulysses-packed">7.99 ms</data>. At <data value="10.lengths.last">4,096</data> tokens the all-to-alls take
+# <data value="10.at-last.ulysses-packed">50.7 ms</data> packed and <data value="10.at-last.ulysses">27.4 ms</data> one by one. The ring exposes <data value="10.at-last.ring">4.27 ms</data>.
 #
 # <details><summary>Why lines and dots differ</summary>
 #
-# **The ring**, by a factor of up to <data value="10.off.ring:.1f">2.6</data>, at <data value="10.farthest.tokens:,.0f">2,048</data> tokens. There a step computes for
-# <data value="10.farthest.computing-of-a-step:.1f">1.1</data> times as long as its FLOPs say, and a message takes <data value="10.farthest.message-of-a-ring:.1f">1.7</data> times as
-# long as the card says. The more a step computes, the more of a message it covers. At <data value="10.lengths.first">64</data> tokens a step computes for <data value="10.parts.computing-of-a-step.measured">364 µs</data>, and its FLOPs say
-# <data value="10.parts.computing-of-a-step.predicted">2.41 µs</data>, because small operations don't reach the matmul rate.
+# **The ring**, by a factor of up to <data value="10.off.ring:.1f">1.5</data>, at <data value="10.farthest.tokens:,.0f">4,096</data> tokens. There a step computes for
+# <data value="10.farthest.computing-of-a-step:.1f">1.3</data> times as long as its FLOPs say, and a message takes <data value="10.farthest.message-of-a-ring:.1f">1.5</data> times as
+# long as the card says. The more a step computes, the more of a message it covers. At <data value="10.lengths.first">64</data> tokens a step computes for <data value="10.parts.computing-of-a-step.measured">520 µs</data>, and its FLOPs say
+# <data value="10.parts.computing-of-a-step.predicted">2.27 µs</data>, because small operations don't reach the matmul rate.
 #
-# **Ulysses**, by up to <data value="10.off.ulysses:.1f">2.4</data>. The card adds up the latencies of the three messages of an all-to-all, though they start together. It
-# predicts <data value="10.parts.all-to-all.predicted">2.39 ms</data> at <data value="10.lengths.first">64</data> tokens, and
-# <data value="10.parts.all-to-all.measured">1.01 ms</data> is measured.
+# **Ulysses**, by up to <data value="10.off.ulysses:.1f">1.5</data>. The card adds up the latencies of the three messages of an all-to-all, though they start together. It
+# predicts <data value="10.parts.all-to-all.predicted">2.31 ms</data> at <data value="10.lengths.first">64</data> tokens, and
+# <data value="10.parts.all-to-all.measured">1.58 ms</data> is measured.
 #
-# **Packed Ulysses**, by up to <data value="10.off.ulysses-packed:.1f">2.2</data>. Two of its four all-to-alls are three times as large,
+# **Packed Ulysses**, by up to <data value="10.off.ulysses-packed:.1f">3.3</data>. Two of its four all-to-alls are three times as large,
 # those of q, k and v and of their gradients, and packing copies q, k and v into one tensor. We haven't timed the two apart, so this gap is not explained.
 # </details>
 #
 # ### Where does Ulysses win?
 #
 # By this machine's card nowhere: the ring's line is lowest at every length. The dots agree right of the dotted line. At the
-# {{10.near.lengths:.0f}} lengths left of it, packed Ulysses takes {{10.near.least:.2f}} to {{10.near.most:.2f}} times as long as the ring. Timed
+# <data value="10.near.lengths:.0f">4</data> lengths left of it, packed Ulysses takes <data value="10.near.least:.2f">1.10</data> to <data value="10.near.most:.2f">1.22</data> times as long as the ring. Timed
 # again, they change sides: where latency decides, this machine can't say which is faster.
 #
-# An H100's network has a latency of only 10 µs; here it is <data value="10.card.latency">791 µs</data>. So there is a range of lengths in which bytes decide, not latency, and
+# An H100's network has a latency of only 10 µs; here it is <data value="10.card.latency">765 µs</data>. So there is a range of lengths in which bytes decide, not latency, and
 # computing is still too short to cover a ring's messages. There Ulysses wins,
 # because it sends less. By the same formulas, with 8 ranks over InfiniBand and G = H, the ring exposes less only from
 # <data value="10.wins.32-kv-heads">17,178</data> tokens a rank on. With 8 of 32 kv heads it does so from <data value="10.wins.8-kv-heads">2,848</data> on.
@@ -806,7 +806,7 @@ lesson.field_guide.show()
 # The instrument is the gradient of `wpe`. With right positions, <data value="10.fault.positions-of-shard_batch.rows-of-wpe-with-a-gradient-of-64">63</data>
 # of 64 rows get one: the last token has no target. With positions that restart, only
 # <data value="10.fault.positions-that-restart.rows-of-wpe-with-a-gradient-of-64">16</data> do. Don't compare sizes: in both runs, the norm of row 0 varies by a factor of
-# {{10.varies:.0f}} or more within ten steps. Many models have no such table. There, check the cause itself: gather `position_ids` from all ranks of cp and sort them. They should be 0 to s - 1, each once.
+# <data value="10.varies:.0f">30</data> or more within ten steps. Many models have no such table. There, check the cause itself: gather `position_ids` from all ranks of cp and sort them. They should be 0 to s - 1, each once.
 #
 # **Takeaway.** Shard tokens together with their positions and with their labels, which are shifted before: the target of a
 # rank's last token is on another rank.

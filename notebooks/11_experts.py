@@ -282,7 +282,7 @@ lesson.claim("Computing grows as the busiest rank's rows do",
 # %% [markdown]
 # The busiest rank has <data value="11.layer.popular.busiest-rank-s-rows-mean-counted:.2f">2.04</data> times the mean, and
 # with even routing it still had <data value="11.layer.even.busiest-rank-s-rows-mean-counted:.2f">1.03</data>. So we predict the quotient, <data value="11.slower.predicted:.2f">1.98</data>. Replayed,
-# computing takes <data value="11.slower:.2f">1.93</data> times as long. The busiest *rank* counts: two popular
+# computing takes <data value="11.slower:.2f">1.75</data> times as long. The busiest *rank* counts: two popular
 # experts do less harm on two ranks than on one.
 #
 # **Takeaway.** All ranks wait for the busiest one. If it has twice the mean number of rows, the layer's experts take about twice
@@ -319,8 +319,8 @@ off = abs(right - shared[0])
 lesson.claim("The library's loss is that of all tokens", (off, "<", 1e-5))
 
 # %% [markdown]
-# The loss of all tokens is <data value="11.balance.all-tokens.loss:.2f">2.18</data>, and the library computes it from sums over all
-# ranks. The mean of the ranks' losses is <data value="11.balance.mean-of-ranks.loss:.2f">2.59</data>: a rank's few tokens
+# The loss of all tokens is <data value="11.balance.all-tokens.loss:.2f">2.12</data>, and the library computes it from sums over all
+# ranks. The mean of the ranks' losses is <data value="11.balance.mean-of-ranks.loss:.2f">2.58</data>: a rank's few tokens
 # are rarely spread evenly, even when all tokens are.
 #
 # Now we train a small DeepSeek-V3 three times for <data value="11.steps">50</data> steps. It weighs the experts' outputs by a sigmoid of each score instead of
@@ -382,7 +382,7 @@ lesson.show(columns=held, key="11.held", title=title)
 
 # %% [markdown]
 # Without balancing, the busiest expert has <data value="11.run.no-balancing.busiest-expert-mean-counted:.2f">2.91</data> times the mean load, averaged over
-# both blocks and the last ten steps, and the experts of a layer compute <data value="11.run.no-balancing.a-layer-s-computing-even-loads-replayed:.2f">1.57</data> times as long as with even
+# both blocks and the last ten steps, and the experts of a layer compute <data value="11.run.no-balancing.a-layer-s-computing-even-loads-replayed:.2f">1.71</data> times as long as with even
 # loads. The loss brings the load to <data value="11.run.balancing-loss.busiest-expert-mean-counted:.2f">1.76</data>, the bias to
 # <data value="11.run.selection-bias.busiest-expert-mean-counted:.2f">1.50</data>. The model's losses of the three runs lie within <data value="11.gap:.2f">0.02</data>, and each ran once. In
 # long trainings, a balancing loss with a large factor makes the model worse, as Wang et al. measured.
@@ -427,9 +427,9 @@ lesson.claim("A balanced model depends more on its experts", 0 < free[0] < balan
 # little: with the shared expert alone, its loss would rise by only <data value="11.rise.all:.3f">0.066</data>. The
 # balanced model's would rise by <data value="11.rise.bias-all:.3f">0.076</data>, so it depends more on its experts.
 #
-# Even at 3.0 the unbalanced model drops {{11.dropped.at-3}}, because its blocks differ. In block 1 the busiest expert has
-# {{11.held.block-1.busiest:.2f}} times the mean on this text. In block 2 two experts have {{11.held.block-2.busiest:.2f}} and
-# {{11.held.block-2.second-busiest:.2f}} times. More than E/k = 4 is impossible: a token's experts differ.
+# Even at 3.0 the unbalanced model drops <data value="11.dropped.at-3">7.95 %</data>, because its blocks differ. In block 1 the busiest expert has
+# <data value="11.held.block-1.busiest:.2f">2.14</data> times the mean on this text. In block 2 two experts have <data value="11.held.block-2.busiest:.2f">3.82</data> and
+# <data value="11.held.block-2.second-busiest:.2f">3.45</data> times. More than E/k = 4 is impossible: a token's experts differ.
 #
 # <details><summary>Padding, and layers without it</summary>
 #

@@ -329,8 +329,8 @@ lesson.claim("zb-h1 has a shorter bubble than 1F1B", bubble["zb-h1"] < bubble["1
 # predicted, too. The times were not: without tp a step took <data value="08.short.no-tp.least:.2f">1.05</data> to
 # <data value="08.short.no-tp.most:.2f">1.44</data> times as long as predicted, with tp <data value="08.short.with-tp.least:.2f">1.19</data> to <data value="08.short.with-tp.most:.2f">1.62</data> times.
 #
-# Why does <data value="08.fastest">dp 2 x pp 4, zb-h1</data> win? It has no exposed tp. Its computing takes <data value="08.winner.computing.replayed">49.0 ms</data>; sorted
-# by computing alone, it is number <data value="08.by-computing">2</data> of 12 layouts. Its two other parts are the price of stages and of replicas:
+# Why does <data value="08.fastest">dp 2 x pp 4, zb-h1</data> win? It has no exposed tp. Its computing, <data value="08.winner.computing.replayed">49.0 ms</data>,
+# is number <data value="08.by-computing">2</data> of 12. The rest:
 #
 # 1. **Bubble**, <data value="08.winner.share.bubble">32.1 %</data> of the step. Under 1F1B it is <data value="08.bubble.1f1b">63.2 ms</data>, under zb-h1 <data value="08.bubble.zb-h1">31.2 ms</data>.
 # 2. **Exposed dp**, <data value="08.winner.share.exposed-dp">16.0 %</data>: a rank has a quarter of the gradient, and an all-reduce of d = 2 replicas sends 2(d-1)/d = 1 times that.

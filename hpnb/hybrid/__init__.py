@@ -5,6 +5,7 @@ colossal_config.py     the same from a configuration of Colossal-AI's first tuto
 refused.py             which options cannot be combined, and why
 booster.py             Booster: boost, execute_pipeline, backward; booster_files.py: its files
 parallelize_model.py   the order in which the strategies are applied to a model
+boost_checks.py        what boost refuses before it changes anything
 boosted_model.py       the model on one rank; global_loss.py and model_loss.py: the loss over all ranks
 boosted_optimizer.py   the optimizer on one rank (../optimizer_state.py: its state in one process's terms)
 describe_stages.py     which stage has what, printed by boost(verbose=True)

@@ -30,18 +30,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from hpnb import context_parallel, data_parallel, expert_parallel, tensor_parallel
-from hpnb.data_parallel import DataParallel
-from hpnb.data_parallel.zero_checks import is_elementwise
+from hpnb import context_parallel, expert_parallel, tensor_parallel
 from hpnb.expert_parallel import ExpertParallel, SelectionBias
 from hpnb.hybrid.apply_data_parallel import apply_data_parallel, flatten_masters, use_fused_adam
+from hpnb.hybrid.boost_checks import boosted_models, check_all_found, check_boost
 from hpnb.hybrid.boosted_model import Boosted
-from hpnb.hybrid.boosted_optimizer import BoostedOptimizer, drop_remote_parameters, is_boosted
+from hpnb.hybrid.boosted_optimizer import BoostedOptimizer, drop_remote_parameters
 from hpnb.hybrid.compile_blocks import backend, compile_blocks
 from hpnb.hybrid.model_loss import find_model_loss
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.recompute import enable_recomputation
-from hpnb.mesh import Axis
 from hpnb.meta_device import Unfilled
 from hpnb.models import accept_empty_batch, anatomy, chunk_loss, use_patch_matmul
 from hpnb.models.compare_parts import skip_first_step_check
@@ -49,13 +47,10 @@ from hpnb.models.empty_batch import drop_empty_mask
 from hpnb.pipeline_parallel import Builder, Pipeline
 from hpnb.pipeline_parallel.stages import move_module
 from hpnb.placement import keep_placements, placement_of, set_placement
-from hpnb.precision import Masters
 from hpnb.ranks.current_rank import device as this_device
 from hpnb.tensor_parallel.dropout_rng import has_dropout
 
 Model = nn.Module | Builder
-_boosted_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_OF_TORCH = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
 
 
 def parallelize_model(
@@ -66,7 +61,7 @@ def parallelize_model(
     Args:
         example: a batch, for cut="flops" and "time".
     """
-    _check(plugin, model, optimizer)
+    check_boost(plugin, model, optimizer)
     mesh = plugin.connect()
     replicas_of_shards, data_axis = plugin.zero_axes
     axes = [data_axis, mesh.pp]
@@ -142,7 +137,7 @@ def parallelize_model(
     if optimizer is not None:
         numbering, parameters = drop_remote_parameters(optimizer, {id(p) for p in module.parameters()})
         if isinstance(model, Builder):
-            _check_all_found(optimizer, numbering, parameters, mesh.pp)
+            check_all_found(optimizer, numbering, parameters, mesh.pp)
     replica, inner = apply_data_parallel(module, plugin, pipe, optimizer)
     boosted = Boosted(
         module, plugin, axes, pipe=pipe, replica=replica, model_loss=model_loss, causal=causal,
@@ -161,112 +156,8 @@ def parallelize_model(
             boosted_optimizer.load_state_dict(state)
     _seed_dropout(plugin)
     if isinstance(model, nn.Module):
-        _boosted_models.add(model)
+        boosted_models.add(model)
     return boosted
-
-
-# --- checks ----------------------------------------------------------------------------------------------
-
-
-def _check(plugin: HybridParallelPlugin, model: Model, optimizer: Optimizer | None) -> None:
-    if isinstance(model, Boosted | DataParallel):
-        raise ValueError(f"this is a {type(model).__name__}; boost the model inside")
-    if isinstance(model, nn.Module):
-        _refuse_torch_data_parallel(model)
-    if isinstance(model, nn.Module) and model in _boosted_models:
-        raise ValueError(
-            f"this {type(model).__name__} has been boosted before, which changes it in place: go on with "
-            "what that boost returned, or boost a new model"
-        )
-    if not isinstance(model, nn.Module | Builder):
-        raise TypeError(f"boost takes a model, not a {type(model).__name__}")
-    if isinstance(model, Builder):
-        _check_builder(plugin)
-    if optimizer is None:
-        return
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"boost takes an optimizer of torch.optim, not a {type(optimizer).__name__}")
-    if type(optimizer).__module__.startswith("accelerate."):
-        raise ValueError(
-            f"boost takes an optimizer of torch.optim, not accelerate's {type(optimizer).__name__}; pass the "
-            ".optimizer in it, and leave accelerator.prepare out, because the Booster does its work"
-        )
-    taken = is_boosted(optimizer) or isinstance(optimizer, data_parallel.ZeroOptimizer)
-    if taken or Masters.attached_to(optimizer):
-        raise ValueError(
-            f"this {type(optimizer).__name__} has been boosted, sharded or given masters before; pass a new "
-            "one of torch.optim"
-        )
-    sharded = plugin.tp_size > 1 or plugin.zero_stage == 3
-    if sharded and not is_elementwise(type(optimizer)):
-        raise ValueError(
-            f"a {type(optimizer).__name__} may look at whole tensors, and with tensor parallelism or ZeRO 3 "
-            "a rank has shards of them; use zero_stage=1 or 2, AdamW, or say elementwise = True in the class"
-        )
-    if isinstance(model, nn.Module):
-        known = {id(p) for p in model.parameters()}
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if foreign := sum(id(p) not in known for p in parameters):
-            raise ValueError(
-                f"{foreign} of the {len(parameters)} parameters of this {type(optimizer).__name__} are not "
-                "the model's; make it of the parameters of the model that is boosted"
-            )
-
-
-def _refuse_torch_data_parallel(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        for kind in type(module).__mro__:
-            if kind.__name__ in _OF_TORCH and kind.__module__.startswith("torch."):
-                where = f"its module {name} is" if name else "this model is"
-                instead = (
-                    "boost a new model, because fully_shard changes a model in place"
-                    if kind.__name__ == "FSDPModule"
-                    else "boost the model without it, which is the wrapper's .module"
-                )
-                raise ValueError(
-                    f"{where} wrapped in torch's {kind.__name__} already, and gradients would be reduced "
-                    f"twice; {instead}"
-                )
-
-
-def _check_builder(plugin: HybridParallelPlugin) -> None:
-    if plugin.tp_size > 1:
-        raise ValueError(
-            f"tp_size={plugin.tp_size} cannot shard the layers of a Builder, because tensor parallelism must "
-            "know the role of each weight: use tp_size=1 and more stages, or a model on the meta device that "
-            "hpnb.models knows"
-        )
-    if plugin.ep_size > 1:
-        raise ValueError(
-            f"ep_size={plugin.ep_size} shards the experts of a model of transformers, not of a Builder; use 1"
-        )
-    if plugin.cp_size > 1:
-        raise ValueError(
-            f"cp_size={plugin.cp_size} splits the tokens of a model of transformers, not of a Builder; use 1"
-        )
-    if plugin.activation_checkpointing == "attention":
-        raise ValueError(
-            "activation_checkpointing='attention' finds no attention in a Builder, whose layers are not a "
-            "model of transformers; use 'full'"
-        )
-    if plugin.loss_chunk:
-        raise ValueError(f"loss_chunk={plugin.loss_chunk} is for a GPT2LMHeadModel, not for a Builder; use 0")
-
-
-def _check_all_found(
-    optimizer: Optimizer, numbering: list[list[int]], parameters: dict[int, nn.Parameter], pp: Axis
-) -> None:
-    """Each parameter of the optimizer must belong to a layer of some stage."""
-    numbers_by_stage: list[list[int]] = [list(parameters)]
-    if pp.size > 1:
-        numbers_by_stage = [[] for _ in range(pp.size)]
-        dist.all_gather_object(numbers_by_stage, list(parameters), pp.group)
-    count = sum(map(len, numbering))
-    if foreign := count - len({number for numbers in numbers_by_stage for number in numbers}):
-        raise ValueError(
-            f"{foreign} of the {count} parameters of this {type(optimizer).__name__} are not the model's; "
-            "make it of builder.parameters(), which are on the meta device until boost"
-        )
 
 
 # --- a model in memory -----------------------------------------------------------------------------------

@@ -1,0 +1,127 @@
+"""What `Booster.boost` refuses before it changes anything, each in a sentence with what would work."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from hpnb.data_parallel import DataParallel, ZeroOptimizer
+from hpnb.data_parallel.zero_checks import is_elementwise
+from hpnb.hybrid.boosted_model import Boosted
+from hpnb.hybrid.boosted_optimizer import is_boosted
+from hpnb.hybrid.plugins import HybridParallelPlugin
+from hpnb.mesh import Axis
+from hpnb.pipeline_parallel import Builder
+from hpnb.precision import Masters
+
+boosted_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_OF_TORCH = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
+
+
+def check_boost(plugin: HybridParallelPlugin, model: Any, optimizer: Any) -> None:
+    """
+    Raises:
+        TypeError, ValueError: a model or an optimizer that cannot be boosted.
+    """
+    if isinstance(model, Boosted | DataParallel):
+        raise ValueError(f"this is a {type(model).__name__}; boost the model inside")
+    if isinstance(model, nn.Module):
+        _refuse_torch_data_parallel(model)
+    if isinstance(model, nn.Module) and model in boosted_models:
+        raise ValueError(
+            f"this {type(model).__name__} has been boosted before, which changes it in place: go on with "
+            "what that boost returned, or boost a new model"
+        )
+    if not isinstance(model, nn.Module | Builder):
+        raise TypeError(f"boost takes a model, not a {type(model).__name__}")
+    if isinstance(model, Builder):
+        _check_builder(plugin)
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"boost takes an optimizer of torch.optim, not a {type(optimizer).__name__}")
+    if type(optimizer).__module__.startswith("accelerate."):
+        raise ValueError(
+            f"boost takes an optimizer of torch.optim, not accelerate's {type(optimizer).__name__}; pass the "
+            ".optimizer in it, and leave accelerator.prepare out, because the Booster does its work"
+        )
+    taken = is_boosted(optimizer) or isinstance(optimizer, ZeroOptimizer)
+    if taken or Masters.attached_to(optimizer):
+        raise ValueError(
+            f"this {type(optimizer).__name__} has been boosted, sharded or given masters before; pass a new "
+            "one of torch.optim"
+        )
+    sharded = plugin.tp_size > 1 or plugin.zero_stage == 3
+    if sharded and not is_elementwise(type(optimizer)):
+        raise ValueError(
+            f"a {type(optimizer).__name__} may look at whole tensors, and with tensor parallelism or ZeRO 3 "
+            "a rank has shards of them; use zero_stage=1 or 2, AdamW, or say elementwise = True in the class"
+        )
+    if isinstance(model, nn.Module):
+        known = {id(p) for p in model.parameters()}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if foreign := sum(id(p) not in known for p in parameters):
+            raise ValueError(
+                f"{foreign} of the {len(parameters)} parameters of this {type(optimizer).__name__} are not "
+                "the model's; make it of the parameters of the model that is boosted"
+            )
+
+
+def _refuse_torch_data_parallel(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        for kind in type(module).__mro__:
+            if kind.__name__ in _OF_TORCH and kind.__module__.startswith("torch."):
+                where = f"its module {name} is" if name else "this model is"
+                instead = (
+                    "boost a new model, because fully_shard changes a model in place"
+                    if kind.__name__ == "FSDPModule"
+                    else "boost the model without it, which is the wrapper's .module"
+                )
+                raise ValueError(
+                    f"{where} wrapped in torch's {kind.__name__} already, and gradients would be reduced "
+                    f"twice; {instead}"
+                )
+
+
+def _check_builder(plugin: HybridParallelPlugin) -> None:
+    if plugin.tp_size > 1:
+        raise ValueError(
+            f"tp_size={plugin.tp_size} cannot shard the layers of a Builder, because tensor parallelism must "
+            "know the role of each weight: use tp_size=1 and more stages, or a model on the meta device that "
+            "hpnb.models knows"
+        )
+    if plugin.ep_size > 1:
+        raise ValueError(
+            f"ep_size={plugin.ep_size} shards the experts of a model of transformers, not of a Builder; use 1"
+        )
+    if plugin.cp_size > 1:
+        raise ValueError(
+            f"cp_size={plugin.cp_size} splits the tokens of a model of transformers, not of a Builder; use 1"
+        )
+    if plugin.activation_checkpointing == "attention":
+        raise ValueError(
+            "activation_checkpointing='attention' finds no attention in a Builder, whose layers are not a "
+            "model of transformers; use 'full'"
+        )
+    if plugin.loss_chunk:
+        raise ValueError(f"loss_chunk={plugin.loss_chunk} is for a GPT2LMHeadModel, not for a Builder; use 0")
+
+
+def check_all_found(
+    optimizer: Optimizer, numbering: list[list[int]], parameters: dict[int, nn.Parameter], pp: Axis
+) -> None:
+    """Each parameter of the optimizer must belong to a layer of some stage."""
+    numbers_by_stage: list[list[int]] = [list(parameters)]
+    if pp.size > 1:
+        numbers_by_stage = [[] for _ in range(pp.size)]
+        dist.all_gather_object(numbers_by_stage, list(parameters), pp.group)
+    count = sum(map(len, numbering))
+    if foreign := count - len({number for numbers in numbers_by_stage for number in numbers}):
+        raise ValueError(
+            f"{foreign} of the {count} parameters of this {type(optimizer).__name__} are not the model's; "
+            "make it of builder.parameters(), which are on the meta device until boost"
+        )

@@ -282,7 +282,7 @@ lesson.claim("Computing grows as the busiest rank's rows do",
 # %% [markdown]
 # The busiest rank has <data value="11.layer.popular.busiest-rank-s-rows-mean-counted:.2f">2.04</data> times the mean, and
 # with even routing it still had <data value="11.layer.even.busiest-rank-s-rows-mean-counted:.2f">1.03</data>. So we predict the quotient, <data value="11.slower.predicted:.2f">1.98</data>. Replayed,
-# computing takes <data value="11.slower:.2f">1.75</data> times as long. The busiest *rank* counts: two popular
+# computing takes <data value="11.slower:.2f">1.83</data> times as long. The busiest *rank* counts: two popular
 # experts do less harm on two ranks than on one.
 #
 # **Takeaway.** All ranks wait for the busiest one. If it has twice the mean number of rows, the layer's experts take about twice
@@ -319,8 +319,8 @@ off = abs(right - shared[0])
 lesson.claim("The library's loss is that of all tokens", (off, "<", 1e-5))
 
 # %% [markdown]
-# The loss of all tokens is <data value="11.balance.all-tokens.loss:.2f">2.12</data>, and the library computes it from sums over all
-# ranks. The mean of the ranks' losses is <data value="11.balance.mean-of-ranks.loss:.2f">2.58</data>: a rank's few tokens
+# The loss of all tokens is <data value="11.balance.all-tokens.loss:.2f">2.10</data>, and the library computes it from sums over all
+# ranks. The mean of the ranks' losses is <data value="11.balance.mean-of-ranks.loss:.2f">2.36</data>: a rank's few tokens
 # are rarely spread evenly, even when all tokens are.
 #
 # Now we train a small DeepSeek-V3 three times for <data value="11.steps">50</data> steps. It weighs the experts' outputs by a sigmoid of each score instead of
@@ -376,13 +376,13 @@ lesson.claim("Balancing saves time",
 gap = max(last.values()) - min(last.values())
 lesson.record("11.gap", gap)
 lesson.claim("Balancing costs little loss here, if any", (gap, "<", 0.1))
-held = moe.busiest_experts(runs["no balancing"][3], held_out, E, K)
+loads = moe.busiest_experts(runs["no balancing"][3], held_out, E, K)
 title = "counted · no balancing, on text that it hasn't seen: rows of an expert / mean"
-lesson.show(columns=held, key="11.held", title=title)
+lesson.show(columns=loads, key="11.loads", title=title)
 
 # %% [markdown]
 # Without balancing, the busiest expert has <data value="11.run.no-balancing.busiest-expert-mean-counted:.2f">2.91</data> times the mean load, averaged over
-# both blocks and the last ten steps, and the experts of a layer compute <data value="11.run.no-balancing.a-layer-s-computing-even-loads-replayed:.2f">1.71</data> times as long as with even
+# both blocks and the last ten steps, and the experts of a layer compute <data value="11.run.no-balancing.a-layer-s-computing-even-loads-replayed:.2f">1.84</data> times as long as with even
 # loads. The loss brings the load to <data value="11.run.balancing-loss.busiest-expert-mean-counted:.2f">1.76</data>, the bias to
 # <data value="11.run.selection-bias.busiest-expert-mean-counted:.2f">1.50</data>. The model's losses of the three runs lie within <data value="11.gap:.2f">0.02</data>, and each ran once. In
 # long trainings, a balancing loss with a large factor makes the model worse, as Wang et al. measured.
@@ -415,7 +415,7 @@ lesson.show(figures.capacity(factors, dropped, rise, title=title))
 at, at_3 = factors.index(1.25), 100 * dropped["no balancing"][factors.index(3.0)]
 lost, few = (100 * dropped[name][at] for name in models)
 lesson.record("11.dropped", {"free": lost, "bias": few, "at-3": at_3}, "%")
-lesson.claim("Block 2 has 2 busy experts", (held["second busiest"]["block 2"], ">", 3))
+lesson.claim("Block 2 has 2 busy experts", (loads["second busiest"]["block 2"], ">", 3))
 free, balanced = rise.values()
 lesson.record("11.rise", {"free": free[at], "all": free[0], "bias-all": balanced[0]})
 lesson.claim("Balance saves rows from being dropped", (few, "<", lost))
@@ -428,8 +428,8 @@ lesson.claim("A balanced model depends more on its experts", 0 < free[0] < balan
 # balanced model's would rise by <data value="11.rise.bias-all:.3f">0.076</data>, so it depends more on its experts.
 #
 # Even at 3.0 the unbalanced model drops <data value="11.dropped.at-3">7.95 %</data>, because its blocks differ. In block 1 the busiest expert has
-# <data value="11.held.block-1.busiest:.2f">2.14</data> times the mean on this text. In block 2 two experts have <data value="11.held.block-2.busiest:.2f">3.82</data> and
-# <data value="11.held.block-2.second-busiest:.2f">3.45</data> times. More than E/k = 4 is impossible: a token's experts differ.
+# <data value="11.loads.block-1.busiest:.2f">2.14</data> times the mean on this text. In block 2 two experts have <data value="11.loads.block-2.busiest:.2f">3.82</data> and
+# <data value="11.loads.block-2.second-busiest:.2f">3.45</data> times. More than E/k = 4 is impossible: a token's experts differ.
 #
 # <details><summary>Padding, and layers without it</summary>
 #
@@ -502,8 +502,8 @@ def train_boosted():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, *_ = booster.boost(model, optimizer)
     dp, named = plugin.mesh.dp, list(model.named_parameters())
-    held = [sum(p.nbytes for name, p in named if (".experts." in name) == is_expert)
-            for is_expert in (False, True)]  # fmt: skip
+    weights = [sum(p.nbytes for name, p in named if (".experts." in name) == is_expert)
+               for is_expert in (False, True)]  # fmt: skip
     for batch in batches[:3]:
         with hpnb.record.traffic() as traffic:
             loss = model(**moe.shard(batch, dp)).loss
@@ -511,7 +511,7 @@ def train_boosted():
         optimizer.step()
         optimizer.zero_grad()
         losses.append(comm.all_reduce(loss.detach(), dp).item() / dp.size)
-    return torch.tensor(losses, dtype=torch.float64), traffic.bytes, held
+    return torch.tensor(losses, dtype=torch.float64), traffic.bytes, weights
 
 
 # %%

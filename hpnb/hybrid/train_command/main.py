@@ -82,7 +82,8 @@ def _run_on_new_ranks(file: RunFile, ranks: int, device: str) -> int:
             return INTERRUPTED
         except RankError as error:
             if error.error in ("ValueError", "OSError", "FileNotFoundError"):  # a sentence for the user
-                return _print_error(error.summary.partition(f" raised {error.error}: ")[2], FAILED)
+                sentence = error.summary.partition(f" raised {error.error}: ")[2]
+                return _print_error(sentence or error.summary, FAILED)
             return _print_error(error, FAILED)
     return stop.exit_code if results[0].stopped else 0
 

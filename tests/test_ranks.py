@@ -249,9 +249,18 @@ def test_an_optimizer_that_is_sent_later_still_holds_its_model() -> None:
 
 
 def test_ranks_leave_half_of_the_cores_to_what_runs_beside_them(four: hpnb.Ranks) -> None:
-    assert four.run(torch.get_num_threads) == [devices.threads_per_rank(devices.usable_cores(), 4)] * 4
+    a_rank = min(torch.get_num_threads(), devices.threads_per_rank(devices.usable_cores(), 4))
+    assert four.run(torch.get_num_threads) == [a_rank] * 4
     for cores, ranks, threads in ((2, 4, 1), (2, 1, 2), (8, 2, 2), (16, 4, 2), (64, 4, 8)):
         assert devices.threads_per_rank(cores, ranks) == threads
+
+
+def test_a_rank_has_no_more_threads_than_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "usable_cores", lambda: 64)
+    for own, threads in ((1, 1), (3, 3), (32, 16)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda own=own: own)
+        assert devices.choose_device("cpu", 2).threads == threads
+    assert devices.choose_device("cpu", 2, cores=128).threads == 32  # another machine's
 
 
 def test_dataloader_workers_run_inside_ranks(four: hpnb.Ranks) -> None:

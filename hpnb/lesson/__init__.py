@@ -15,6 +15,8 @@ from hpnb.ranks.forkserver import start_ahead
 
 start_ahead("hpnb.lesson")  # the rank server imports transformers while this process does
 
+import torch
+
 from hpnb.lesson import explorers, field_guide, ledger
 from hpnb.lesson.banner import banner
 from hpnb.lesson.exercises.checker import Exercise, Finding, check
@@ -63,3 +65,7 @@ __all__ = [
     "survivors_table",
     "table",
 ]
+
+# What pages compute on a CPU is small: more threads make it no faster, and ten times slower on 64 cores that
+# other programs use, too. Ranks get no more than their caller has.
+torch.set_num_threads(min(4, torch.get_num_threads()))

@@ -92,6 +92,8 @@ def choose_device(
 ) -> DeviceChoice:
     """Decide for `ranks` ranks; `device` is "auto", "cpu" or "cuda".
 
+    A rank gets no more threads than this process has itself.
+
     Args:
         gpus, cores: of another machine; this one's if None.
 
@@ -105,6 +107,8 @@ def choose_device(
     if gpus is None:
         gpus = torch.cuda.device_count()  # asks the driver; does not initialise CUDA
     threads = threads_per_rank(usable_cores() if cores is None else cores, ranks)
+    if cores is None:
+        threads = min(threads, torch.get_num_threads())  # of a caller that keeps to few: OMP_NUM_THREADS
     if device == "cpu" or gpus == 0:
         if device == "cuda":
             raise ValueError(f"ranks={ranks} with device='cuda': this machine has no GPU; use device='cpu'")

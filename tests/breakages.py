@@ -207,8 +207,8 @@ BREAKAGES = (
     Breakage(
         "1F1B warms up with one microbatch too many",
         "pipeline_parallel/schedules.py",
-        "num_warmup_microbatches = min(row.ranks_after, row.num_microbatches)",
-        "num_warmup_microbatches = min(row.ranks_after + 1, row.num_microbatches)",
+        "num_warmup_microbatches = min(rank.ranks_after, rank.num_microbatches)",
+        "num_warmup_microbatches = min(rank.ranks_after + 1, rank.num_microbatches)",
         ("tests/test_schedules.py",),
     ),
     Breakage(

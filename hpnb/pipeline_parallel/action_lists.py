@@ -70,9 +70,9 @@ class ActionLists:
     name: str = "custom"
 
     def __init__(self, actions: Iterable[str | Iterable[Action | str]], name: str = "custom") -> None:
-        rows = (row.split() if isinstance(row, str) else row for row in actions)
-        lists = tuple(tuple(Action.parse(a) if isinstance(a, str) else a for a in row) for row in rows)
-        object.__setattr__(self, "actions", lists)
+        lists = (of_rank.split() if isinstance(of_rank, str) else of_rank for of_rank in actions)
+        parsed = tuple(tuple(Action.parse(a) if isinstance(a, str) else a for a in one) for one in lists)
+        object.__setattr__(self, "actions", parsed)
         object.__setattr__(self, "name", name)
 
     @property
@@ -81,21 +81,25 @@ class ActionLists:
 
     @cached_property
     def stages(self) -> int:
-        return 1 + max((a.stage for row in self.actions for a in row), default=-1)
+        return 1 + max((a.stage for actions in self.actions for a in actions), default=-1)
 
     @cached_property
     def microbatches(self) -> int:
-        return 1 + max((a.microbatch for row in self.actions for a in row), default=-1)
+        return 1 + max((a.microbatch for actions in self.actions for a in actions), default=-1)
 
     @cached_property
     def positions(self) -> dict[Action, tuple[int, int]]:
         """{action: (its rank, its step in the rank's list)}."""
-        return {a: (rank, step) for rank, row in enumerate(self.actions) for step, a in enumerate(row)}
+        return {
+            action: (rank, step)
+            for rank, actions in enumerate(self.actions)
+            for step, action in enumerate(actions)
+        }
 
     @cached_property
     def rank_of(self) -> dict[int, int]:
         """{stage: its rank}."""
-        return {a.stage: rank for rank, row in enumerate(self.actions) for a in row}
+        return {a.stage: rank for rank, actions in enumerate(self.actions) for a in actions}
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of a rank, in order."""
@@ -109,7 +113,7 @@ class ActionLists:
     @cached_property
     def splits(self) -> bool:
         """Whether backwards are split into I and W."""
-        return any(a.op == "I" for row in self.actions for a in row)
+        return any(a.op == "I" for actions in self.actions for a in actions)
 
     def source(self, action: Action) -> Action | None:
         """The action whose message `action` takes: F of the stage before, or the backward of the stage after.
@@ -154,8 +158,8 @@ class ActionLists:
         Between two stages of one rank nothing is sent.
         """
         queues: dict[tuple[int, int], list[Action]] = defaultdict(list)
-        for source, row in enumerate(self.actions):
-            for action in row:
+        for source, actions in enumerate(self.actions):
+            for action in actions:
                 stage = self.receiving_stage(action)
                 if stage is not None and (target := self.rank_of.get(stage, source)) != source:
                     queues[source, target].append(action)

@@ -43,10 +43,10 @@ def _error(
 def _check_actions(schedule: ActionLists) -> None:
     if not schedule.ranks:
         raise ScheduleError(0, 0, "the schedule has no ranks")
-    for rank, row in enumerate(schedule.actions):
-        if not row:
+    for rank, actions in enumerate(schedule.actions):
+        if not actions:
             raise _error(schedule, (rank, 0), "this rank has nothing to do; leave it out or give it a stage")
-        for step, a in enumerate(row):
+        for step, a in enumerate(actions):
             if a.op not in ("F", "I", "W", "B") or a.stage < 0 or a.microbatch < 0:
                 reason = f"{a} is no action: op is F, I, W or B, and stages and microbatches count from 0"
                 raise _error(schedule, (rank, step), reason)
@@ -54,8 +54,8 @@ def _check_actions(schedule: ActionLists) -> None:
 
 def _check_stages(schedule: ActionLists) -> None:
     first: dict[int, Position] = {}
-    for rank, row in enumerate(schedule.actions):
-        for step, a in enumerate(row):
+    for rank, actions in enumerate(schedule.actions):
+        for step, a in enumerate(actions):
             other_rank, at = first.setdefault(a.stage, (rank, step))
             if other_rank != rank:
                 reason = f"{a} is of stage {a.stage}, which is on rank {other_rank} (from step {at})"
@@ -68,9 +68,9 @@ def _check_stages(schedule: ActionLists) -> None:
 
 
 def _check_once(schedule: ActionLists) -> None:
-    for rank, row in enumerate(schedule.actions):
+    for rank, actions in enumerate(schedule.actions):
         seen: dict[tuple[int, str, int], tuple[int, Action]] = {}
-        for step, a in enumerate(row):
+        for step, a in enumerate(actions):
             for part in "IW" if a.op == "B" else a.op:
                 before, same = seen.setdefault((a.stage, part, a.microbatch), (step, a))
                 if before != step:
@@ -112,8 +112,8 @@ def _describe_partner(schedule: ActionLists, missing: Action) -> str:
 
 
 def _check_order_on_rank(schedule: ActionLists) -> None:
-    for rank, row in enumerate(schedule.actions):
-        for step, a in enumerate(row):
+    for rank, actions in enumerate(schedule.actions):
+        for step, a in enumerate(actions):
             for need in schedule.needs(a):
                 other_rank, later = schedule.positions[need]
                 if other_rank == rank and later > step:
@@ -123,7 +123,7 @@ def _check_order_on_rank(schedule: ActionLists) -> None:
 
 def _check_no_circle(schedule: ActionLists) -> None:
     steps = schedule.steps_done
-    rank = next((r for r, row in enumerate(schedule.actions) if steps[r] < len(row)), None)
+    rank = next((r for r, actions in enumerate(schedule.actions) if steps[r] < len(actions)), None)
     if rank is None:
         return
     waits: dict[int, tuple[Action, Action]] = {}  # {rank: (the action that waits, what for)}

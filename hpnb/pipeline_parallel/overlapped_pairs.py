@@ -36,10 +36,10 @@ def overlapped_pairs(schedule: ActionLists) -> Pairs:
     pairs = [
         {
             step
-            for step, (first, second) in enumerate(pairwise(row))
+            for step, (first, second) in enumerate(pairwise(actions))
             if first.op == "F" and second.op in ("B", "I") and first.stage != second.stage
         }
-        for row in schedule.actions
+        for actions in schedule.actions
     ]
     for rank, step, group in _runnable_groups(schedule, pairs):
         if not group:
@@ -64,7 +64,7 @@ def _runnable_groups(
     def can_run(group: Sequence[Action]) -> bool:
         return bool(group) and all(need in done for action in group for need in schedule.needs(action))
 
-    while any(steps[rank] < len(row) for rank, row in enumerate(schedule.actions)):
+    while any(steps[rank] < len(actions) for rank, actions in enumerate(schedule.actions)):
         before = sum(steps)
         for rank in range(schedule.ranks):
             if can_run(group := group_at(rank)):
@@ -140,7 +140,7 @@ def even_segments(
             `hpnb.theory.experts.experts_sent`.
     """
     segments = {}
-    for action in (action for row in schedule.actions for action in row):
+    for action in (action for actions in schedule.actions for action in actions):
         messages = 0 if action.op == "W" else 2 * layers
         share = costs.seconds(action) / (messages + 1)
         segments[action] = Segments((share,) * (messages + 1), (nbytes,) * messages)

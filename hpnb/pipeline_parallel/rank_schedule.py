@@ -114,5 +114,5 @@ def schedule_on(axis: Axis, schedule: Schedule | str) -> Schedule:
 
 
 def _only_forwards(schedule: Schedule) -> Schedule:
-    rows = [[action for action in row if action.op == "F"] for row in schedule.actions]
-    return Schedule(rows, f"{schedule.name}, forward only")
+    lists = [[action for action in actions if action.op == "F"] for actions in schedule.actions]
+    return Schedule(lists, f"{schedule.name}, forward only")

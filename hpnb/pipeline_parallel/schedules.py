@@ -77,13 +77,13 @@ def make(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule
             f"dualpipe-v on {num_ranks} ranks needs two microbatches a rank: use {2 * num_ranks} or more, "
             f"not {microbatches}; zb-v takes any number"
         )
-    rows = []
-    for rank in range(num_ranks):
-        v_shape = (rank, 2 * num_ranks - 1 - rank)
-        in_turn = tuple(range(rank, stages, num_ranks))
-        row = PipelineRank(num_ranks, rank, microbatches, v_shape if name in _V_SHAPED else in_turn)
-        rows.append(_MAKERS[name](row))
-    return Schedule(rows, name)
+    lists = []
+    for index in range(num_ranks):
+        v_shape = (index, 2 * num_ranks - 1 - index)
+        in_turn = tuple(range(index, stages, num_ranks))
+        rank = PipelineRank(num_ranks, index, microbatches, v_shape if name in _V_SHAPED else in_turn)
+        lists.append(_MAKERS[name](rank))
+    return Schedule(lists, name)
 
 
 @dataclass(frozen=True)
@@ -91,28 +91,29 @@ class PipelineRank:
     """The rank whose list is written.
 
     Attributes:
+        index: of the rank in the pipeline, from 0.
         stages: the numbers of its stages; chunk c is stage `stages[c]`.
     """
 
     num_ranks: int
-    rank: int
+    index: int
     num_microbatches: int
     stages: tuple[int, ...]
 
     @property
     def ranks_after(self) -> int:
-        return self.num_ranks - self.rank - 1
+        return self.num_ranks - self.index - 1
 
 
 # --- one chunk a rank ------------------------------------------------------------------------------
 
 
-def gpipe(row: PipelineRank) -> Iterator[Action]:
+def gpipe(rank: PipelineRank) -> Iterator[Action]:
     """All forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965)."""
-    return _number_words("F " * row.num_microbatches + "B " * row.num_microbatches, row)
+    return _number_words("F " * rank.num_microbatches + "B " * rank.num_microbatches, rank)
 
 
-def one_f_one_b(row: PipelineRank) -> Iterator[Action]:
+def one_f_one_b(rank: PipelineRank) -> Iterator[Action]:
     """One forward, one backward in turn (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1).
 
                       warm-up     steady state    cool-down
@@ -122,48 +123,48 @@ def one_f_one_b(row: PipelineRank) -> Iterator[Action]:
     A rank warms up with one forward for each rank after it: its first backward can only come when the last
     rank has sent one back. As long as gpipe, but with at most num_ranks - rank in-flight microbatches.
     """
-    num_warmup_microbatches = min(row.ranks_after, row.num_microbatches)
-    num_steady_microbatches = row.num_microbatches - num_warmup_microbatches
+    num_warmup_microbatches = min(rank.ranks_after, rank.num_microbatches)
+    num_steady_microbatches = rank.num_microbatches - num_warmup_microbatches
     warmup = "F " * num_warmup_microbatches
     steady = "F B " * num_steady_microbatches
     cooldown = "B " * num_warmup_microbatches
-    return _number_words(warmup + steady + cooldown, row)
+    return _number_words(warmup + steady + cooldown, rank)
 
 
-def zb_h1(row: PipelineRank) -> Iterator[Action]:
+def zb_h1(rank: PipelineRank) -> Iterator[Action]:
     """Weight gradients wait until the rank has nothing better to do (Qi et al. 2024, arXiv 2401.10241, 2.1).
 
     1F1B, with W on rank r r microbatches behind I. So rank r keeps r microbatches longer than in 1F1B, and
     every rank keeps p, as rank 0 does there.
     """
-    return _zero_bubble(row, num_warmup_microbatches=row.ranks_after + 1, num_delayed=row.rank)
+    return _zero_bubble(rank, num_warmup_microbatches=rank.ranks_after + 1, num_delayed=rank.index)
 
 
-def zb_h2(row: PipelineRank) -> Iterator[Action]:
+def zb_h2(rank: PipelineRank) -> Iterator[Action]:
     """A warm-up so long that no rank ever waits (Qi et al. 2024, arXiv 2401.10241, 2.2).
 
     No idle time at all if F = I = W, for nearly twice the activations.
     """
-    return _zero_bubble(row, num_warmup_microbatches=2 * row.ranks_after + 1, num_delayed=2 * row.rank)
+    return _zero_bubble(rank, num_warmup_microbatches=2 * rank.ranks_after + 1, num_delayed=2 * rank.index)
 
 
-def _zero_bubble(row: PipelineRank, num_warmup_microbatches: int, num_delayed: int) -> Iterator[Action]:
+def _zero_bubble(rank: PipelineRank, num_warmup_microbatches: int, num_delayed: int) -> Iterator[Action]:
     """A warm-up of forwards, then I, W and F in turn, with W `num_delayed` microbatches behind I.
 
     The steady unit is I W F where that of 1F1B is F B, so for the same order the warm-up has one F more.
     There is a unit for every microbatch, so the warm-up's F are too many. Those of microbatches that do not
     exist are dropped, which leaves the cool-down.
     """
-    num_microbatches = max(row.num_microbatches, num_delayed)
+    num_microbatches = max(rank.num_microbatches, num_delayed)
     warmup = "F " * num_warmup_microbatches
     steady = "I F " * num_delayed + "I W F " * (num_microbatches - num_delayed)
-    return _number_words(warmup + steady + "W " * num_delayed, row)
+    return _number_words(warmup + steady + "W " * num_delayed, rank)
 
 
 # --- any number of chunks a rank, given to the ranks in turn ----------------------------------------
 
 
-def interleaved(row: PipelineRank) -> Iterator[Action]:
+def interleaved(rank: PipelineRank) -> Iterator[Action]:
     """1F1B over v chunks, p microbatches at a time (arXiv 2104.04473, section 2.2.2).
 
         microbatch   0 1 2 3 0 1 2 3 4 5 6 7 4 5 6 7       p = 4, v = 2: the order of the forwards;
@@ -172,32 +173,32 @@ def interleaved(row: PipelineRank) -> Iterator[Action]:
     Filling the pipeline takes the time of one chunk a rank instead of v; the price is v times as many
     messages. The last group of microbatches may be smaller than p.
     """
-    p, v = row.num_ranks, len(row.stages)
+    p, v = rank.num_ranks, len(rank.stages)
     if v == 1:
-        return one_f_one_b(row)
-    num_microbatches = -(-row.num_microbatches // p) * p
+        return one_f_one_b(rank)
+    num_microbatches = -(-rank.num_microbatches // p) * p
     groups = range(0, num_microbatches, p)
     order = [(chunk, first + k) for first in groups for chunk in range(v) for k in range(p)]
-    forwards = [Action(row.stages[chunk], "F", microbatch) for chunk, microbatch in order]
-    backwards = [Action(row.stages[v - 1 - chunk], "B", microbatch) for chunk, microbatch in order]
+    forwards = [Action(rank.stages[chunk], "F", microbatch) for chunk, microbatch in order]
+    backwards = [Action(rank.stages[v - 1 - chunk], "B", microbatch) for chunk, microbatch in order]
     # Forwards of one chunk before the first backward: those of the earlier chunks, and two for each later
     # rank, one on the way there and one on the way back.
-    num_warmup = min(2 * row.ranks_after + (v - 1) * p, len(forwards))
+    num_warmup = min(2 * rank.ranks_after + (v - 1) * p, len(forwards))
     num_steady = len(forwards) - num_warmup
     steady = (a for pair in zip(forwards[num_warmup:], backwards, strict=False) for a in pair)
     actions = [*forwards[:num_warmup], *steady, *backwards[num_steady:]]
-    return (a for a in actions if a.microbatch < row.num_microbatches)
+    return (a for a in actions if a.microbatch < rank.num_microbatches)
 
 
-def breadth_first(row: PipelineRank) -> Iterator[Action]:
+def breadth_first(rank: PipelineRank) -> Iterator[Action]:
     """All microbatches through one chunk, then through the next (Lamy-Poirier 2023, arXiv 2211.05953).
 
     As long as interleaved. What happens once a chunk (gathering its weights, reducing its gradients) overlaps
     with all of the chunk's microbatches.
     """
-    microbatches = range(row.num_microbatches)
-    yield from (Action(stage, "F", k) for stage in row.stages for k in microbatches)
-    yield from (Action(stage, "B", k) for stage in reversed(row.stages) for k in microbatches)
+    microbatches = range(rank.num_microbatches)
+    yield from (Action(stage, "F", k) for stage in rank.stages for k in microbatches)
+    yield from (Action(stage, "B", k) for stage in reversed(rank.stages) for k in microbatches)
 
 
 # --- two chunks a rank, there and back -------------------------------------------------------------
@@ -207,10 +208,10 @@ def breadth_first(row: PipelineRank) -> Iterator[Action]:
 #              7 6 5 4
 
 
-def zb_v(row: PipelineRank) -> Iterator[Action]:
+def zb_v(rank: PipelineRank) -> Iterator[Action]:
     """As little idle time as zb-h2, as few activations as zb-h1 (ZB-V of Qi et al., arXiv 2401.10241)."""
-    p, r = row.num_ranks, row.rank
-    num_microbatches = max(row.num_microbatches, 2 * p - 1)
+    p, r = rank.num_ranks, rank.index
+    num_microbatches = max(rank.num_microbatches, 2 * p - 1)
     words = (
         "F0 " * (2 * (p - r) - 1)  # send microbatches down until the first comes back up,
         + "F1 F0 " * r  # take it up,
@@ -221,10 +222,10 @@ def zb_v(row: PipelineRank) -> Iterator[Action]:
         + "I0 W " * (p - r)  # and the weight gradients that waited fill the gaps
         + "W " * (2 * r)
     )
-    return _number_words(words, row)
+    return _number_words(words, rank)
 
 
-def dualpipe_v(row: PipelineRank) -> Iterator[Action]:
+def dualpipe_v(rank: PipelineRank) -> Iterator[Action]:
     """DualPipe (DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1) cut in half: one direction, folded.
 
     It pairs an F0 with a B1 and an F1 with a B0, so that kernels of one overlap messages of the other. Where
@@ -232,7 +233,7 @@ def dualpipe_v(row: PipelineRank) -> Iterator[Action]:
     the other, F before B, and a pair takes the time of both. That leaves half of zb-h1's idle time where F, I
     and W are about equal; the pairs are what it has over zb-v.
     """
-    p, r, m = row.num_ranks, row.rank, row.num_microbatches
+    p, r, m = rank.num_ranks, rank.index, rank.num_microbatches
     # Of the last 2 r + 2 backwards, of chunk 1 and 0 in turn, the later half is split.
     last_backwards = [f"{'B' if k <= r else 'I'}{1 - k % 2}" for k in range(2 * r + 2)]
     words = (
@@ -245,13 +246,13 @@ def dualpipe_v(row: PipelineRank) -> Iterator[Action]:
         + " W I0" * (p - r - 1)
         + " W" * (r + 1)
     )
-    return _number_words(words, row)
+    return _number_words(words, rank)
 
 
 # --- from words to actions -------------------------------------------------------------------------
 
 
-def _number_words(words: str, row: PipelineRank) -> Iterator[Action]:
+def _number_words(words: str, rank: PipelineRank) -> Iterator[Action]:
     """Number words such as F, I1 and W, and leave out the microbatches that do not exist."""
     next_microbatch: dict[tuple[bool, int], int] = defaultdict(int)  # by forward or backward, and stage
     waiting: deque[Action] = deque()  # weight gradients whose I is done
@@ -259,12 +260,12 @@ def _number_words(words: str, row: PipelineRank) -> Iterator[Action]:
         if word == "W":
             action = waiting.popleft()
         else:
-            op, stage = cast(Op, word[0]), row.stages[int(word[1:] or 0)]
+            op, stage = cast(Op, word[0]), rank.stages[int(word[1:] or 0)]
             action = Action(stage, op, next_microbatch[op == "F", stage])
             next_microbatch[op == "F", stage] += 1
             if op == "I":
                 waiting.append(Action(stage, "W", action.microbatch))
-        if action.microbatch < row.num_microbatches:
+        if action.microbatch < rank.num_microbatches:
             yield action
 
 

@@ -256,3 +256,10 @@ def test_no_garbage_is_collected_inside_a_timed_step(monkeypatch: pytest.MonkeyP
         worker.time_step(fails)
     assert seen == [False, False]
     assert gc.isenabled()
+
+
+def test_names_of_programs_with_commas_are_separated_by_semicolons() -> None:
+    from hpnb.bench.__main__ import _split_names
+
+    assert _split_names("hpnb, DDP,") == ["hpnb", "DDP"]
+    assert _split_names("hpnb 1f1b; hpnb, sequence parallel") == ["hpnb 1f1b", "hpnb, sequence parallel"]

@@ -143,7 +143,8 @@ def _some_of(*choices: str) -> dict[str, Any]:
 
 
 def _split_names(text: str) -> Sequence[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+    separator = ";" if ";" in text else ","  # some programs have a comma in their name
+    return [part.strip() for part in text.split(separator) if part.strip()]
 
 
 _USUAL = ",".join(layouts.usual_layouts(4))
@@ -159,7 +160,10 @@ _LAYOUTS: dict[str, dict[str, Any]] = {
     "--device": {"default": "auto", "help": "auto, cpu or cuda"},
     "--size": {"choices": ("full", "tiny"), "help": "tiny is for a CPU, and the default there"},
     "--layouts": {"type": _split_names, "help": f"a part of them: {_USUAL}"},
-    "--candidates": {"type": _split_names, "help": "programs of these names, or that contain one: hpnb,DDP"},
+    "--candidates": {
+        "type": _split_names,
+        "help": "programs of these names, or that contain one: hpnb,DDP; between names with commas, ;",
+    },
     "--thorough": {"action": "store_true", "help": "more forms of the peers, and schedules of hpnb"},
     "--batch": _integer(None, "of a step, over all ranks"),
     "--rows": _integer(None, "of a forward without a pipeline, times tp; more come in microbatches"),

@@ -304,6 +304,12 @@ def test_a_ranking_is_scored_by_what_its_first_choice_costs(said: Callable[[], s
     (outcome,) = lesson.outcomes()
     assert outcome.truth == ("pp4", "dp4", "tp4")
     assert outcome.regret == pytest.approx(0.2)
+    lesson.reveal("08.r", {"dp4": 1.0, "pp4": 1.0, "tp4": 2.0}, predicted=["tp4", "pp4", "dp4"])
+    shown = " ".join(said().split())  # equal costs have no order
+    assert "puts the best first, and 2 of the 2 pairs that it names are in order; 1 more costs the" in shown
+    assert "and 0 of the 2 pairs that it names are in order; 1 more costs the same either way" in shown
+    lesson.reveal("08.r", {"dp4": 1.0, "pp4": 1.0, "tp4": 1.0})
+    assert "Your guess puts the best first; 3 more cost the same either way." in " ".join(said().split())
     assert outcome.holds(outcome.predicted) is True
     assert outcome.holds(outcome.guess) is False
     lesson.predict("08.r", "Fastest?", hpnb.Layout(dp=4).__str__(), kind="ranking")

@@ -465,6 +465,7 @@ def test_exposed_is_what_no_computing_hides() -> None:
     fig = plot.timeline(tl, exposed=True)
     np.testing.assert_allclose(extents(fig.axes[0], "exposed")[:, :2], [[4.0, 5.0], [6.0, 6.5]])
     assert "bubble 18.8 % and exposed communication 9.4 % of ranks × makespan" in said(fig)
+    assert "exposed communication: not overlapped by this rank's compute" in words(fig)
 
 
 @pytest.mark.parametrize(("count", "pause"), [(25, 0.0), (390, 0.0), (390, 0.3)])
@@ -750,6 +751,22 @@ def test_curves_tell_lines_dots_and_hollow_dots_apart() -> None:
     one, two = (artist for artist in fig.artists if isinstance(artist, Line2D))
     assert (one.get_marker(), one.get_linestyle()) == ("o", "-")  # a line with its dots
     assert (two.get_marker(), two.get_linestyle(), two.get_markerfacecolor()) == ("s", "None", "none")
+
+
+def test_ticks_of_logarithmic_axes_have_no_exponents() -> None:
+    """10 to the power of 3 is three pixels of a page that is 700 wide."""
+    for low, high, say in ((5.0, 2000.0, ["10", "100", "1,000"]), (0.02, 3.0, ["0.1", "1"])):
+        line = Series("run", [low, high], [low, high], Look("#000000"))
+        fig = curves([CurvePanel([line], log="xy")], title="")
+        fig.canvas.draw()
+        for axis in (fig.axes[0].xaxis, fig.axes[0].yaxis):
+            ticks = zip(axis.get_majorticklocs(), axis.get_majorticklabels(), strict=True)
+            assert [label.get_text() for at, label in ticks if low <= at <= high] == say
+    narrow = Series("run", [2.0, 4.0], [1.0, 2.0], Look("#000000"))
+    fig = curves([CurvePanel([narrow], log="x")], title="")
+    fig.canvas.draw()
+    shown = [label.get_text() for label in fig.axes[0].xaxis.get_minorticklabels()]
+    assert {"2", "3", "4"} <= set(shown)  # less than a decade, so powers of ten say nothing
 
 
 @pytest.mark.parametrize(

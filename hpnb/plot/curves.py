@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogFormatter, LogLocator, NullFormatter, NullLocator
 
 from hpnb.plot.canvas import SMALL, TEXT, Key, new_figure, panel_title
 from hpnb.plot.grammar import CARD, INK, RULE, SERIES, SOFT, Line, OpStyle
@@ -116,10 +116,11 @@ def curves(
         left=left, right=right, gap=gap, bottom=bottom, head=0.3 if panels[0].title else head,
     )  # fmt: skip
     for ax, panel in zip(axes, panels, strict=True):
-        if "x" in panel.log:
-            ax.set_xscale("log")
-        if "y" in panel.log:
-            ax.set_yscale("log")
+        for letter, axis in (("x", ax.xaxis), ("y", ax.yaxis)):
+            if letter in panel.log:
+                (ax.set_xscale if letter == "x" else ax.set_yscale)("log")
+                axis.set_major_formatter(PlainLogFormatter())
+                axis.set_minor_formatter(PlainLogFormatter(minor_thresholds=(1.0, 0.4)))
         for curve in panel.series:
             draw_series(ax, curve)
         ax.grid(True, which="major", color=RULE, linewidth=0.7)
@@ -183,6 +184,14 @@ def log_ticks(axis: Axis, say: Callable[[float], str], subs: Sequence[float] = (
     axis.set_major_locator(LogLocator(subs=tuple(subs), numticks=9))
     axis.set_major_formatter(FuncFormatter(lambda value, _: say(value)))
     axis.set_minor_formatter(NullFormatter())
+
+
+class PlainLogFormatter(LogFormatter):
+    """Ticks of a logarithmic axis as "1,000": the exponent of a power is too small to read at 700 px."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        """The words of a tick, or nothing where matplotlib has none for it."""
+        return (count(x) if 1e-4 <= x < 1e7 else f"{x:.0e}") if super().__call__(x, pos) else ""
 
 
 def count(value: float) -> str:

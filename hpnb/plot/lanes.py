@@ -20,7 +20,7 @@ from hpnb.plot.canvas import SMALL, TEXT, Box, boxes, panel_title, text_inches
 from hpnb.plot.grammar import CATEGORY, INK, RULE, STYLE, OpStyle, axis_style, ink_on, mix, styles_of
 from hpnb.record import Event, Timeline
 
-EXPOSED = OpStyle("#000000", "////", "exposed (nothing computes)")
+EXPOSED = OpStyle("#000000", "////", "exposed communication: not overlapped by this rank's compute")
 BETWEEN, LANE = 0.05, 0.14  # inches between rows, and of one communication lane
 TOUCH = 0.018  # inches, about a pixel: gaps below it are no gaps to the eye
 STRIP = 0.66  # inches at the right of a strip, for "peak 12"

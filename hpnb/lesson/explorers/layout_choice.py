@@ -40,8 +40,15 @@ CHALLENGE = Challenge(
 
 def layout_choice() -> Explorer:
     """Notebook 08: choose a layout of GPT-2 XL by dp, pp, tp, microbatches, ZeRO and a GPU's memory."""
+    title = "predicted · FLOP utilisation of GPT-2 XL over dp; ranks grow with it"
     return Explorer(
-        KNOBS, _readings, CHALLENGE, ANSWER, trade=("dp", "FLOP utilisation (%)"), goal=GOAL
+        KNOBS,
+        _readings,
+        CHALLENGE,
+        ANSWER,
+        trade=("dp", "FLOP utilisation (%)"),
+        goal=GOAL,
+        trade_title=title,
     ).display()
 
 

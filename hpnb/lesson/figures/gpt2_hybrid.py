@@ -154,12 +154,13 @@ def choices(
     keys += [Key(CAPACITY, "line", f"memory budget {byte_count(capacity)}")] if capacity else []
     keys += [Key(_GOAL, "line", goal[1])] if goal else []
     heading = title if title is not None else "memory and speed of layouts"
-    panel = CurvePanel(series, f"{prefix}tokens a second", height=4.6 if predicted_points else 3.7,
+    panel = CurvePanel(series, f"{prefix}tokens a second", height=5.2 if predicted_points else 3.7,
                        xlabel=f"peak memory of the fullest rank ({unit})")  # fmt: skip
     fig = curves([panel], title=heading, keys=keys, left=0.75, right=0.3)
     (ax,) = fig.axes
     right = max(*(held for held, _ in every), capacity or 0.0) / size * 1.12
-    ax.set(xlim=(0, right), ylim=(0, most / scale * 1.18))
+    low = _start_of_axis([rate / scale for _, rate in every])
+    ax.set(xlim=(0, right), ylim=(low, most / scale * 1.18))
     for name in predicted_points.keys() & measured.keys():
         ax.plot(*zip(at[name], hollow[name], strict=True), color=_PREDICTED.color, linewidth=1.4, zorder=2.5)
     if predicted_points:
@@ -174,8 +175,8 @@ def choices(
     marks = [*at.values(), *hollow.values(), *(p for ends in pairwise(stair) for p in _along(*ends))]
     marks += [p for name in hollow.keys() & at.keys() for p in _along(at[name], hollow[name])]
     if capacity:
-        marks += _along((capacity / size, 0), (capacity / size, most / scale * 1.18))
-    _name_points(ax, shown, marks, picks, 130 if few else 36)
+        marks += _along((capacity / size, low), (capacity / size, most / scale * 1.18))
+    _name_points(ax, shown, marks, picks, 130 if few else 36, capacity / size if capacity else None)
     for drawn in ax.get_lines():
         if len(drawn.get_xdata()) > 1:  # type: ignore[arg-type]
             drawn.set_label(f"_{drawn.get_label()}")  # the label of the figure says it
@@ -185,6 +186,11 @@ def choices(
         rule(ax, capacity / size, "capacity", CAPACITY.color, CAPACITY.line)
         ax.axvspan(capacity / size, right, color="#FBEDE6", zorder=0, linewidth=0)
     return fig
+
+
+def _start_of_axis(values: Sequence[float]) -> float:
+    """A fifth of their range below the least, and not below 0: dots far from 0 would stand in a crowd."""
+    return max(0.0, min(values) - 0.2 * (max(values) - min(values)))
 
 
 def rule_across(ax: Axes, y: float) -> None:
@@ -217,10 +223,12 @@ def _name_points(
     marks: Sequence[tuple[float, float]],
     picks: Mapping[str, str],
     reach: float,
+    wall: float | None,
 ) -> None:
     """Words beside the dots, each where it covers nothing and up to `reach` points away, then with a line.
 
-    What was picked has what it is above its name. Where there are many, a name without room is left out.
+    What was picked has what it is above its name. Where there are many, a name without room is left out. A
+    name stays on its dot's side of the `wall`, an x.
     """
     (left, right), (low, high), place = ax.get_xlim(), ax.get_ylim(), ax.get_position()
     fig_inches = ax.figure.get_size_inches()  # type: ignore[union-attr]
@@ -260,6 +268,9 @@ def _name_points(
             apart = {n: _gap_to(box, at) for n, at in dots.items()}
             if not thread and any(gap < apart[name] + 2 for n, gap in apart.items() if n != name):
                 covered += 30  # it would read as the name of another dot
+            if wall is not None:
+                border = in_points((wall, low))[0]
+                covered += 20 * (box[2] > border if x < border else box[0] < border)
             spots.append((covered, len(spots), dx, dy, box, thread, crossed))
             if not covered:
                 break

@@ -152,9 +152,12 @@ def _read_ranking(outcome: Outcome, order: tuple[str, ...], who: str) -> str:
     text = f"{who} puts the best first"
     if regret:
         text = f"{who} puts {order[0]} first, which costs {number(100 * regret, '%')} more than {best}"
-    pairs = list(combinations(order, 2))
-    right = sum(costs[a] <= costs[b] for a, b in pairs)
-    return text + (f", and {right} of the {len(pairs)} pairs that it names are in order" if pairs else "")
+    pairs = [(a, b) for a, b in combinations(order, 2) if costs[a] != costs[b]]  # a tie has no order
+    right = sum(costs[a] < costs[b] for a, b in pairs)
+    ties = math.comb(len(order), 2) - len(pairs)
+    if pairs:
+        text += f", and {right} of the {len(pairs)} pairs that it names are in order"
+    return text + (f"; {ties} more cost{'s' if ties == 1 else ''} the same either way" if ties else "")
 
 
 # --- the file ----------------------------------------------------------------------------------

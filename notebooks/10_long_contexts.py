@@ -575,10 +575,11 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 # </details>
 #
 # In the figure below, lines are *predicted* from the machine card of notebook 00: latency, bandwidth and matmul rate.
-# It gives ρ = <data value="10.card.rho">57</data> FLOP a byte. Dots are
+# It gives ρ = <data value="10.card.rho">29</data> FLOP a byte. Dots are
 # *replayed*: we time a step's computing and each message alone, and add them up by the same rule. Where ranks share CPU
-# cores, we take CPU time for the computing, and the clock's time for messages. H = G = <data value="10.card.heads">8</data>, so computing covers the forward from
-# <data value="10.card.overlap">229</data> tokens a rank on.
+# cores, we take CPU time for the computing, and the clock's time for messages. Ranks that share a GPU can't time messages;
+# these take what the card says. H = G = <data value="10.card.heads">8</data>, so computing covers the forward from
+# <data value="10.card.overlap">115</data> tokens a rank on.
 
 # %%
 replayed = pool.run(long_contexts.replay_exposed, shapes, DTYPE, card.link)[0]
@@ -605,11 +606,13 @@ lesson.show(figures.exposed_times(
     marked_as="from here on computing covers a ring's forward"))  # fmt: skip
 
 # %%
-shares = [times.ring / times.messages for times in replayed]  # of message time
-lesson.record("10.share", {"first": 100 * shares[0], "last": 100 * shares[-1]}, "%")
+ends = {"first": replayed[0], "last": replayed[-1]}
+covered = {end: 100 * times.covered for end, times in ends.items()}  # but the last one
+lesson.record("10.covered", covered, "%")
+final = {end: 100 * times.last / times.messages for end, times in ends.items()}
+lesson.record("10.last-message", final, "%")
 facts = {"overlap": round(tokens), "rho": round(card.rho), "heads": shapes[0].heads}
-lesson.record("10.card", facts)
-lesson.record("10.card.latency", card.link.latency, "s")
+lesson.record("10.card", facts | {"latency": (card.link.latency, "s")})
 off = {way: [max(p / t, t / p) for p, t in zip(predicted[way], times, strict=True)]
        for way, times in dots.items()}  # fmt: skip
 lesson.record("10.off", {way: max(factors) for way, factors in off.items()})
@@ -618,52 +621,60 @@ there = long_contexts.predict_parts(shapes[worst], N, card)
 over = {part: replayed[worst].parts[part] / took for part, took in there.items()}
 lesson.record("10.farthest", {"tokens": lengths[worst], **over})
 parts = long_contexts.predict_parts(shapes[0], N, card)
-lesson.show(predicted=parts, measured=replayed[0].parts, unit="s", key="10.parts",
+lesson.show(predicted=parts, replayed=replayed[0].parts, unit="s", key="10.parts",
+            columns={"replayed seconds are from": replayed[0].sources},
             title=f"One part alone, at {lengths[0]} tokens")  # fmt: skip
 longer = replayed[0].parts["computing of a step"] > parts["computing of a step"]
 lesson.claim("A small step computes for longer than its FLOPs say", longer)
 lesson.claim("Packed, Ulysses waits less at the shortest sequence",
              (dots["Ulysses, packed"][0], "<", dots["Ulysses"][0]))  # fmt: skip
-lesson.claim("A longer sequence exposes a smaller share of a ring's messages",
-             (shares[-1], "<", shares[0]))  # fmt: skip
+lesson.claim("At the longest sequence, computing covers all messages but the last",
+             (covered["last"], ">", 99.9))  # fmt: skip
 
 # %% [markdown]
-# At <data value="10.lengths.first">64</data> tokens the ring exposes <data value="10.share.first">68.5 %</data> of its messages' time, and at
-# <data value="10.lengths.last">4,096</data> tokens <data value="10.share.last">11.1 %</data>. A ring on four ranks has nine equal messages, and the
-# last one, always exposed, is a ninth of them. No computing covers Ulysses' all-to-alls. At
-# <data value="10.lengths.first">64</data> tokens nearly all of their time is latency: eight take <data value="10.at-first.ulysses">12.6 ms</data>, and packed into four
-# <data value="10.at-first.ulysses-packed">7.99 ms</data>. At <data value="10.lengths.last">4,096</data> tokens the all-to-alls take
-# <data value="10.at-last.ulysses-packed">50.7 ms</data> packed and <data value="10.at-last.ulysses">27.4 ms</data> one by one. The ring exposes <data value="10.at-last.ring">4.27 ms</data>.
+# A ring's last message is always exposed. It takes <data value="10.last-message.first">11.1 %</data> of the time of all its messages at
+# <data value="10.lengths.first">64</data> tokens, and <data value="10.last-message.last">11.1 %</data> at <data value="10.lengths.last">4,096</data>. Of the others' time, computing covers
+# <data value="10.covered.first">22.0 %</data> at <data value="10.lengths.first">64</data> tokens and <data value="10.covered.last">100 %</data> at <data value="10.lengths.last">4,096</data>. A short
+# sequence computes for longer than its FLOPs say, because small operations take as long as their calls: at <data value="10.lengths.first">64</data>
+# tokens a step takes <data value="10.parts.computing-of-a-step.replayed">409 µs</data> instead of <data value="10.parts.computing-of-a-step.predicted">6.64 µs</data>. A message of
+# the forward takes <data value="10.parts.message-of-a-ring.replayed">1.48 ms</data> there.
+#
+# No computing covers Ulysses' all-to-alls. At <data value="10.lengths.first">64</data> tokens nearly all of their time is latency: eight take <data value="10.at-first.ulysses">17.9 ms</data>, and packed into four
+# <data value="10.at-first.ulysses-packed">10.0 ms</data>. At <data value="10.lengths.last">4,096</data> tokens the all-to-alls take
+# <data value="10.at-last.ulysses-packed">51.7 ms</data> packed and <data value="10.at-last.ulysses">39.9 ms</data> one by one. The ring exposes <data value="10.at-last.ring">4.89 ms</data>.
 #
 # <details><summary>Why lines and dots differ</summary>
 #
-# **The ring**, by a factor of up to <data value="10.off.ring:.1f">1.5</data>, at <data value="10.farthest.tokens:,.0f">4,096</data> tokens. There a step computes for
-# <data value="10.farthest.computing-of-a-step:.1f">1.3</data> times as long as its FLOPs say, and a message takes <data value="10.farthest.message-of-a-ring:.1f">1.5</data> times as
-# long as the card says. The more a step computes, the more of a message it covers. At <data value="10.lengths.first">64</data> tokens a step computes for <data value="10.parts.computing-of-a-step.measured">520 µs</data>, and its FLOPs say
-# <data value="10.parts.computing-of-a-step.predicted">2.27 µs</data>, because small operations don't reach the matmul rate.
+# **The ring**, by a factor of up to <data value="10.off.ring">4.06</data>, at <data value="10.farthest.tokens">1,024</data> tokens. There a step computes for
+# <data value="10.farthest.computing-of-a-step">0.676</data> times as long as its FLOPs say, and a message takes <data value="10.farthest.message-of-a-ring">1.19</data> times as
+# long as the card says. The more a step computes, the more of a message it covers.
 #
-# **Ulysses**, by up to <data value="10.off.ulysses:.1f">1.5</data>. The card adds up the latencies of the three messages of an all-to-all, though they start together. It
-# predicts <data value="10.parts.all-to-all.predicted">2.31 ms</data> at <data value="10.lengths.first">64</data> tokens, and
-# <data value="10.parts.all-to-all.measured">1.58 ms</data> is measured.
+# **Ulysses**, by up to <data value="10.off.ulysses">1.55</data>. Dots lie on their lines where messages take what the card says. Elsewhere calls are
+# timed. The card adds up the latencies of the three messages of an all-to-all. They start together, which saves time, and a call has to start, which takes
+# time. At <data value="10.lengths.first">64</data> tokens the card predicts <data value="10.parts.all-to-all.predicted">2.63 ms</data> an all-to-all, and the replay has
+# <data value="10.parts.all-to-all.replayed">2.23 ms</data>.
 #
-# **Packed Ulysses**, by up to <data value="10.off.ulysses-packed:.1f">3.3</data>. Two of its four all-to-alls are three times as large,
-# those of q, k and v and of their gradients, and packing copies q, k and v into one tensor. We haven't timed the two apart, so this gap is not explained.
+# **Packed Ulysses**, by up to <data value="10.off.ulysses-packed">2.65</data>. Two of its four all-to-alls are three times as large,
+# those of q, k and v and of their gradients. Where calls are timed, so are the copies that pack q, k and v. We haven't timed the two apart.
 # </details>
 #
 # ### Where does Ulysses win?
 #
-# By this machine's card nowhere: the ring's line is lowest at every length. The dots agree right of the dotted line. At the
-# <data value="10.near.lengths:.0f">4</data> lengths left of it, packed Ulysses takes <data value="10.near.least:.2f">1.10</data> to <data value="10.near.most:.2f">1.22</data> times as long as the ring. Timed
-# again, they change sides: where latency decides, this machine can't say which is faster.
+# By this machine's card <data value="10.card-wins">nowhere: the ring's line is lowest at every length</data>. By the dots, packed Ulysses takes <data value="10.beside.far.least:.2f">1.01</data> to
+# <data value="10.beside.far.most:.2f">10.58</data> times as long as the ring right of the dotted line, and <data value="10.beside.near.least:.2f">0.63</data> to <data value="10.beside.near.most:.2f">1.48</data> times as long at the
+# <data value="10.beside.near.lengths:.0f">3</data> lengths left of it. <data value="10.beside.near.words">Which exposes less depends on the length there, and close ones can change sides when timed again</data>.
 #
-# An H100's network has a latency of only 10 µs; here it is <data value="10.card.latency">765 µs</data>. So there is a range of lengths in which bytes decide, not latency, and
-# computing is still too short to cover a ring's messages. There Ulysses wins,
+# Between nodes of H100s, a message's latency is about 10 µs; here it is <data value="10.card.latency">872 µs</data>. The lower it is, the more lengths there are at which bytes decide and
+# computing is too short to cover a ring's messages. There Ulysses wins,
 # because it sends less. By the same formulas, with 8 ranks over InfiniBand and G = H, the ring exposes less only from
 # <data value="10.wins.32-kv-heads">17,178</data> tokens a rank on. With 8 of 32 kv heads it does so from <data value="10.wins.8-kv-heads">2,848</data> on.
 # w·ρ·G/H is a rougher rule: 16,000 and 4,000.
 #
-# **A third way** is one all-gather of k and v, as in Llama 3 and by default in PyTorch. It sends a ring's bytes in one call, but at most one step's computing covers them, and a rank
-# holds k and v of all tokens. With few kv heads, neither costs much time or memory.
+# <details><summary>A third way: one all-gather</summary>
+#
+# Llama 3 gathers k and v of all ranks at once, and so does PyTorch by default. That sends a ring's bytes in one call, but at most one step's
+# computing covers them, and a rank holds k and v of all tokens. With few kv heads, neither costs much time or memory.
+# </details>
 #
 # The *explorer* is this figure with knobs, for an H100. **Challenge:** on 8 ranks over InfiniBand NDR, with 32 heads, at least
 # 8 kv heads and at most 65,536 tokens, keep the exposed time of the better way below 5 % of the computing time.
@@ -672,11 +683,12 @@ lesson.claim("A longer sequence exposes a smaller share of a ring's messages",
 wins = {f"{G} kv heads": ring_exposes_less_from(32, G, cp=8, link="InfiniBand NDR")
         for G in (32, 8)}  # fmt: skip
 lesson.record("10.wins", wins)  # tokens a rank
-below = all(ring < min(rest) for ring, *rest in zip(*predicted.values(), strict=True))
-lesson.claim("By this machine's card, a ring exposes less at every length", below)
+lesson.record("10.card-wins", long_contexts.wins_in_words(predicted, lengths))
+least, packed = (predicted[way][-1] for way in ("ring", "Ulysses, packed"))
+lesson.claim("By the card, a ring wins at the longest sequence", (least, "<", packed))
 # packed Ulysses over ring, left and right of the dotted line
 near, far = long_contexts.ratios_beside(dots, lengths, N * tokens)
-lesson.record("10.near", near)
+lesson.record("10.beside", {"near": near, "far": far})
 lesson.claim("Right of the dotted line, packed takes longer", (far["least"], ">", 1))
 lesson.explorers.ring_or_ulysses()
 

@@ -250,7 +250,7 @@ lesson.check(exercises.dispatch_and_combine, layer)
 # ## Imbalance is a straggler
 #
 # Nothing makes routers fair. A rank with a popular expert gets more rows and computes longer, and in the combine all
-# others wait for it. How long? Ranks that share cores or a GPU would also wait for these. So we *replay*: we time each rank's computing alone, as
+# others wait for it. How long? Ranks that share cores or a GPU also wait for these. So we *replay*: we time each rank's computing alone, as
 # CPU time on a CPU, and let every rank wait until the slowest has finished. Experts are now large enough to take time, and
 # expert 2, which is on rank 1, is again ten times as likely as each other one.
 
@@ -417,7 +417,7 @@ lost, few = (100 * dropped[name][at] for name in models)
 two = [max(x - 3, 0) for blocks in loads.values() for x in blocks.values()]  # no third
 beyond = 100 * sum(two) / (2 * E)  # of all rows of two blocks, by their mean loads
 lesson.record("11.dropped", {"free": lost, "bias": few, "at-3": at_3}, "%")
-lesson.claim("At 3.0, experts drop what they have beyond 3", (abs(at_3 - beyond), "<", 1))
+lesson.claim("At 3.0, experts drop rows beyond 3", (abs(at_3 - beyond), "<", 1))
 free, balanced = rise.values()
 lesson.record("11.rise", {"free": free[at], "all": free[0], "bias-all": balanced[0]})
 depends = "more" if balanced[0] > free[0] else "less"
@@ -429,10 +429,10 @@ lesson.claim("Both models need their experts", (min(free[0], balanced[0]), ">", 
 # With a capacity of 1.25 times the mean, the unbalanced model drops <data value="11.dropped.free">40.3 %</data> of its rows, the balanced one
 # <data value="11.dropped.bias">2.10 %</data>. The unbalanced model's loss changes by <data value="11.rise.free:+.3f">+0.019</data>. That is little, because its experts have learned
 # little: with the shared expert alone, its loss would rise by only <data value="11.rise.all:.3f">0.066</data>. The
-# balanced model's would rise by <data value="11.rise.bias-all:.3f">0.076</data>, so in this run it depends <data value="11.depends">more</data> on its experts.
+# balanced model's would rise by <data value="11.rise.bias-all:.3f">0.076</data>, so here it depends <data value="11.depends">more</data> on its experts.
 #
-# At 3.0 the unbalanced model still drops <data value="11.dropped.at-3">7.95 %</data>: what experts have beyond 3 times the mean. Blocks differ.
-# On this text, the two busiest experts of block 1 have <data value="11.loads.block-1.busiest:.2f">2.14</data> and <data value="11.loads.block-1.second-busiest:.2f">1.95</data> times the mean, and those of block 2
+# At 3.0 the unbalanced model still drops <data value="11.dropped.at-3">7.95 %</data>: what experts have beyond 3 times the mean.
+# On this text, the two busiest of block 1 have <data value="11.loads.block-1.busiest:.2f">2.14</data> and <data value="11.loads.block-1.second-busiest:.2f">1.95</data> times the mean, and those of block 2
 # <data value="11.loads.block-2.busiest:.2f">3.82</data> and <data value="11.loads.block-2.second-busiest:.2f">3.45</data> times. More than E/k = 4 is impossible: a token's experts differ.
 #
 # <details><summary>Padding, and layers without it</summary>

@@ -95,6 +95,25 @@ def test_packed_all_to_alls_send_the_same_bytes_in_half_the_messages() -> None:
     assert long_contexts.packed_exposed(shape, 4, bandwidth) == one_by_one(shape, 4, bandwidth).total
 
 
+def test_the_prose_names_the_winner_at_each_length_and_admits_close_races() -> None:
+    seconds = {"ring": [1.0, 4.0, 4.0], "Ulysses": [2.0, 3.0, 9.0], "Ulysses, packed": [3.0, 5.0, 3.9]}
+    words = long_contexts.wins_in_words(seconds, [1000, 2000, 4000])
+    assert words == "at 2,000 and 4,000 tokens: there a line of Ulysses is below the ring's"
+    alone = long_contexts.wins_in_words({"ring": [1.0], "Ulysses": [1.1]}, [64])
+    assert alone == "nowhere: the ring's line is lowest at every length"
+    assert long_contexts.ratios_in_words([1.3, 9.0]) == "There, too, the ring exposes less"
+    assert long_contexts.ratios_in_words([0.2, 0.7]) == "There Ulysses exposes less"
+    assert "can't say" in long_contexts.ratios_in_words([0.9, 1.2])
+    assert "the length decides" in long_contexts.ratios_in_words([0.9, 3.0])
+
+
+def test_what_computing_covers_leaves_the_last_message_aside() -> None:
+    def covered(ring: float) -> float:
+        return long_contexts.Replayed(ring, 0.0, 0.0, 9.0, 1.0, {}, {}).covered
+
+    assert [covered(ring) for ring in (9.0, 5.0, 1.0)] == [0.0, 0.5, 1.0]
+
+
 # --- on ranks ----------------------------------------------------------------------------------------
 
 
@@ -128,6 +147,8 @@ def test_replayed_times_are_put_together_from_what_was_timed(two: Any) -> None:
         assert 0 < times.packed < 1.0
         assert times.parts["all-to-all"] == pytest.approx(times.ulysses / 8)
         assert times.parts["message of a ring"] == pytest.approx(times.messages / 3)
+        assert times.last == pytest.approx(times.messages / 3)  # of two ranks: k and v, twice, and gradients
+        assert set(times.sources.values()) == {"timed"}
 
 
 def reload(restart: bool) -> float:

@@ -5,6 +5,7 @@ Every rank calls what is here.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,16 +23,18 @@ from hpnb.lesson.programs.gpt2_tensor import random_values
 from hpnb.lesson.programs.step_timing import relative_distance, rounds_in_turn
 from hpnb.mesh import Axis
 from hpnb.models import GPT2Size
+from hpnb.precision import best_16_bit, policy
 from hpnb.ranks import choose_device
 from hpnb.theory.context import Attention, BothWays
 
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 _TIMED = {"cpu": (Attention(1, 8, 8, 32, 1, 4), tuple(1 << k for k in range(6, 13))),
-          "cuda": (Attention(1, 16, 16, 64, 1, 2), tuple(1 << k for k in range(10, 15)))}  # fmt: skip
+          "cuda": (Attention(1, 16, 16, 64, 1, 2), tuple(1 << k for k in range(10, 17)))}  # fmt: skip
 _KEPT = {"cpu": (GPT2Size(64, 2, 4, 256, 509, 2048), torch.float32),
          "cuda": (GPT2Size(1024, 2, 16, 4096, 8192, 4096), torch.bfloat16)}  # fmt: skip
 _STEPS = {"cpu": 20, "cuda": 30}
+_NOTHING, _FOREVER = BothWays(0.0, 0.0), BothWays(math.inf, math.inf)  # seconds of a step
 
 
 def context_axis() -> Axis:
@@ -46,8 +49,9 @@ def timed_shapes(device: str) -> list[Attention]:
 
 
 def kept_size(device: str) -> tuple[GPT2Size, torch.dtype]:
-    """The GPT-2 whose activations are measured, of two blocks, and its dtype."""
-    return _KEPT[device]
+    """The GPT-2 whose activations are measured, of two blocks, and its dtype: of 16 bits on a GPU."""
+    size, dtype = _KEPT[device]
+    return size, dtype if device == "cpu" else policy(best_16_bit(device)).compute
 
 
 def training_steps(device: str) -> int:
@@ -145,14 +149,24 @@ class Replayed:
     Attributes:
         packed: of Ulysses, with q, k and v in one all-to-all.
         messages: of the ring, seconds of all its messages, exposed or not.
-        parts: what was timed alone, named as in `predict_parts`.
+        last: of the ring's last message, which brings gradients home and is always exposed.
+        parts: what this was put together from, named as in `predict_parts`.
+        sources: {part: "timed" or "the card"}, which says where its seconds come from.
     """
 
     ring: float
     ulysses: float
     packed: float
     messages: float
+    last: float
     parts: dict[str, float]
+    sources: dict[str, str]
+
+    @property
+    def covered(self) -> float:
+        """The share of the ring's messages, the last one aside, that computing covers."""
+        others = self.messages - self.last
+        return 1 - (self.ring - self.last) / others if others else 0.0
 
 
 def packed_exposed(shape: Attention, ranks: int, link: theory.Link) -> float:
@@ -175,14 +189,40 @@ def _parts(step: float, message: float, exchange: float) -> dict[str, float]:
 
 def ratios_beside(
     seconds: Mapping[str, Sequence[float]], lengths: Sequence[int], border: float
-) -> list[dict[str, float]]:
+) -> list[dict[str, float | str]]:
     """Packed Ulysses' seconds over the ring's, at lengths below the border and at the others: {"lengths": how
-    many, "least", "most"} of both. The shortest counts as below it, and the longest as above.
+    many, "least", "most", "words"} of both. The shortest counts as below it, and the longest as above.
     """
     ratios = [p / r for p, r in zip(seconds["Ulysses, packed"], seconds["ring"], strict=True)]
     below = min(max(sum(length < border for length in lengths), 1), len(lengths) - 1)
-    return [{"lengths": len(part), "least": min(part), "most": max(part)}
+    return [{"lengths": len(part), "least": min(part), "most": max(part), "words": ratios_in_words(part)}
             for part in (ratios[:below], ratios[below:])]  # fmt: skip
+
+
+def ratios_in_words(ratios: Sequence[float], close: float = 1.25) -> str:
+    """For prose: what ratios of packed Ulysses' seconds to the ring's say, at some lengths.
+
+    Args:
+        close: up to this factor, another run may show the other order.
+    """
+    if min(ratios) > close:
+        return "There, too, the ring exposes less"
+    if max(ratios) < 1 / close:
+        return "There Ulysses exposes less"
+    if min(ratios) > 1 / close and max(ratios) < close:
+        return "Timed again, they can change sides: this machine can't say which is faster there"
+    return "There the length decides which exposes less, and close times can change sides when timed again"
+
+
+def wins_in_words(seconds: Mapping[str, Sequence[float]], lengths: Sequence[int]) -> str:
+    """For prose: at which lengths a way other than the ring has the least predicted seconds."""
+    ring, *others = (seconds["ring"], *(times for way, times in seconds.items() if way != "ring"))
+    best = [min(times) for times in zip(*others, strict=True)]
+    wins = [f"{n:,}" for n, r, u in zip(lengths, ring, best, strict=True) if u < r]
+    if not wins:
+        return "nowhere: the ring's line is lowest at every length"
+    where = wins[0] if len(wins) == 1 else f"{', '.join(wins[:-1])} and {wins[-1]}"
+    return f"at {where} tokens: there a line of Ulysses is below the ring's"
 
 
 def replay_exposed(shapes: Sequence[Attention], dtype: torch.dtype, link: theory.Link) -> list[Replayed]:
@@ -211,9 +251,10 @@ def replay_exposed(shapes: Sequence[Attention], dtype: torch.dtype, link: theory
             ulysses, packed = (2 * statistics.median(sending[f"{i} {way}"])  # the backward sends the same
                                for way in ("ulysses", "packed"))  # fmt: skip
         parts = _parts(step.forward, theory.seconds("send", block, axis.size, over), ulysses / 8)
-        exposed, messages = (theory.context.ring_exposed(shape, axis.size, over, computed).total
-                             for computed in (step, BothWays(0.0, 0.0)))  # fmt: skip
-        replayed.append(Replayed(exposed, ulysses, packed, messages, parts))
+        exposed, messages, last = (theory.context.ring_exposed(shape, axis.size, over, computed).total
+                                   for computed in (step, _NOTHING, _FOREVER))  # fmt: skip
+        sources = dict.fromkeys(parts, "the card" if assumed else "timed") | {next(iter(parts)): "timed"}
+        replayed.append(Replayed(exposed, ulysses, packed, messages, last, parts, sources))
     return replayed
 
 

@@ -84,7 +84,8 @@ def _experts(options: Options) -> None:
 def _launch_bound(options: Options) -> None:
     from hpnb.bench import launch_bound
 
-    launch_bound.run(options.rounds, options.device, options.stages or launch_bound.STAGES)
+    stages = options.stages or launch_bound.STAGES
+    launch_bound.run(options.rounds, options.device, stages, options.tasks or ())
 
 
 def _checkpoint(options: Options) -> None:
@@ -222,6 +223,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[Options], None], dict[str, dict[str, A
         "--rounds": _integer(7, "steps of each program that count, in turns"),
         "--device": {"default": "auto"},
         "--stages": {"type": int, "action": "append", "help": "of a pipeline by turns: 2 and 4"},
+        "--tasks": {"type": _split_names, "help": "models and microbatches that contain one of: ViT,8 x 16"},
     }),
     "checkpoint": ("steps beside which a checkpoint is written", _checkpoint, {
         "--ranks": _integer(2),

@@ -210,12 +210,25 @@ def measure_by_turns(task: TrainingTask, graphs: bool) -> tuple[float, str]:
 # --- the tables ------------------------------------------------------------------------------------------
 
 
-def run(rounds: int, device: str, stages: Sequence[int] = STAGES) -> list[LayoutResult]:
-    """Measure, and print the tables, each as soon as it is there."""
+def run(
+    rounds: int, device: str, stages: Sequence[int] = STAGES, names: Sequence[str] = ()
+) -> list[LayoutResult]:
+    """Measure, and print the tables, each as soon as it is there.
+
+    Args:
+        names: of tasks, or parts of names; all if there are none. Stages by turns have the first task.
+
+    Raises:
+        ValueError: no task has such a name.
+    """
     device = hpnb.ranks.choose_device(device, 1).device
+    chosen = [task for task in tasks(device) if not names or any(name in task.what for name in names)]
+    if not chosen:
+        raise ValueError(f"no task has a name with {' or '.join(names)}; there are "
+                         + "; ".join(task.what for task in tasks(device)))  # fmt: skip
     results = []
     with rank_pools(device, 600.0) as pools:
-        for task in tasks(device):
+        for task in chosen:
             result = LayoutBenchmark(
                 pools, task, task.what, ParallelLayout(), candidates(), rounds, traces=None, say=say_indented
             ).run()

@@ -181,18 +181,31 @@ def _use_fused_attention(model: nn.Module, asked: bool) -> None:
     implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if implementation != "eager":
         return
+    if not _switch_to_fused_attention(model) and asked:
+        raise ValueError(
+            "enable_flash_attention needs PyTorch's scaled_dot_product_attention, which a "
+            f"{type(model).__name__} cannot use in transformers, as with attention sinks or a soft cap "
+            "of the scores; leave it out for this model (enable_all_optimization keeps the model's own "
+            "attention)"
+        )
+
+
+def _switch_to_fused_attention(model: nn.Module) -> bool:
+    """False, with the attention that it has, if a model cannot."""
+    if _caps_scores(model):  # transformers 5.17 switches these all the same, and computes without the cap
+        return False
     set_implementation: Callable[[str], None] = model.set_attn_implementation  # type: ignore[assignment]
     try:
         set_implementation("sdpa")
     except ValueError:
         set_implementation("eager")  # also of models inside of it that have been changed
-        if asked:
-            raise ValueError(
-                "enable_flash_attention needs PyTorch's scaled_dot_product_attention, which a "
-                f"{type(model).__name__} cannot use in transformers, as with attention sinks or a soft cap "
-                "of the scores; leave it out for this model (enable_all_optimization keeps the model's own "
-                "attention)"
-            ) from None
+        return False
+    return True
+
+
+def _caps_scores(model: nn.Module) -> bool:
+    """Some attention has a soft cap of its scores, which scaled_dot_product_attention does not have."""
+    return any(getattr(module, "attn_logit_softcapping", None) is not None for module in model.modules())
 
 
 def _adds_router_loss(model: Any) -> bool:

@@ -151,36 +151,39 @@ x
 # | all-to-all | n pieces of S/n | one piece from every rank | (n-1)/n S |
 # | barrier | nothing | a return, once all have called it | 0 |
 #
-# A *shard* is one of n equal parts of a tensor, and each rank keeps one. The cell runs two of these collectives in
-# plain `torch.distributed`, and draws the numbers that every rank held, with a colour for each value.
+# A *shard* is one of n equal parts of a tensor, and each rank keeps one. The cell runs four of these collectives in
+# plain `torch.distributed`, and draws what every rank held, with a colour for each value.
 
 
 # %%
-def two_collectives():
+def four_collectives():
     rank, n = hpnb.rank(), hpnb.world_size()
     before = torch.arange(float(n), device=hpnb.device()) + 10 * rank  # (n,)
     shard, gathered = torch.empty_like(before[:1]), torch.empty_like(before)
     dist.reduce_scatter_tensor(shard, before)  # (1,), the sum of one column
     dist.all_gather_into_tensor(gathered, shard)  # (n,)
-    return before.tolist(), shard.tolist(), gathered.tolist()
+    pieces = torch.empty_like(before)
+    dist.all_to_all_single(pieces, before)  # (n,), one number from every rank
+    copy = pieces.clone()
+    dist.broadcast(copy, src=0)  # (n,), rank 0's; what the others had is lost
+    return [x.tolist() for x in (before, shard, gathered, pieces, copy)]
 
 
-stages = zip(*hpnb.launch(two_collectives, ranks=N, device=DEVICE), strict=True)
-names = ("before", "after reduce-scatter", "after all-gather")
+held = hpnb.launch(four_collectives, ranks=N, device=DEVICE)
+before, shard, gathered, pieces, copy = zip(*held, strict=True)
+names = ["before", "after reduce-scatter", "after all-gather"]
 title = "reduce-scatter leaves one sum on each rank, all-gather copies all"
-lesson.show(figures.tensors(*stages, names=names, title=title))
+lesson.show(figures.tensors(before, shard, gathered, names=names, title=title))
+names = ["before", "after all-to-all", "after broadcast"]
+title = "all-to-all gives rank r number r of every rank, broadcast copies rank 0's"
+lesson.show(figures.tensors(before, pieces, copy, names=names, title=title))
 VALUES = 1_000_000 // N * N  # float32, four bytes each
-lesson.predict(
-    "00.ring-bytes",
-    f"All-reduce a tensor of 4 MB over {N} ranks: how many bytes leave each rank?",
-    guess=None,
-    unit="B",
-    kind="identity",  # one answer is exact
-    rule_of_thumb=4 * VALUES,
-)
+question = f"All-reduce 4 MB over {N} ranks: how many bytes leave each rank?"
+answer = {"unit": "B", "kind": "identity", "rule_of_thumb": 4 * VALUES}  # exact
+lesson.predict("00.ring-bytes", question, guess=None, **answer)
 
 # %% [markdown]
-# The two together are an *all-reduce*: each rank starts with a tensor and ends with the sum of all. Training uses it
+# Reduce-scatter and all-gather together are an *all-reduce*: each rank starts with a tensor and ends with the sum of all. Training uses it
 # most, because gradients of different data must be added.
 #
 # The cell ends with a question, `lesson.predict`. Write a number for `guess` before you read on. Until you do, the page
@@ -478,11 +481,11 @@ question = "100 all-reduces of 80 kB instead of one of 8 MB: how many times as l
 lesson.predict("00.many-calls", question, guess=None, rule_of_thumb=1)
 
 # %% [markdown]
-# On <data value="00.card.hardware">2 CPU cores</data> the fit gives a latency of <data value="00.card.latency">765 µs</data>, a bandwidth of <data value="00.card.bandwidth">1.03 GB/s</data> and a
-# knee at <data value="00.card.knee">3.14 MB</data>. On average the dots are at <data value="00.fit.left:.2f">1.03</data> times the curve left of the knee, and at
-# <data value="00.fit.right:.2f">1.07</data> times the curve right of it.
+# On <data value="00.card.hardware">2 CPU cores</data> the fit gives a latency of <data value="00.card.latency">1.14 ms</data>, a bandwidth of <data value="00.card.bandwidth">263 MB/s</data> and a
+# knee at <data value="00.card.knee">1.20 MB</data>. On average the dots are at <data value="00.fit.left:.2f">1.15</data> times the curve left of the knee, and at
+# <data value="00.fit.right:.2f">1.37</data> times the curve right of it.
 #
-# A byte costs <data value="00.card.rho:,.0f">57</data> FLOP here. On an H200 it costs <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data> over NVLink and
+# A byte costs <data value="00.card.rho:,.0f">39</data> FLOP here. On an H200 it costs <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data> over NVLink and
 # <data value="00.rho.ethernet-10-gb.at-published-rates">791,000 FLOP/B</data> over 10 Gb Ethernet. With 16,384 tokens on each rank, $2\rho / (3T)$ is then
 # <data value="00.share.nvlink-4:.2f">0.09</data> over NVLink and <data value="00.share.ethernet-10-gb:.0f">32</data> over Ethernet.
 #
@@ -522,11 +525,11 @@ lesson.reveal("00.many-calls", took_100 / took, predicted=expected_100 / expecte
 lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">", took))
 
 # %% [markdown]
-# One call took <data value="00.calls.1-call-of-8-mb.measured">17.1 ms</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">568 ms</data>:
-# <data value="00.many-calls:.1f">33.2</data> times as long for the same bytes. Each small call lies left of the knee and pays the latency again. That is why notebook 01
+# One call took <data value="00.calls.1-call-of-8-mb.measured">74.7 ms</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">1.09 s</data>:
+# <data value="00.many-calls:.1f">14.6</data> times as long for the same bytes. Each small call lies left of the knee and pays the latency again. That is why notebook 01
 # collects gradients in *buckets*, each of many tensors that go in one call.
 #
-# The formula says <data value="00.many-calls.predicted:.1f">28.9</data>. The one call took <data value="00.off.one:.2f">1.05</data> times its prediction, and the hundred took <data value="00.off.hundred:.2f">1.21</data> times
+# The formula says <data value="00.many-calls.predicted:.1f">13.9</data>. The one call took <data value="00.off.one:.2f">1.42</data> times its prediction, and the hundred took <data value="00.off.hundred:.2f">1.49</data> times
 # theirs. Had these two factors been equal, the predicted ratio would have been right. They are not, and this run does not
 # show why: the load may have changed since the fit, or α and B may be off by different factors. So trust the formula
 # for which of the two is slower, and measure how much slower it is.
@@ -696,16 +699,16 @@ waiting, moving = wait["rank 1 late"], move["rank 1 late"]
 lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", moving))
 
 # %% [markdown]
-# Rank 1 slept 100 ms longer, so the others waited <data value="00.bar.rank-1-late.measured-wait">100 ms</data> in an all-reduce. Then the bytes moved in
-# <data value="00.bar.rank-1-late.measured-move">13.4 ms</data>. A faster link shortens only the move: on simulated NVLink it takes <data value="00.replay.nvlink-4.move">44.7 µs</data>. The
+# Rank 1 slept 100 ms longer, so the others waited <data value="00.bar.rank-1-late.measured-wait">99.2 ms</data> in an all-reduce. Then the bytes moved in
+# <data value="00.bar.rank-1-late.measured-move">42.2 ms</data>. Another link changes only the move: simulated NVLink takes <data value="00.replay.nvlink-4.move">44.7 µs</data>. The
 # wait stays at <data value="00.replay.nvlink-4.wait">100 ms</data>, because a replay keeps the recorded compute times.
 #
-# The formula says <data value="00.bar.at-once.predicted-move">16.3 ms</data> for every move. The three cases took <data value="00.bar.at-once.measured-move">12.8 ms</data>, <data value="00.bar.after-a-pause.measured-move">15.4 ms</data> and <data value="00.bar.rank-1-late.measured-move">13.4 ms</data>, with the same
+# The formula says <data value="00.bar.at-once.predicted-move">52.5 ms</data> for every move. The three cases took <data value="00.bar.at-once.measured-move">39.3 ms</data>, <data value="00.bar.after-a-pause.measured-move">33.7 ms</data> and <data value="00.bar.rank-1-late.measured-move">42.2 ms</data>, with the same
 # bytes on the same link. One run does not show how much of this is noise.
 #
 # <details><summary>A copy that looked like a link</summary>
 #
-# The cell calls `dist.all_reduce`, which sums in place. `comm.all_reduce` first copies its tensor, and with it the wait was
+# The cell calls `dist.all_reduce`, which sums in place. `comm.all_reduce` first copies its tensor. On 2 cores, the wait with it was
 # not 100 ms, not even in the replay. The copy runs between the end of compute and the start of the all-reduce. The early
 # ranks copy at the same moment and slow each other down; rank 1 copies alone and is quicker. So when the all-reduce
 # began, rank 1 was less than 100 ms late. A replay keeps the recorded copies, and with them this shorter wait.
@@ -714,7 +717,7 @@ lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", movin
 # <details><summary>How long does an 8 MB all-reduce take, then?</summary>
 #
 # The formula counts until the slowest rank is done. Counted like that, the one call of the previous section took
-# <data value="00.calls.1-call-of-8-mb.measured">17.1 ms</data>, and the 8.4 MB of the fit took <data value="00.fit.large">17.0 ms</data>. The moves of the table are medians over all ranks, which are a little
+# <data value="00.calls.1-call-of-8-mb.measured">74.7 ms</data>, and the 8.4 MB of the fit took <data value="00.fit.large">59.1 ms</data>. The moves of the table are medians over all ranks, which are a little
 # shorter. Ranks that share cores add noise to each of these times, so the times do not show what a pause does.
 #
 # On GPUs there are also *cold starts*. After a pause, the code that launches a call has left the caches, and GPUs and

@@ -146,8 +146,8 @@ lesson.predict("07.attention", question, rule_of_thumb=1)
 # | 5 | 5, 5, 5, 5, 5 | 1.00 | 1.000 |
 # | 8 | 4, 3, 3, 3, 3, 3, 3, 3 | 1.28 | 1.111 |
 #
-# We measure attention alone, with 6 and with 7 heads in turn. On a GPU we take 8 times the banner's samples, so that it
-# computes for longer than its CPU launches. Where ranks share CPU cores, these are CPU times.
+# We measure attention alone, 6 and 7 heads in turn; on a GPU with 8 times the banner's samples, so that computing outlasts
+# launches. Where ranks share CPU cores, these are CPU times.
 
 
 # %%
@@ -160,19 +160,18 @@ def time_attention(head_counts):
         qkv, out = torch.randn(h, 3 * w, **like), torch.randn(w, h, **like)
         return lambda: (attention(x @ qkv, w // d) @ out).sum().backward()
 
-    calls = {heads: forward_backward(heads * d) for heads in head_counts}
-    return gpt2_pipeline.time_in_turn(calls, repeats=15)  # {heads: [seconds]}
+    calls = {f"{heads} heads": forward_backward(heads * d) for heads in head_counts}
+    return gpt2_pipeline.time_in_turn(calls, repeats=15)  # {name: [seconds], ascending}
 
 
 SAMPLES = BATCH_SIZE if here.device == "cpu" else 8 * BATCH_SIZE
 split = comm.split_sizes(SIZE.heads, N)  # heads of each rank
 seconds = pool.run(time_attention, sorted(set(split)))[0]
-rows = {f"{heads} heads": times for heads, times in seconds.items()}  # ascending
-lesson.show(measured={row: statistics.median(times) for row, times in rows.items()},
-            columns={"fastest (s)": {row: times[0] for row, times in rows.items()},
-                     "slowest (s)": {row: times[-1] for row, times in rows.items()}},
+lesson.show(measured={row: statistics.median(times) for row, times in seconds.items()},
+            columns={"fastest (s)": {row: times[0] for row, times in seconds.items()},
+                     "slowest (s)": {row: times[-1] for row, times in seconds.items()}},
             unit="s", key="07.time", title="Attention, median of 15 calls")  # fmt: skip
-medians = [statistics.median(seconds[heads]) for heads in split]
+medians = [statistics.median(seconds[f"{heads} heads"]) for heads in split]
 fullest, ratio = max(medians) * N / sum(medians), theory.imbalance(SIZE.heads, N)
 lesson.reveal("07.attention", fullest, predicted=ratio)
 lesson.record("07.spread", gpt2_pipeline.spread_words(*seconds.values()))
@@ -181,7 +180,7 @@ lesson.claim("By the median, more heads take longer", (fullest, ">", 1))
 # %% [markdown]
 # Seven heads take <data value="07.time.7-heads.measured">6.70 ms</data> by the median and six <data value="07.time.6-heads.measured">5.86 ms</data>, a difference <data value="07.spread">within the spread of the repeats</data>.
 # From the medians, the fullest rank needs <data value="07.attention:.2f">1.10</data> times the mean; the formula
-# says <data value="07.attention.predicted:.2f">1.12</data>. The output accepts ratios of 0.8 to 1.25, so up to 1.25 it calls the rule of thumb of 1 right, too.
+# says <data value="07.attention.predicted:.2f">1.12</data>. The output accepts ratios up to 1.25, so it may accept 1, too.
 #
 # <details><summary>In your tools: uneven heads</summary>
 #
@@ -679,8 +678,8 @@ lesson.check(exercises.seed_policy, seed_of)
 #                               10                                       24                      5 a s/h
 # ```
 #
-# That is 34 + 5as/h, as Korthikanti et al. published; for GPT-2 XL with s = 1,024 it is 34 + 80, and for any model
-# with the same as/h. Tensor parallelism
+# That is 34 + 5as/h, as Korthikanti et al. published; for GPT-2 XL with s = 1,024, and whenever as/h = 16,
+# it is 34 + 80. Tensor parallelism
 # shards the middle and the right part. Sequence parallelism, as published, shards the left one; in this library 4 of
 # the 10, the inputs of the two pairs, stay unsharded. *Selective recomputation*, in code `attention`, recomputes q times
 # k and the product with v in the backward, for 4bs²h FLOPs. *Full recomputation* keeps only the layer's input.

@@ -50,6 +50,11 @@ def test_page_01_puts_its_results_into_words() -> None:
     sizes = (17, 1088, 2176)
     limits = [figures.limit_words(first_free, sizes) for first_free in (17, 2176, None)]
     assert limits == ["at most 17", "between 1,088 and 2,176", "more than 2,176"]
+    cases = ((1088, 2176), (51, None), (1089, 2176), (9000, None), (2177, 2176), (20, 17), (5, 17))
+    said = [figures.law_words(law, first_free, sizes).split(" than ")[0] for law, first_free in cases]
+    more, fewer = "a free step needs more tokens", "a free step needs fewer tokens"
+    undecided = "the measured sizes do not contradict the law"
+    assert said == [more, more, undecided, undecided, fewer, fewer, undecided]
     slower, unclear = step_timing.Spread(1.2, 1.1, 1.3), step_timing.Spread(1.2, 0.9, 1.3)
     assert figures.multiply({"sharing": slower, "filling": unclear}) == pytest.approx(1.44)
     alone = step_timing.Backward(1.0, 3.0, (2.0, 3.0), (10.0, 10.0))

@@ -107,6 +107,16 @@ def limit_words(first_free: int | None, measured: Sequence[int]) -> str:
     return f"between {max(below):,} and {first_free:,}" if below else f"at most {first_free:,}"
 
 
+def law_words(law: float, first_free: int | None, measured: Sequence[int]) -> str:
+    """Whether a step becomes free where the law says, in words; as far as the `measured` tokens show."""
+    below = max((n for n in measured if first_free is None or n < first_free), default=0)
+    if law <= below:
+        return "a free step needs more tokens than the law says"
+    if first_free is not None and law > first_free:
+        return "a free step needs fewer tokens than the law says"
+    return "the measured sizes do not contradict the law"
+
+
 def count_verdicts(ratios: Mapping[int, Spread]) -> dict[str, int]:
     """How many of `ratios` are "faster", how many "slower", and how many neither, "undecided"."""
     verdicts = [spread.verdict for spread in ratios.values()]
@@ -134,6 +144,7 @@ def step_ratios(
     during: Mapping[float, Spread],
     law_knee: float,
     free: Mapping[str, float | None],
+    title: str = "what communication adds to a step",
 ) -> Figure:
     """Tokens per rank against the time of a step over the time of the same step without communication.
 
@@ -141,6 +152,7 @@ def step_ratios(
         after, during: {tokens: ratio} of steps that reduce after and during the backward: dots with bars.
         law_knee: tokens at which the backward takes as long as the all-reduce; it decides the two lines.
         free: {what says so: the tokens from which on a step is free}, a rule for each; None is left out.
+        title: begins with a capital on the figure.
 
     Markers of the two are drawn a little to the left and right of their tokens, so that none covers another.
 
@@ -170,7 +182,7 @@ def step_ratios(
     panel = CurvePanel(
         series, "step / step alone (log scale)", "xy", 2.8, xlabel="tokens per rank (log scale)"
     )
-    fig = curves([panel], title="A free step needs more tokens than the law says", more_keys=keys)
+    fig = curves([panel], title=title[:1].upper() + title[1:], more_keys=keys)
     (ax,) = fig.axes
     bottom = min(0.9, 0.95 * min(ratios))
     top = 1.15 * max(1.5, *ratios, *(y for s in series for y in s.y))

@@ -44,12 +44,12 @@ import importlib.util
 
 assert importlib.util.find_spec("hpnb"), "run %pip install hpnb, then this cell again"
 from itertools import islice
-import statistics, torch, torch.distributed as dist, torch.nn.functional as F
-import hpnb
+import hpnb, statistics, torch, torch.distributed as dist, torch.nn.functional as F
 from torch import nn
 from hpnb import Layout, Mesh, comm, lesson, plot, theory
 from hpnb.lesson.figures import gpt2_pipeline as figures
 from hpnb.lesson.programs import device_timing, gpt2_pipeline, step_timing, tied_weights
+from hpnb.lesson.programs.gpt2_pipeline import FEW_TOKENS
 from hpnb.lesson.exercises import gpt2_pipeline_parallel as exercises
 from hpnb.pipeline_parallel import Schedule, full_state_dict, layer_costs, schedules
 from hpnb.pipeline_parallel import layers, microbatches, partition as partitions
@@ -125,8 +125,8 @@ lesson.predict("06.bubble", question, unit="%", rule_of_thumb=formula)
 
 # %% [markdown]
 # Now the time. With equal stages, notebook 02 predicts a bubble of $(p-1)/(m+p-1)$, here <data value="06.bubble.rule-of-thumb">27.3 %</data>.
-# `time_steps` runs real steps. Where ranks share cores, as here, it times each action in CPU time and *replays* the step
-# from these times, in the schedule's order. Its variants **take turns**, A B C A B C, so that a busy second slows all of
+# `time_steps` runs real steps. Where ranks share cores or a GPU, it times each action alone and *replays* the step
+# from these times, in the schedule's order; here steps are <data value="06.run.source">replayed</data>. Its variants share one set of weights and **take turns**, A B C A B C, so that a busy second slows all of
 # them. It keeps all <data value="06.repeats">3</data> repeats, because a difference smaller than their spread is no
 # finding. Later we also *simulate* steps: the same order, with the times of layers that we measure one by one.
 
@@ -135,10 +135,11 @@ lesson.predict("06.bubble", question, unit="%", rule_of_thumb=formula)
 def time_steps(variants):
     """{variant: its steps}, of {variant: (schedule, layers of each stage)}, in turn."""
     axis, repeats = Mesh(Layout(pp=hpnb.world_size())).pp, gpt2_pipeline.step_repeats()
-    batch, pipes = device_timing.random_tokens(SIZE, BATCH_SIZE), {}
+    batch = device_timing.random_tokens(SIZE, BATCH_SIZE)
+    model, pipes = device_timing.timing_gpt2(SIZE, DTYPE), {}
     for variant, (schedule, cut) in variants.items():
-        model = device_timing.timing_gpt2(SIZE, DTYPE)
-        pipes[variant] = hpnb.Pipeline(model, axis, schedule, next_token_loss, cut=cut)
+        copy = gpt2_pipeline.share_weights(model)  # timing only reads weights
+        pipes[variant] = hpnb.Pipeline(copy, axis, schedule, next_token_loss, cut=cut)
     timelines = {variant: [] for variant in variants}
     for _ in range(device_timing.warmup_steps() + repeats):
         for variant, pipe in pipes.items():
@@ -149,18 +150,17 @@ def time_steps(variants):
 
 
 steps = pool.run(time_steps, {"uniform": (schedule_1f1b, cuts["uniform"])})[0]
-step = steps["uniform"].median
-SOURCE = step.source.split()[0]  # "measured", or "replayed" where ranks share cores
+step, SOURCE = steps["uniform"].median, steps["uniform"].source  # "measured" or so
 lesson.reveal("06.bubble", 100 * step.bubble_fraction, source=SOURCE)
 busy = {f"rank {rank}": step.work(rank) / M for rank in step.ranks}
 lesson.show(**{SOURCE: busy}, unit="s", title="Forward and backward of one microbatch")
 *others, last = busy.values()
-lesson.claim("The last rank takes longest", (last, ">", max(others)))
-lesson.record("06.slowest", last * (N - 1) / sum(others))
+lesson.claim("The last rank takes longest", (last, ">", max(others)), FEW_TOKENS)
+lesson.record("06.run", {"source": SOURCE, "slower": last * (N - 1) / sum(others)})
 
 # %% [markdown]
-# The bubble is <data value="06.bubble">46.2 %</data>, far above the formula. The formula assumes equal stages, but the last rank works
-# <data value="06.slowest:.1f">1.9</data> times as long as the others on average, and they wait for it. More microbatches help little,
+# The bubble is <data value="06.bubble">46.2 %</data> instead. The formula assumes equal stages, but the last rank works
+# <data value="06.run.slower:.1f">1.9</data> times as long as the others on average, and they wait for it. More microbatches help little,
 # because the others wait in each of them.
 #
 # **Takeaway.** A uniform cut gives the exact result, but slowly: the stage with the head sets the pace.
@@ -192,16 +192,16 @@ lesson.show(predicted={"head's matmuls": law, "head and loss": law}, unit="block
             key="06.head", title="FLOPs and time disagree about the head")  # fmt: skip
 lesson.record("06.repeats", len(steps["uniform"].timelines))
 lesson.record("06.head.ratio", matmuls / law)
-lesson.record("06.equal", sum(times.smooth) / (2 * N * times.block))  # blocks
-lesson.claim("FLOPs miss the head by over a quarter", abs(matmuls / law - 1) > 0.25)
+lesson.record("06.chunks", times.chunks_in_words(2 * N))
+lesson.claim("FLOPs miss the head by over a tenth", (times.misjudged(law), ">", 0.1))
 
 # %% [markdown]
 # FLOPs predict <data value="06.head.head-s-matmuls.predicted">4.91 blocks</data> for the head. Its matmuls really take
 # <data value="06.head.head-s-matmuls.measured">3.37 blocks</data>, <data value="06.head.ratio:.2f">0.69</data> times as much. With the loss,
 # which FLOPs leave out, the head takes <data value="06.head.head-and-loss.measured">4.04 blocks</data>.
 #
-# A block also spends time on norms, GELU and softmax, which FLOPs leave out, so the head,
-# measured in blocks, is smaller.
+# FLOPs err in two directions. Norms, GELU, softmax and launches make a block longer, so the head counts fewer blocks. The
+# loss and an odd vocabulary make the head longer.
 #
 # ### Why 50,257 is a bad size
 #
@@ -243,12 +243,12 @@ lesson.claim("Padding does not slow the head beyond the spread",
 # pad before you cut, because padding changes the longest layer. Our model stays unpadded.
 #
 # <details><summary>On a laptop</summary>
-# A CPU has no tensor cores. The ratio above belongs to its own kernels, and doesn't tell what a GPU gains in 16 bits.
+# A CPU has no tensor cores. Its ratio belongs to its own kernels, and doesn't tell what a GPU gains in 16 bits.
 # </details>
 #
 # <details><summary>On a GPU</summary>
-# We have also run this cell on an H100 in bfloat16. There the odd size took longer than the padded one, far beyond the
-# spread of the repeats. The ratio depends on the versions of GPU and cuBLAS, so measure yours.
+# On an H100 in bfloat16, the odd size took longer than the padded one in our runs, far beyond the spread of the repeats.
+# The ratio depends on the versions of GPU and cuBLAS, so measure yours.
 # </details>
 #
 # <details><summary>In your tools: pad the vocabulary</summary>
@@ -320,16 +320,16 @@ cuts["by time"] = partitions.balanced(times.smooth, N)
 last_blocks = {cut: cuts[cut][-1] - 1 for cut in ("uniform", "by flops", "by time")}
 lesson.record("06.beside", last_blocks)
 slid = {blocks: cuts[cut] for cut, blocks in last_blocks.items()}  # of the table
-for blocks in range(max(0, min(slid) - 1), max(slid) + 2):  # and others
-    first, *between = theory.even_split(SIZE.layers - blocks, N - 1)  # evenly
-    slid.setdefault(blocks, (first + 1, *between, blocks + 1))  # + embedding, head
-slid = dict(sorted(slid.items()))  # {blocks beside the head: layers of each stage}
+# and others, up to one whose simulated step is 1.6 times as long as the shortest
+slid = gpt2_pipeline.slide_last_cut(times, schedule_1f1b, slid)  # {blocks: layers}
 curve = {b: times.step(schedule_1f1b, slid[b]).makespan for b in slid}  # simulated
 whole, beside = times.step(schedule_1f1b, cuts["by time"]), last_blocks["by time"]
 lesson.record("06.idle.simulated", 100 * whole.bubble_fraction, "%")
-lesson.record("06.err", {"cut": curve[beside], "many": curve[beside + 1]}, "s")
-slowest, worst = gpt2_pipeline.slowest_stages(flops, times.smooth, range(2, 9))
-lesson.record("06.flops-worst", worst)  # by FLOPs over by time
+one_more = gpt2_pipeline.cut_by_last(SIZE.layers, N, beside + 1)
+more = times.step(schedule_1f1b, one_more).makespan  # a block more beside the head
+lesson.record("06.err", {"cut": curve[beside], "many": more}, "s")
+slowest, lost = gpt2_pipeline.slowest_stages(flops, times, range(2, 9))
+lesson.record("06.error", lost)  # of FLOPs, in blocks, and what their cut loses
 variants = {*cuts.values(), *slid.values()}  # some are the same cut
 steps = pool.run(time_steps, {cut: (schedule_1f1b, cut) for cut in variants})[0]
 
@@ -346,10 +346,10 @@ lesson.show(
 ranking = sorted(predicted, key=predicted.get)
 lesson.reveal("06.cuts", measured, predicted=ranking, source=SOURCE)
 gain = measured["uniform"] / measured["by time"]
-lesson.claim("Cutting by time beats the uniform cut", (gain, ">", 1))
-lesson.claim("So does FLOPs' cut", (measured["by flops"], "<", measured["uniform"]))
+lesson.claim("Cutting by time beats the uniform cut", (gain, ">", 1), FEW_TOKENS)
 sure = sum(t < repeats["uniform"].fastest for t in repeats["by time"].seconds)
-lesson.record("06.faster", {"gain": gain, "sure": sure})
+by_flops = measured["uniform"] / measured["by flops"]
+lesson.record("06.faster", {"gain": gain, "sure": sure, "by-flops": by_flops})
 idle = {cut: 100 * repeats[cut].median.bubble_fraction for cut in cuts}
 lesson.record("06.idle.run", idle, "%")
 same = cuts["by flops"] == cuts["by time"]
@@ -357,18 +357,18 @@ versus = gpt2_pipeline.compare(repeats, predicted, "by flops", "by time")
 lesson.record("06.flops", gpt2_pipeline.cuts_in_words(same, versus))
 shown = {cut: figures.PipelineCut(cuts[cut], repeats[cut].median)
          for cut in ("uniform", "by time")}  # fmt: skip
-title = "Cut by time, the head no longer makes its rank the slowest by far"
+title = "Cutting by time makes the slowest stage as short as whole layers allow"
 lesson.show(figures.skyline(times.costs, shown, times.kinds, times.loss, title=title))
 
 # %% [markdown]
 # Bars are layers timed alone, forward and backward of one microbatch; each cut's largest stage is in bold. Beneath stands
-# the replayed step of that cut; narrow actions have no number. The cut by time is <data value="06.faster.gain:.2f">1.09</data> times as fast as the uniform one by the median, and <data value="06.faster.sure">2</data>
+# the step of that cut. The cut by time is <data value="06.faster.gain:.2f">1.09</data> times as fast as the uniform one by the median, and <data value="06.faster.sure">2</data>
 # of its <data value="06.repeats">3</data> repeats are faster than all of the uniform cut's. With equal stages the bubble would be <data value="06.bubble.rule-of-thumb">27.3 %</data>. But only
 # whole layers move, so even the cut by time leaves stages unequal: simulated, its bubble is <data value="06.idle.simulated">28.7 %</data>. The run gives
 # <data value="06.idle.run.by-time">32.6 %</data>. Bubbles vary between runs: the uniform cut's was <data value="06.bubble">46.2 %</data> above and is <data value="06.idle.run.uniform">43.3 %</data> here.
 #
-# FLOPs overrate the head. In the run their cut leaves <data value="06.beside.by-flops">0</data> blocks beside it and the cut by time <data value="06.beside.by-time">0</data>:
-# <data value="06.flops">it is one cut, which ran once, so the run cannot tell the two apart</data>. What does the error cost on other numbers of ranks, and how precisely must we cut at all?
+# FLOPs <data value="06.error.word">overrate</data> the head, by <data value="06.error.head:.1f">0.9</data> blocks. Their cut leaves <data value="06.beside.by-flops">0</data> blocks beside it and the cut by time <data value="06.beside.by-time">0</data>:
+# <data value="06.flops">it is one cut, which ran once, so the run cannot tell the two apart</data>. It is <data value="06.faster.by-flops:.2f">1.09</data> times as fast as the uniform cut. What does the error cost on other numbers of ranks, and how precisely must we cut?
 #
 # ### Slide the last cut
 #
@@ -377,7 +377,7 @@ lesson.show(figures.skyline(times.costs, shown, times.kinds, times.loss, title=t
 
 # %%
 lesson.show(columns=slowest, title="Slowest stages of the two cuts")
-lesson.claim("By slowest stage, FLOPs' cut is within a fifth", (worst, "<", 1.2))
+lesson.claim("FLOPs' cut loses at most its error", (lost["excess"], "<=", lost["ends"]))
 positions = {blocks: steps[counts] for blocks, counts in slid.items()}
 best, most = gpt2_pipeline.fastest_of(positions), max(slid)  # all that overlap
 seconds = {blocks: repeats.seconds for blocks, repeats in positions.items()}
@@ -388,12 +388,12 @@ lesson.record("06.last", {"others": close, "first": best[0], "most": most, "by":
 lesson.claim("Too many blocks on the last stage slow every repeat", (ratio, ">", 1))
 
 # %% [markdown]
-# On 2 to 8 ranks, the slowest stage of the cut by FLOPs takes at most <data value="06.flops-worst:.2f">1.03</data> times as long as that of the cut by time. Only
-# whole blocks move, so an error of about a block in the head moves the cut by one block at most. On
-# many ranks both cuts leave the head alone on its stage.
+# On 2 to 8 ranks, the slowest stage of the cut by FLOPs takes at most <data value="06.error.ratio:.2f">1.03</data> times as long as that of the cut by time. It can
+# never take longer by more than what FLOPs misjudge, here <data value="06.error.ends:.1f">1.1</data> blocks of the head and the embedding together.
+# The shorter the stages, the more such an error weighs, until both cuts leave the head alone on its stage.
 #
 # By the median, the best number of blocks there is <data value="06.last.first">0</data>. Its repeats overlap with those of <data value="06.last.others">1, 3, 2</data>. Where repeats overlap,
-# the run doesn't decide. With <data value="06.last.most">4</data> blocks there, even the fastest repeat takes <data value="06.last.by:.2f">1.03</data> times as long as the slowest one with
+# the run doesn't decide. With <data value="06.last.most">4</data> blocks there, the fastest repeat takes <data value="06.last.by:.2f">1.03</data> times as long as the slowest one with
 # <data value="06.last.first">0</data>. Simulated, the step cut by time takes <data value="06.err.cut">211 ms</data>, and with one more block beside the head <data value="06.err.many">224 ms</data>.
 #
 # While another stage is slower than the last one, a block more beside the head costs little. Once the last stage is the
@@ -775,18 +775,18 @@ lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 #
 # In the median repeats, 1F1B has a bubble of <data value="06.style.1f1b.bubble">31.7 %</data>; the same step had <data value="06.idle.run.by-time">32.6 %</data> among the cuts. ZB-H1 has
 # <data value="06.style.zb-h1.bubble">27.5 %</data>, a difference <data value="06.fastest.zb-h1">beyond the spread of the repeats</data>, and ZB-V <data value="06.style.zb-v.bubble">20.1 %</data>, <data value="06.fastest.zb-v">beyond the spread of the repeats</data>.
-# If 2p stages were equal, each would take <data value="06.equal:.1f">2.2</data> blocks, but the head alone takes <data value="06.head.head-and-loss.measured">4.04 blocks</data>. So two stages a rank don't help
-# interleaving much. ZB-V also splits backwards, and its W fill gaps.
+# If 2p stages were equal, each would take <data value="06.chunks.equal:.1f">2.2</data> blocks. The head alone takes <data value="06.head.head-and-loss.measured">4.04 blocks</data>, <data value="06.chunks.words">more than that, so with two stages a rank the head's stage still takes longest</data>.
+# Interleaving's bubble is <data value="06.style.interleaved.bubble">36.1 %</data>. ZB-V also splits backwards, and its W fill gaps.
 #
 # ZB-H1's step takes <data value="06.h1.run:.2f">1.06</data> times as long as 1F1B's by the median, a difference <data value="06.h1.spread">within the spread of the repeats</data>. The
 # simulation says <data value="06.h1.simulated:.2f">0.86</data>, assuming that all schedules compute equally long, and that W takes as long as I.
 #
 # <details><summary>How the run differs from these assumptions</summary>
-# The figure draws 1F1B and ZB-H1, because they have the same stages. ZB-H1 computes for <data value="06.style.zb-h1.compute-per-rank">153 ms</data> per rank on average, 1F1B for
-# <data value="06.style.1f1b.compute-per-rank">136 ms</data>. Forwards are the same in both schedules, yet they took <data value="06.style.zb-h1.forward-per-rank">63.8 ms</data> under ZB-H1 and
-# <data value="06.style.1f1b.forward-per-rank">56.4 ms</data> under 1F1B. So splitting backwards explains only a part of the difference, and we did not trace the rest. W takes
-# <data value="06.style.zb-h1.w-i:.2f">0.52</data> times as long as I, because only the weight gradients of matmuls are deferred. So W fills less of the gaps than
-# the simulation assumes.
+# The figure draws 1F1B and ZB-H1, because they have the same stages. ZB-H1 computed for <data value="06.style.zb-h1.compute-per-rank">153 ms</data> per rank on average, 1F1B for
+# <data value="06.style.1f1b.compute-per-rank">136 ms</data>. Forwards are the same in both schedules; they took <data value="06.style.zb-h1.forward-per-rank">63.8 ms</data> under ZB-H1 and
+# <data value="06.style.1f1b.forward-per-rank">56.4 ms</data> under 1F1B. What these two differ does not come from splitting backwards, and we did not trace it. W takes
+# <data value="06.style.zb-h1.w-i:.2f">0.52</data> times as long as I, because only the weight gradients of matmuls are deferred. The
+# simulation takes both as equally long, so it fills more of the gaps.
 # </details>
 #
 # <details><summary>ZB-H1 keeps more</summary>

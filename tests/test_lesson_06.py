@@ -125,12 +125,69 @@ def test_repeats_that_overlap_are_no_finding() -> None:
     assert words["slow"].endswith("the spread of the repeats")
 
 
+def end_times(blocks: int, embedding: float, head: float) -> LayerTimes:
+    """Blocks of one second, a third of it forward, and these seconds at the ends."""
+    costs = (embedding, *[1.0] * blocks, head)
+    kinds = ("embedding", *["block"] * blocks, "head")
+    return LayerTimes(kinds, tuple(c / 3 for c in costs), tuple(2 * c / 3 for c in costs), 0.0)
+
+
 def test_the_slowest_stages_of_a_cut_by_flops_are_never_shorter_than_by_time() -> None:
-    flops, costs = [0.0, 1.0, 1.0, 1.0, 1.0, 2.0], [0.0, 1.0, 1.0, 1.0, 1.0, 1.0]
-    columns, worst = gpt2_pipeline.slowest_stages(flops, costs, range(2, 4))
-    assert columns["simulated, by time (s)"] == {"2 ranks": 3.0, "3 ranks": 2.0}
-    assert columns["simulated, by flops (s)"]["3 ranks"] == 2.0
-    assert worst == max(columns["ratio"].values()) >= 1.0
+    columns, worst = gpt2_pipeline.slowest_stages([0.0, 1, 1, 1, 1, 2], end_times(4, 0.0, 1.0), range(2, 4))
+    assert columns["simulated, by time (s)"] == pytest.approx({"2 ranks": 3.0, "3 ranks": 2.0})
+    assert columns["simulated, by flops (s)"]["3 ranks"] == pytest.approx(2.0)
+    assert (worst["excess"], worst["ends"], worst["word"]) == (0.0, 1.0, "overrate")
+    assert worst["ratio"] == max(columns["ratio"].values())
+
+
+@pytest.mark.parametrize("head", [1.0, 1.3, 4.0, 6.0])
+@pytest.mark.parametrize("by_flops", [2.4, 4.9])
+def test_a_cut_by_flops_loses_at_most_what_they_misjudge(head: float, by_flops: float) -> None:
+    times = end_times(12, 0.1, head)
+    flops = [0.0, *[7.0] * 12, 7.0 * by_flops]
+    _, worst = gpt2_pipeline.slowest_stages(flops, times, range(2, 9))
+    assert worst["head"] == pytest.approx(abs(by_flops - head))
+    assert worst["ends"] == pytest.approx(abs(by_flops - head) + 0.1)
+    assert worst["word"] == ("overrate" if by_flops > head else "underrate")
+    assert worst["excess"] <= worst["ends"]
+    assert times.misjudged(by_flops) == pytest.approx(abs(head / by_flops - 1))
+
+
+def test_two_stages_a_rank_are_unequal_where_the_head_is_longer_than_each() -> None:
+    assert "longest" in str(end_times(12, 0.0, 4.0).chunks_in_words(8)["words"])
+    assert end_times(12, 0.0, 4.0).chunks_in_words(8)["equal"] == pytest.approx(2.0)
+    assert "equal" in str(end_times(48, 0.0, 6.0).chunks_in_words(8)["words"])
+
+
+@pytest.mark.parametrize("head", [0.3, 1.3, 6.0])
+def test_the_last_cut_slides_to_a_number_of_blocks_that_is_clearly_too_large(head: float) -> None:
+    blocks, schedule = 48, schedules.make("1f1b", 4, 8)
+    times = end_times(blocks, 0.1, head)
+    marked = {12: (13, 12, 12, 13), 9: (14, 13, 13, 10)}
+    slid = gpt2_pipeline.slide_last_cut(times, schedule, marked)
+    assert marked.items() <= slid.items()
+    assert list(slid) == sorted(slid)
+    assert len(slid) <= 10
+    assert all(sum(counts) == blocks + 2 and counts[-1] == beside + 1 for beside, counts in slid.items())
+    seconds = [times.step(schedule, counts).makespan for counts in slid.values()]
+    assert seconds[-1] >= 1.6 * min(seconds)
+
+
+def share_weights_of_a_model() -> tuple[bool, bool, bool]:
+    model = device_timing.timing_gpt2(SMALL, torch.float32)
+    copy = gpt2_pipeline.share_weights(model)
+    ids = device_timing.random_tokens(SMALL, 2)["input_ids"]
+    copy(input_ids=ids, labels=ids).loss.backward()
+    pairs = list(zip(model.parameters(), copy.parameters(), strict=True))
+    return (
+        all(a is not b and a.data_ptr() == b.data_ptr() for a, b in pairs),
+        copy.lm_head.weight is copy.transformer.wte.weight,
+        all(a.grad is None and b.grad is not None for a, b in pairs),
+    )
+
+
+def test_copies_share_weights_and_have_gradients_of_their_own() -> None:
+    assert hpnb.launch(share_weights_of_a_model, ranks=1, device="cpu") == [(True, True, True)]
 
 
 def test_memory_columns_count_a_microbatch_on_one_of_two_stages_as_half() -> None:

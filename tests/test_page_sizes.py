@@ -143,6 +143,15 @@ def test_05_prefers_wide_blocks_because_narrow_ones_are_launched_for_longer_than
     assert flops_of_a_block(4, 3.75e9, False) > 2 * of(replace(GPT2_SIZES["124m"], length=512), 1)
 
 
+def test_06_cuts_wide_blocks_on_one_shared_gpu() -> None:
+    """Pipelines that take turns share their weights, so there is room for blocks that compute for long."""
+    sizes = choose_sizes("06", RankShare(4, "cuda", 18.5e9, True, 150e12))
+    large = GPT2_SIZES["774m"]
+    assert sizes.size.block(sizes.batch).forward_flops > 5 * large.block(1).forward_flops
+    least = choose_sizes("06", RankShare(4, "cuda", 3.8e9, False, 150e12))
+    assert least.size.block(least.batch).forward_flops > 1.5 * GPT2_SIZES["124m"].block(1).forward_flops
+
+
 def test_an_unknown_need_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'10'.*one of 01, 01.wide"):
         choose_sizes("10", RankShare(2, "cpu"))

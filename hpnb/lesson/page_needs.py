@@ -183,12 +183,13 @@ def _unsharded(trial: Trial, ranks: int, value: int) -> float:
 
 
 def _gpt2_pipelines(trial: Trial, ranks: int, value: int) -> float:
-    """06: eight cuts or four schedules take turns, one with gradients. Interleaving holds up to half as much
-    again in flight, and a split backward keeps the gradient of each waiting microbatch's logits."""
+    """06: pipelines with other cuts or schedules take turns. They share one full model, and one at a time has
+    gradients. Interleaving holds up to half as much again in flight, and a split backward keeps the gradient
+    of each waiting microbatch's logits."""
     size, stage = _model(trial), -(-_model(trial).layers // ranks)
     assert isinstance(size, GPT2Size)
     table = size.vocab_size * size.hidden
-    states = value * (_parameters(size) + (8 + 1) * (stage * size.block().parameters + table))
+    states = value * (_parameters(size) + stage * size.block().parameters + table)
     flying = 1.5 * min(ranks, PIPELINE_MICROBATCHES) * stage * _kept(size, trial.batch, value)
     waiting = 2.0 * ranks * value * size.vocab_size * trial.batch * size.length
     return states + flying + _logits(size, trial.batch) + waiting
@@ -247,6 +248,7 @@ def _gpt2s(*choices: tuple[str, int, int]) -> tuple[Trial, ...]:
     sizes = {
         **GPT2_SIZES,
         "451m": GPT2Size(1600, 12, 25, 6400, 50257, 1024),
+        "302m": GPT2Size(1280, 12, 20, 5120, 50257, 1024),
         "81m": GPT2Size(768, 6, 12, 3072, 50257, 1024),
         "64m": GPT2Size(512, 12, 8, 2048, 50257, 1024),
         "45m": GPT2Size(512, 6, 8, 2048, 50257, 1024),
@@ -288,6 +290,11 @@ _MANY_TOKENS = [("1.5b", 4, 1024), ("774m", 4, 1024), ("451m", 4, 1024), ("451m"
                 ("124m", 1, 512), ("124m", 1, 256),
                 *(choice for choice in _AT_MOST_TWO if choice[0] == "45m")]  # fmt: skip
 
+# By the FLOPs of a block, too: if launching them takes longest, a head and a block cost nearly the same.
+_WIDE_STAGES = [("1.5b", 4, 1024), ("774m", 4, 1024), ("451m", 4, 1024), ("451m", 3, 1024),
+                ("451m", 2, 1024), ("451m", 1, 1024), ("302m", 1, 1024), ("451m", 1, 512),
+                ("302m", 1, 512), *(c for c in _ROWS if c[0] in ("124m", "45m") and c[1] == 1)]  # fmt: skip
+
 NEEDS: dict[str, PageNeed] = {
     "01": PageNeed(
         "images a rank", Trial(replace(SMALL_VIT, layers=4), 16), _vits(*_ONE_RANK), _step_of_one_rank,
@@ -321,8 +328,9 @@ NEEDS: dict[str, PageNeed] = {
         _steps(100, False), laptop_bucket_mb=2.0,
     ),
     "06": PageNeed(
-        "a microbatch", Trial(GPT2Size(128, 13, 4, 512, 8009, 48), 2), _gpt2s(*_ROWS), _gpt2_pipelines,
-        _steps(110, True, PIPELINE_MICROBATCHES),
+        "a microbatch", Trial(GPT2Size(128, 13, 4, 512, 8009, 48), 2), _gpt2s(*_WIDE_STAGES),
+        _gpt2_pipelines,
+        _steps(120, True, PIPELINE_MICROBATCHES),
     ),
     "07": PageNeed(
         "", Trial(GPT2Size(400, 2, 25, 1600, 12_601, 256), 1), _gpt2s(*_ROWS), _tensor_ends,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,9 +34,13 @@ from hpnb.pipeline_parallel.executor import contended
 from hpnb.pipeline_parallel.layers import Layer, layers
 from hpnb.pipeline_parallel.partition import balanced
 from hpnb.record import Timeline
-from hpnb.theory import stage_loads
+from hpnb.theory import even_split, stage_loads
 
 PartitionedSchedule = tuple[Schedule, Sequence[int]]  # what to run, and how many layers each stage has
+
+
+# Why a claim may not hold.
+FEW_TOKENS = "A block of few tokens takes longer to launch than to compute on a fast GPU."
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,11 @@ class StepRepeats:
     def median(self) -> Timeline:
         """The repeat with the median makespan."""
         return median_by(self.timelines, lambda tl: tl.makespan)
+
+    @property
+    def source(self) -> str:
+        """ "measured"; or "replayed" where ranks share cores or a GPU."""
+        return self.median.source.split()[0]
 
     @property
     def fastest(self) -> float:
@@ -108,6 +118,19 @@ class LayerTimes:
     def head(self) -> float:
         """What the head and the loss take, in blocks."""
         return self.costs[-1] / self.block
+
+    def misjudged(self, flops: float) -> float:
+        """By what share `flops`, the head in blocks by FLOPs, is off: with the loss or without, the worse."""
+        matmuls = (self.costs[-1] - self.loss) / self.block
+        return max(abs(blocks / flops - 1) for blocks in (matmuls, self.head))
+
+    def chunks_in_words(self, stages: int) -> dict[str, float | str]:
+        """How many blocks each of `stages` "equal" stages would take, and in "words" beside it the head."""
+        equal = sum(self.smooth) / (stages * self.block)
+        words = "no more than that, so two stages a rank can be nearly equal"
+        if self.head > equal:
+            words = "more than that, so with two stages a rank the head's stage still takes longest"
+        return {"equal": equal, "words": words}
 
     def stage_costs(self, counts: Sequence[int]) -> Costs:
         """Of the stages of a cut: F as measured, I and W half a backward each."""
@@ -183,23 +206,82 @@ def schedules_in_words(runs: Mapping[str, StepRepeats], base: str) -> dict[str, 
 
 
 def slowest_stages(
-    flops: Sequence[float], costs: Sequence[float], ranks: Sequence[int]
-) -> tuple[dict[str, dict[str, float]], float]:
-    """Columns of a table, a row for each number of ranks, and the largest ratio.
+    flops: Sequence[float], times: LayerTimes, ranks: Sequence[int]
+) -> tuple[dict[str, dict[str, float]], dict[str, float | str]]:
+    """Columns of a table, a row for each number of ranks, and the worst of them beside what FLOPs misjudge.
 
-    They are the seconds of the slowest stage of the cut by FLOPs and of the cut by time, and their ratio.
+    The columns are the seconds of the slowest stage of the cut by FLOPs and of the cut by time, and their
+    ratio. Of the largest difference there are the "ratio" and the "excess" in blocks, and `error_in_blocks`,
+    of which the "ends" are never less than the excess.
 
     Args:
         flops: of each layer.
-        costs: seconds of each layer, for the cut by time and for the stages of both.
+        times: for the cut by time and for the stages of both.
     """
     columns: dict[str, dict[str, float]] = {}
-    for way, weights in {"by flops": flops, "by time": costs}.items():
-        loads = {f"{p} ranks": max(stage_loads(costs, balanced(weights, p))) for p in ranks}
+    for way, weights in {"by flops": flops, "by time": times.smooth}.items():
+        loads = {f"{p} ranks": max(stage_loads(times.smooth, balanced(weights, p))) for p in ranks}
         columns[f"simulated, {way} (s)"] = loads
     by_flops, by_time = columns.values()
     columns["ratio"] = {row: by_flops[row] / by_time[row] for row in by_time}
-    return columns, max(columns["ratio"].values())
+    excess = max(by_flops[row] - by_time[row] for row in by_time) / times.block
+    worst = {"ratio": max(columns["ratio"].values()), "excess": round(excess, 6)}
+    return columns, {**worst, **error_in_blocks(flops, times)}
+
+
+def cut_by_last(blocks: int, stages: int, last: int) -> tuple[int, ...]:
+    """Layers of each stage, with `last` of all blocks beside the head and the others spread evenly.
+
+    >>> cut_by_last(13, 4, 1)
+    (5, 4, 4, 2)
+    """
+    first, *between = even_split(blocks - last, stages - 1)
+    return (first + 1, *between, last + 1)  # the embedding and the head
+
+
+def slide_last_cut(
+    times: LayerTimes,
+    schedule: Schedule,
+    marked: Mapping[int, Sequence[int]],
+    clearly: float = 1.6,
+    most: int = 8,
+) -> dict[int, tuple[int, ...]]:
+    """{blocks beside the head, ascending: layers of each stage}: those of `marked`, and others around them.
+
+    The largest number is the first one above `marked` whose simulated step takes `clearly` times as long as
+    the shortest, so that the spread of repeats does not bury the difference.
+
+    Args:
+        marked: cuts that are there in any case, by the blocks that they leave beside the head.
+        most: about how many numbers; if there are more between the ends, some are left out.
+    """
+    blocks, stages = times.kinds.count("block"), schedule.stages
+    low, last = max(0, min(marked) - 1), blocks - stages + 1
+
+    def seconds(beside: int) -> float:
+        return times.step(schedule, cut_by_last(blocks, stages, beside)).makespan
+
+    shortest = min(seconds(beside) for beside in range(low, max(marked) + 1))
+    above = range(max(marked) + 1, last + 1)
+    high = next((beside for beside in above if seconds(beside) >= clearly * shortest), last)
+    stride = -(-(high - low) // (most - 2))
+    slid = {beside: cut_by_last(blocks, stages, beside) for beside in (*range(low, high, stride), high)}
+    return dict(sorted((slid | {beside: tuple(counts) for beside, counts in marked.items()}).items()))
+
+
+def error_in_blocks(flops: Sequence[float], times: LayerTimes) -> dict[str, float | str]:
+    """By how many blocks FLOPs misjudge the ends of the model: the "head", and the embedding and the head
+    together ("ends"), which is the most by which their cut's slowest stage can exceed the best one.
+
+    Also in "word" whether they "overrate" or "underrate" the head.
+
+    Args:
+        flops: of each layer; of the blocks in between it is the same.
+    """
+    head = flops[-1] / flops[1] - times.head
+    embedding = flops[0] / flops[1] - times.costs[0] / times.block
+    word = "overrate" if head > 0 else "underrate"
+    return {"head": abs(head), "ends": round(abs(head) + abs(embedding), 6), "word": word}
 
 
 def range_columns(runs: Mapping[Any, StepRepeats]) -> dict[str, dict[Any, float]]:
@@ -261,6 +343,17 @@ def peaks_by_run(
 
 
 # --- on a rank ---------------------------------------------------------------------------------------
+
+
+def share_weights(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy that computes with the memory of the model's weights, and has gradients of its own.
+
+    So pipelines that take turns need one model's memory, as long as they only read the weights.
+    """
+    shared: dict[int, torch.Tensor] = {id(buffer): buffer for buffer in model.buffers()}
+    for parameter in model.parameters():
+        shared[id(parameter)] = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
+    return deepcopy(model, shared)
 
 
 def token_loss(outputs: Any, inputs: Batch) -> torch.Tensor:

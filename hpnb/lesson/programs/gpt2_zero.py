@@ -323,6 +323,22 @@ def time_serial_step(
     return forward, backward, update
 
 
+def limit_in_words(floor: float, step: float) -> dict[str, str]:
+    """For prose: whether "computing" or "launching" sets the time of a step, in "word".
+
+    Where it is launching, the step does not show how long computing takes. So both are "equal" not at "about"
+    the tokens that the step suggests, but at "more than" these.
+
+    Args:
+        floor: seconds to launch a step, however few its tokens.
+    """
+    computes = step > 2 * floor
+    return {
+        "word": "computing" if computes else "launching",
+        "equal": "about" if computes else "more than",
+    }
+
+
 # --- the largest model -----------------------------------------------------------------------------
 
 

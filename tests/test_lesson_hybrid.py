@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from hpnb.lesson.programs import rank_traffic, vit_hybrid
 from hpnb.lesson.programs.step_timing import Backward, time_backward
 from hpnb.models import ViTSize
 from hpnb.pipeline_parallel import schedules
+from hpnb.placement import Cut, Placement
 from hpnb.record import Event, Message, Timeline
 from hpnb.theory import LINKS, REPLAY_LINK
 
@@ -311,8 +313,77 @@ def test_orders_are_bars_in_units_of_compute_and_a_long_one_is_cut() -> None:
 
 
 def test_ratios_of_a_step_compare_what_they_say() -> None:
-    growth, rise, ratio, near = vit_hybrid.record_ratios({"dp": 1.0}, {"dp": 4.0}, {"dp": [2.0, 12.0]})
-    assert (growth, rise, ratio, near) == ({"dp": 6.0}, {"dp": 3.0}, {"dp": 4.0}, {"dp": 0.5})
+    ratio, near = vit_hybrid.record_ratios({"dp": 1.0}, {"dp": 4.0}, {"dp": [2.0, 12.0]})
+    assert (ratio, near) == ({"dp": 4.0}, {"dp": 0.5})
+
+
+def test_seconds_that_a_slower_link_adds_do_not_depend_on_what_else_a_step_does() -> None:
+    simulated = {"dp": [2.0, 3.0, 12.0], "tp": [102.0, 104.0, 122.0]}
+    added, middle, rise = vit_hybrid.record_added({"dp": 4.0, "tp": 90.0}, simulated)
+    assert added == {"dp": 10.0, "tp": 20.0}
+    assert middle == {"dp": 1.0, "tp": 2.0}
+    assert rise == {"dp": 8.0, "tp": 32.0}
+
+
+@pytest.mark.parametrize("source", ["measured", "measured by turns"])
+def test_recorded_steps_say_who_computes_longer_and_where_the_link_is_from(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: dict[str, Any] = {}
+    monkeypatch.setattr(vit_hybrid, "record", lambda key, value, unit="": recorded.update({key: value}))
+    events = tuple(Event(rank, -1, "F", -1, 0.0, 2.0 + rank) for rank in range(2))
+    timelines = {axis: Timeline(events, source if axis == "tp" else "measured") for axis in AXES}
+    alone = Backward(0.5, 1.5, (1.0,), (8.0,))
+    steps = vit_hybrid.AxisSteps(
+        timelines, alone, dict.fromkeys(AXES, 1.0), schedules.make("1f1b", 2, 2), 8.0
+    )
+    card: Any = SimpleNamespace(latency=1e-5, bandwidth=1e9)
+    assert vit_hybrid.record_steps(card, steps) == dict.fromkeys(AXES, 3.0)
+    assert recorded["04.longer"] == dict.fromkeys(AXES, 2.0)
+    assert recorded["04.source"] == ("measured" if source == "measured" else "replayed")
+    assert recorded["04.link.from"] == ("measured as in notebook 00" if source == "measured" else "assumed")
+
+
+def test_what_each_rank_holds_is_drawn_as_it_is_placed() -> None:
+    layout = Layout(dp=2, pp=2)
+    norm = Placement("vit.layers.0.layernorm_before.weight", (4,))
+    halves = [
+        Placement("vit.layers.0.mlp.fc1.weight", (8, 4), (Cut("tp", 0, ((4, 8),)),)),
+        Placement("vit.layers.0.mlp.fc2.weight", (4, 8), (Cut("tp", 1, ((4, 8),)),)),
+    ]
+    first, second = [norm, *halves], [Placement("classifier.weight", (3, 4))]
+    ranks = [vit_hybrid.RankParts((r // 2, r // 2 + 1, 2), second if r % 2 else first) for r in range(4)]
+    fig = figures.held_parts(ranks, layout)
+    (ax,) = fig.axes
+    drawn = {c.get_label(): [p.get_extents() for p in c.get_paths()] for c in ax.collections}
+    up, down = drawn["shard along tp"][:2]
+    everywhere = drawn["on other ranks"]
+    full = next(box for box in everywhere if box.x1 == up.x1 and box.y1 == up.y1)
+    assert (up.width, up.height) == pytest.approx((full.width / 2, full.height))  # outputs across
+    assert (down.width, down.height) == pytest.approx((full.width, full.height / 2))  # inputs down
+    assert len(drawn["shard along tp"]) == 4
+    assert len(drawn["in full"]) == 4  # two norms, two heads
+    assert len(drawn["samples of the replica"]) == 4
+    assert "rank 3: dp 1, pp 1, tp 0, samples 1 to 1, 12 weights" in fig.get_label()
+    with pytest.raises(ValueError, match="2 say what they hold"):
+        figures.held_parts(ranks[:2], layout)
+
+
+def _hold(layout: Layout) -> tuple[int, vit_hybrid.RankParts]:
+    return hpnb.rank(), vit_hybrid.held_parts(layout)
+
+
+def test_ranks_hold_their_stage_and_shards() -> None:
+    held = dict(hpnb.launch(_hold, Layout(pp=2, tp=2), ranks=4, device="cpu"))
+    names = [{p.name for p in held[r].placements} for r in range(4)]
+    assert names[0] == names[1]
+    assert names[2] == names[3]
+    assert not names[0] & names[2]
+    rows = [
+        p.cuts[0].ranges for r in (0, 1) for p in held[r].placements if p.name.endswith("0.mlp.fc1.weight")
+    ]
+    assert rows == [((0, 96),), ((96, 192),)]
+    assert held[3].samples == (0, 32, 32)
 
 
 def test_guessing_is_as_good_as_the_most_common_class() -> None:
@@ -329,7 +400,7 @@ def test_lines_of_axes_over_a_slower_link() -> None:
     dots = {axis: lines[f"{axis} measured"].get_xydata()[0] for axis in ("dp", "tp")}
     assert dots["dp"][1] == 0.11
     assert dots["dp"][0] < dots["tp"][0] < 1  # beside each other, left of the curves
-    assert {t.get_text() for t in fig.axes[0].texts} == {"dp  9.00x", "tp  20.0x"}
+    assert {t.get_text() for t in fig.axes[0].texts} == {"dp  +800 ms", "tp  +1.90 s"}
     for wrong in (
         ([1, 2], {"dp": [1.0]}, {"dp": 1.0}),
         ([1, 2], {"dp": [1.0, 0.0]}, {"dp": 1.0}),

@@ -9,11 +9,14 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
-from hpnb.mesh import AXES
+from hpnb.lesson.programs.vit_hybrid import RankParts
+from hpnb.mesh import AXES, Layout
+from hpnb.placement import Placement
 from hpnb.plot.canvas import SMALL, TEXT, WIDTH, Box, Key, boxes, new_figure, text_inches
 from hpnb.plot.curves import CurvePanel, Look, Series, curves, set_ticks
-from hpnb.plot.grammar import AXIS, CARD, INK, SOFT, STYLE, OpStyle, axis_style, ink_on, mix
+from hpnb.plot.grammar import AXIS, CARD, CATEGORY, INK, SOFT, STYLE, OpStyle, axis_style, ink_on, mix
 from hpnb.plot.units import byte_count, number, time_unit
+from hpnb.plot.units import seconds as duration
 
 RankTraffic = Mapping[tuple[int, int], Mapping[str, float]]
 """{(sender, receiver): {axis: bytes}}"""
@@ -208,30 +211,31 @@ def slower_link(
     """
     values = [v for axis in steps.values() for v in axis] + list(measured.values())
     scale, unit = time_unit(max(values, default=1.0))
-    series, keys, strip = [], [], slower[0] / 2 if slower else 0.0
+    series, keys, strip = [], [], slower[0] * 0.42 if slower else 0.0
     for place, (axis, seconds) in enumerate(steps.items()):
         look = Look(axis_style(axis).color, "o", axis_style(axis).line)
         series.append(Series(axis, slower, [s / scale for s in seconds], look))
         keys.append(series[-1].key)
         beside = [strip * 1.2 ** (place - (len(steps) - 1) / 2)]
         series.append(Series(axis, beside, [measured[axis] / scale], look, "dots", f"{axis} {source}"))
-    ratios = "right: times its simulated step on this link"
-    keys.append(Key(OpStyle(SOFT, "", ratios), "words"))
+    added = "right: longer than its simulated step on this link"
+    keys.append(Key(OpStyle(SOFT, "", added), "words"))
     heading = title if title is not None else "a step on a slower link"
     across = "bandwidth of the link between ranks"
     panel = CurvePanel(series, f"step ({unit}), log scale", "xy", 2.5, xlabel=across)
-    right = 0.35 + text_inches(f"tp  {number(slower[-1])}x")
+    longer = {axis: f"{axis}  +{duration(steps[axis][-1] - steps[axis][0])}" for axis in steps}
+    right = 0.35 + max((text_inches(words, TEXT, "bold") for words in longer.values()), default=0.0)
     fig = curves([panel], title=heading, keys=keys, right=right)
     (ax,) = fig.axes
     low, high = min(values) / scale / 1.25, max(values) / scale * 1.25
-    ax.set(xlim=(0.33 * slower[0], slower[-1]), ylim=(low, high))
-    ax.axvspan(0.33 * slower[0], slower[0], color=BETWEEN.color, linewidth=0, zorder=0)
+    ax.set(xlim=(0.2 * slower[0], slower[-1]), ylim=(low, high))
+    ax.axvspan(0.2 * slower[0], slower[0], color=BETWEEN.color, linewidth=0, zorder=0)
     inches, last = fig.get_figheight() * ax.get_position().height, -math.inf
     for axis, seconds in sorted(steps.items(), key=lambda item: item[1][-1]):  # words never cover each other
         last = max(math.log(seconds[-1] / scale / low) / math.log(high / low) * inches, last + 0.16)
-        ax.annotate(f"{axis}  {number(seconds[-1] / seconds[0])}x", (1, last / inches), (6, 0),
-                    "axes fraction", "offset points", size=TEXT, color=axis_style(axis).color, weight="bold",
-                    va="center", annotation_clip=False)  # fmt: skip
+        ax.annotate(longer[axis], (1, last / inches), (6, 0), "axes fraction", "offset points", size=TEXT,
+                    color=axis_style(axis).color, weight="bold", va="center",
+                    annotation_clip=False)  # fmt: skip
     powers = [10.0**k for k in range(-12, 13)]
     set_ticks(ax.xaxis, [strip, *(p for p in powers if slower[0] <= p <= slower[-1])],
               lambda x: source if x == strip else "this link" if x == 1 else f"1/{x:,.0f}")  # fmt: skip
@@ -240,3 +244,120 @@ def slower_link(
         ticks = [p * m for p in powers for m in (1, 2, 5) if low <= p * m <= high]
     set_ticks(ax.yaxis, ticks[:: -(-len(ticks) // 7)], "{:g}".format)
     return fig
+
+
+SHARDED = OpStyle(AXIS["tp"].color, "", "shard along tp")
+IN_FULL = OpStyle(CATEGORY["parameters"].color, "", "in full")
+SAMPLES = OpStyle(AXIS["dp"].color, "", "samples of the replica")
+ELSEWHERE = OpStyle(STYLE["idle"].color, "", "on other ranks")
+_COLUMNS = {  # {a parameter's name without its block: what a column calls it}
+    "samples": "samples",
+    "vit.embeddings.patch_embeddings.projection.weight": "patches",
+    "vit.embeddings.position_embeddings": "positions",
+    "layernorm_before.weight": "norm",
+    "attention.q_proj.weight": "Q, K, V",  # three of the same shape and placement
+    "attention.o_proj.weight": "out",
+    "layernorm_after.weight": "norm",
+    "mlp.fc1.weight": "up",
+    "mlp.fc2.weight": "down",
+    "vit.layernorm.weight": "norm",
+    "classifier.weight": "head",
+}
+
+
+def held_parts(ranks: Sequence[RankParts], layout: Layout, title: str | None = None) -> Figure:
+    """A row for each rank, a box for each weight of a ViT: filled is what the rank holds of it.
+
+    A matrix is drawn as in x A, inputs down and outputs across; a norm is a line. Biases are left out, and a
+    number right of the row counts all elements that the rank holds.
+
+    Args:
+        ranks: of each rank of `layout`, in order.
+
+    Raises:
+        ValueError: there are not as many as `layout` has ranks.
+    """
+    if len(ranks) != layout.world_size:
+        raise ValueError(f"{layout} has {layout.world_size} ranks, and {len(ranks)} say what they hold")
+    names = list(dict.fromkeys(p.name for rank in ranks for p in rank.placements))
+    blocks = sorted({name.split(".")[2] for name in names if name.startswith("vit.layers.")}, key=int)
+    groups = {"": ["samples"], "embeddings": [n for n in _COLUMNS if n.startswith("vit.embeddings")]}
+    inside = [n for n in _COLUMNS if not n.startswith(("samples", "vit.", "classifier"))]
+    groups |= {f"block {block}": [f"vit.layers.{block}.{name}" for name in inside] for block in blocks}
+    groups["end"] = ["vit.layernorm.weight", "classifier.weight"]
+    at: dict[str, float] = {}
+    x = 0.2
+    for members in groups.values():
+        for name in members:
+            at[name], x = x, x + 1.0
+        x += 0.7
+    pitch, between = 1.3, 0.6  # of rows, and more between replicas, in widths of a box and its gap
+    tops = [pitch * r + between * layout.coordinates(r)["dp"] for r in range(len(ranks))]
+    keys = [Key(style) for style in (SAMPLES, IN_FULL, SHARDED, ELSEWHERE)]
+    left, right = 1.62, 0.74
+    unit = (WIDTH - left - right) / x
+    fig, (ax,) = new_figure(
+        [unit * (tops[-1] + pitch)], title=title if title is not None else "what each rank holds",
+        legend=keys, left=left, right=right, head=0.84, bottom=0.12,
+    )  # fmt: skip
+    filled: dict[str, list[Box]] = {style.label: [] for style in (ELSEWHERE, SAMPLES, IN_FULL, SHARDED)}
+    words = []
+    for r, (rank, top) in enumerate(zip(ranks, tops, strict=True)):
+        placed = {p.name: p for p in rank.placements}
+        first, after, total = rank.samples
+        for name, column in at.items():
+            thin = name.endswith(("layernorm.weight", "before.weight", "after.weight"))
+            box = (column, top + 0.33, 0.84, 0.18) if thin else (column, top, 0.84, 0.84)
+            filled[ELSEWHERE.label].append(box)
+            if name == "samples":
+                filled[SAMPLES.label].append(_inside(box, (0, 1), (first / total, after / total)))
+            elif name in placed:
+                across, down, sharded = _held(placed[name])
+                filled[(SHARDED if sharded else IN_FULL).label].append(_inside(box, across, down))
+        count = sum(math.prod(p.local_shape) for p in rank.placements)
+        place = ", ".join(f"{axis} {index}" for axis, index in layout.coordinates(r).items())
+        _beside(ax, f"rank {r}", (0, top + 0.42), -left * 72 + 12, "left", INK)
+        _beside(ax, place, (0, top + 0.42), -5, "right", SOFT)
+        _beside(ax, f"{count:,}", (1, top + 0.42), right * 72 - 12, "right", INK)
+        words.append(f"rank {r}: {place}, samples {first} to {after - 1}, {count} weights")
+    for style in (ELSEWHERE, SAMPLES, IN_FULL, SHARDED):
+        boxes(ax, filled[style.label], style, name=style.label, zorder=2 + (style is not ELSEWHERE))
+    for group, members in groups.items():
+        middle = (at[members[0]] + at[members[-1]] + 0.84) / 2
+        _above(ax, group, middle, 46, INK)
+        for name in members:
+            label = next((short for end, short in _COLUMNS.items() if name.endswith(end)), "")
+            _above(ax, label, at[name] + 0.42, 3, SOFT, 90)
+    _beside(ax, "weights", (1, 0), right * 72 - 12, "right", SOFT, up=8)
+    ax.set(xlim=(0, x), ylim=(tops[-1] + pitch, 0))
+    ax.set_axis_off()
+    fig.set_label("; ".join(words))  # for the alt text
+    return fig
+
+
+def _held(placement: Placement) -> tuple[tuple[float, float], tuple[float, float], bool]:
+    """(outputs, inputs) that a rank holds of a weight, as shares from 0 to 1, and whether tp shards it."""
+    shares = {0: (0.0, 1.0), 1: (0.0, 1.0)}
+    cuts = [cut for cut in placement.cuts if cut.axis == "tp"]
+    for cut in cuts:
+        size = placement.shape[cut.dim]
+        shares[cut.dim] = (cut.ranges[0][0] / size, cut.ranges[-1][1] / size)
+    return shares[0], shares[1], bool(cuts)
+
+
+def _inside(box: Box, across: tuple[float, float], down: tuple[float, float]) -> Box:
+    x, y, w, h = box
+    return (x + w * across[0], y + h * down[0], w * (across[1] - across[0]), h * (down[1] - down[0]))
+
+
+def _beside(
+    ax: Axes, words: str, at: tuple[float, float], points: float, ha: str, color: str, up: float = 0.0
+) -> None:
+    """Words in a margin: x as a share of the axes, y in its units, `points` to the right of that."""
+    ax.annotate(words, at, (points, up), ax.get_yaxis_transform(), "offset points", size=SMALL, color=color,
+                ha=ha, va="center", annotation_clip=False)  # fmt: skip
+
+
+def _above(ax: Axes, words: str, x: float, points: float, color: str, rotation: float = 0.0) -> None:
+    ax.annotate(words, (x, 1), (0, points), ax.get_xaxis_transform(), "offset points", size=SMALL,
+                color=color, ha="center", va="bottom", rotation=rotation, annotation_clip=False)  # fmt: skip

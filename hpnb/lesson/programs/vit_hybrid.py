@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,8 +26,8 @@ from hpnb.lesson.programs.step_timing import (
 )
 from hpnb.lesson.values import record
 from hpnb.models import ViTSize
-from hpnb.pipeline_parallel import Schedule
-from hpnb.placement import placement_of
+from hpnb.pipeline_parallel import Schedule, schedules
+from hpnb.placement import Placement, placement_of
 from hpnb.record import Timeline
 from hpnb.tensor_parallel import parallelize
 from hpnb.theory import REPLAY_LINK, Link, replay
@@ -125,25 +125,62 @@ def add_to_ledger(
         ledger.add("04", one_axis(axis, card.ranks), model, quantities, card.hardware)
 
 
-def record_ratios(
-    predicted: Mapping[str, float], measured: Mapping[str, float], simulated: Mapping[str, Sequence[float]]
+def record_added(
+    measured: Mapping[str, float], simulated: Mapping[str, Sequence[float]]
 ) -> tuple[dict[str, float], ...]:
-    """Record and return four ratios of each axis's step, under 04.growth, 04.rise, 04.ratio and 04.near.
+    """Record and return by how many seconds slower links prolong each axis's step.
 
-    They are simulated on the slowest link over simulated on the first, over measured; measured over
-    predicted; simulated on the first link over measured.
+    They are: simulated on the slowest link less simulated on the first (04.added), on the middle link less
+    on the first (04.tenth-added), and on the slowest less measured (04.rise). 04.growth is the first as a
+    ratio. That contains whatever else a recorded step spends time on, and the seconds do not.
 
     Args:
         simulated: {axis: seconds on each link}, the measured one first and the slowest last.
     """
-    growth = {axis: seconds[-1] / seconds[0] for axis, seconds in simulated.items()}
-    rise = {axis: seconds[-1] / measured[axis] for axis, seconds in simulated.items()}
+    added = {axis: seconds[-1] - seconds[0] for axis, seconds in simulated.items()}
+    middle = {axis: seconds[len(seconds) // 2] - seconds[0] for axis, seconds in simulated.items()}
+    rise = {axis: seconds[-1] - measured[axis] for axis, seconds in simulated.items()}
+    for name, seconds in (("added", added), ("tenth-added", middle), ("rise", rise)):
+        record(f"04.{name}", seconds, "s")
+    record("04.growth", {axis: seconds[-1] / seconds[0] for axis, seconds in simulated.items()})
+    return added, middle, rise
+
+
+def record_ratios(
+    predicted: Mapping[str, float], measured: Mapping[str, float], simulated: Mapping[str, Sequence[float]]
+) -> tuple[dict[str, float], ...]:
+    """Record and return measured over predicted (04.ratio), and simulated here over measured (04.near).
+
+    Args:
+        simulated: as in `record_added`.
+    """
     ratio = {axis: measured[axis] / predicted[axis] for axis in simulated}
     near = {axis: seconds[0] / measured[axis] for axis, seconds in simulated.items()}
-    for name, ratios in (("growth", growth), ("rise", rise), ("ratio", ratio), ("near", near)):
+    for name, ratios in (("ratio", ratio), ("near", near)):
         record(f"04.{name}", ratios)
     record("04.near.fastest", min(measured, key=measured.__getitem__))
-    return growth, rise, ratio, near
+    return ratio, near
+
+
+def record_steps(card: MachineCard, steps: AxisSteps) -> dict[str, float]:
+    """Record the link and where its numbers are from, a step of one rank alone, and what the steps along each
+    axis took; return {axis: seconds that the busiest rank computes}.
+
+    04.longer is this compute over that of the rank alone. Where ranks share a GPU, the step along dp is the
+    one of the rank alone with its all-reduces, so dp's is 1.
+    """
+    ranks = steps.timelines["tp"].ranks
+    busy = {axis: max(map(tl.work, ranks)) for axis, tl in steps.timelines.items()}
+    replayed = steps.source == "replayed"
+    record("04.link.from", "assumed" if replayed else "measured as in notebook 00")
+    record("04.link.latency", card.latency, "s")
+    record("04.link.bandwidth", card.bandwidth, "B/s")
+    record("04.source", steps.source)
+    record("04.predicted", {"share": steps.alone.end}, "s")
+    record("04.busy", busy, "s")
+    record("04.longer", {axis: seconds / steps.alone.end for axis, seconds in busy.items()})
+    record("04.axes", {axis: {"measured": seconds} for axis, seconds in steps.seconds.items()}, "s")
+    return busy
 
 
 def record_pipeline(
@@ -203,6 +240,29 @@ def _count_bytes(size: ViTSize, images: int, dtype: torch.dtype, schedule: Sched
 
 
 # --- steps on a mesh --------------------------------------------------------------------------------
+
+
+class RankParts(NamedTuple):
+    """What a rank of a mesh holds of the small ViT and of a batch.
+
+    Attributes:
+        samples: its first sample, the one after its last, and how many the batch has.
+        placements: of all parameters of its stage.
+    """
+
+    samples: tuple[int, int, int]
+    placements: list[Placement]
+
+
+def held_parts(layout: hpnb.Layout, batch_size: int = 32) -> RankParts:
+    """On a rank: what it holds after `parallelize` and `Pipeline`."""
+    mesh = hpnb.Mesh(layout)
+    model = parallelize(hpnb.models.vit(SMALL, classes=3, dtype=torch.float64), mesh.tp)
+    schedule = schedules.make("1f1b", mesh.pp.size, 2)
+    pipe = hpnb.Pipeline(model, mesh.pp, schedule, vit_pipeline.microbatch_loss)
+    samples = local_samples({"samples": torch.arange(batch_size)}, mesh.dp)["samples"].tolist()
+    placements = [placement_of(p, name) for name, p in pipe.module.named_parameters()]
+    return RankParts((samples[0], samples[-1] + 1, batch_size), placements)
 
 
 def local_samples(batch: Mapping[str, torch.Tensor], dp: hpnb.Axis) -> dict[str, torch.Tensor]:

@@ -37,10 +37,10 @@
 # large as the model, whatever the batch.
 # </details>
 #
-# All numbers on this page come from one execution of the notebook, on <data value="02.hardware">2 CPU cores</data>. A *simulated* step is
-# computed from one forward time and one backward time per stage. A *replayed* step is computed from the CPU time of
-# each single forward and backward of a step that really ran. Both give each rank its own core. **In both, messages
-# take no time**, unless we state a time.
+# All numbers come from one run of this notebook, on <data value="02.hardware">2 CPU cores</data>. *Simulated* steps are computed
+# from one forward time and one backward time per stage; messages take no time in them, unless we state one. *Replayed* steps
+# are computed from the time of each action that ran, as if each rank had its own core or GPU. *Measured* steps are
+# read from the clock. This run's steps are <data value="02.run.kind">replayed</data>, and **<data value="02.run.messages">messages take no time</data>**.
 
 # %% tags=["setup"]
 import importlib.util
@@ -67,7 +67,7 @@ NAME = f"ViT, {SIZE.layers} blocks of {SIZE.hidden}, {IMAGES} images"
 leaves = hpnb.data.beans("train", size=48, image_size=32)
 here = lesson.banner(N, model=NAME, data=leaves.describe(), sizes=sizes)
 cpus = pool if here.device == "cpu" else hpnb.Ranks(N, device="cpu")
-RAN = "measured" if here.timings_mean_something else "replayed"
+RAN = vit_pipeline.record_run(here, SHAPE, DTYPE)  # "measured", or "replayed"
 
 # %% [markdown]
 # ## One microbatch walks through the stages
@@ -83,7 +83,7 @@ RAN = "measured" if here.timings_mean_something else "replayed"
 # ```
 #
 # Forward, the hidden states at the cut travel: b images of s tokens of h numbers. Backward, their gradient travels, with the
-# same shape. In this run b = 2, s = 17 and h = 256, and a number has 4 bytes.
+# same shape. In this run b = <data value="02.run.images">2</data>, s = <data value="02.run.tokens:.0f">17</data> and h = <data value="02.run.hidden:.0f">256</data>, and a number has <data value="02.run.bytes">4</data> bytes.
 
 # %%
 question = f"A microbatch walks through {N} stages and back: how many bytes are sent?"
@@ -114,7 +114,7 @@ def walk(recorder, stage, batch, axis):
 
 
 # %% [markdown]
-# We keep the quickest of six walks, timed by the wall clock: only one rank works at a time, so two cores are enough.
+# We keep the quickest of six walks.
 # F is a forward, B a backward. `cut` partitions the model's list of layers, and `pp` is the axis of a pipeline's ranks.
 
 
@@ -142,23 +142,24 @@ sent = sum(nbytes for _, nbytes in walks)
 lesson.reveal("02.walk-bytes", sent, predicted=2 * (N - 1) * MESSAGE, source="counted")
 lesson.record("02.walk-idle", 100 * (1 - 1 / N), "%")  # the claim allows 5 points less
 gradient = SIZE.parameters(classes=3) * DTYPE.itemsize
-lesson.record("02.sent", {"step": M * sent, "gradient": gradient}, "B")
+lesson.record("02.sent", {"step": M * sent, "dp": 2 * (N - 1) * gradient}, "B")
 lesson.claim("One rank works at a time", (walked.bubble_fraction, ">", 0.95 - 1 / N))
 
 # %% [markdown]
 # Each cut is crossed twice, so $2(p-1)$ messages of b s h numbers are sent, <data value="02.walk-bytes">209 kB</data> in all. A step
-# of eight microbatches sends <data value="02.sent.step">1.67 MB</data>, all ranks together. A gradient, which data parallelism all-reduces, has <data value="02.sent.gradient">25.5 MB</data>. By counting, ranks are
+# of eight microbatches sends <data value="02.sent.step">1.67 MB</data>, all ranks together. A ring all-reduce of the gradient
+# would send <data value="02.sent.dp">153 MB</data>.
+# By counting, ranks are
 # idle for 1 - 1/p =
-# <data value="02.walk-idle">75.0 %</data> of the time. The run had <data value="02.walk.bubble">76.5 %</data>. We call this idle share the *bubble*: idle time over
+# <data value="02.walk-idle">75.0 %</data> of the time. The run had <data value="02.walk.bubble">79.1 %</data>. We call this idle share the *bubble*: idle time over
 # ranks × *makespan*, where the makespan is the time from the first start to the last end.
 #
-# **Takeaway.** A pipeline sends little, and only between neighbours. With one microbatch, p ranks
+# **Takeaway.** A pipeline sends only what crosses its cuts, and only between neighbours. With one microbatch, p ranks
 # are no faster than one.
 #
 # ## Microbatches fill the pipeline
 #
-# A rank that has passed its microbatch on could start the next one. So we split the batch into m *microbatches*, one
-# behind the other. The optimizer steps once, at the end. *GPipe* runs all forwards, then all
+# A rank that has passed its microbatch on could start the next one. So we split the batch into m *microbatches*. The optimizer steps once, at the end. *GPipe* runs all forwards, then all
 # backwards.
 #
 # Who does what is a *schedule*: a list of actions for each rank. `1F0` is the forward of stage 1 on microbatch 0, and
@@ -246,8 +247,8 @@ trained = cpus.run(train, gpipe)
 lesson.show(lesson.Parity.worst_of([distances for _, distances in trained]))
 
 # %% [markdown]
-# All three agree up to rounding. We now use the library, which records times. We draw the step twice: simulated with
-# each stage's median times, and replayed with the time of each action.
+# All three agree up to rounding. We now use the library, which records times. We draw the step twice:
+# simulated with each stage's median times, and with the time of each action.
 
 # %%
 steps = pool.run(vit_pipeline.time_schedules, SIZE, IMAGES, DTYPE, {"gpipe": gpipe})
@@ -262,14 +263,14 @@ lesson.claim("Microbatches help", (bubble, "<", 100 * walked.bubble_fraction))
 trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")
 
 # %% [markdown]
-# The formula assumes that all stages are equal and predicts a bubble of <data value="02.bubble.predicted">27.3 %</data>. The simulation knows
-# each stage's median times and gives <data value="02.gpipe.medians.bubble">30.7 %</data>: so much comes from unequal stages. The replay gives <data value="02.bubble">30.5 %</data>. It
-# differs because a stage's microbatches do not take equally long.
+# The formula assumes equal stages and predicts a bubble of <data value="02.bubble.predicted">27.3 %</data>. The simulation knows
+# each stage's median times and gives <data value="02.gpipe.medians.bubble">30.7 %</data>. The step as it ran has <data value="02.bubble">33.6 %</data>. It also has unequal microbatches
+# and, where they take time, messages.
 #
 # <details><summary>Why the rule of thumb may come nearer</summary>
 #
-# The rule of thumb, (p-1)/m, divides idle time by working time, so it is always above the formula. Where it comes nearer to the replay,
-# that is an accident: real stages are unequal, and the rule knows nothing about stages.
+# The rule of thumb, (p-1)/m, divides idle time by working time, so it is always above the formula. Where it comes nearer
+# to the run, that is an accident: real stages are unequal, and the rule knows nothing about stages.
 # </details>
 #
 # The lower curves show what is *in flight*. A rank keeps a microbatch's activations from its forward until its backward, so
@@ -305,8 +306,7 @@ trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")
 # `gradient_accumulation_steps`. accelerate: `MegatronLMPlugin(pp_degree=4, num_micro_batches=8)`.
 # </details>
 #
-# **Takeaway.** With m microbatches, a rank is idle for p - 1 of m + p - 1 slots, each long enough for a
-# forward and a backward.
+# **Takeaway.** With m microbatches, a rank is idle for p - 1 of m + p - 1 slots.
 #
 # ## 1F1B buys memory, not time
 #
@@ -378,15 +378,15 @@ peaks = {}  # {schedule: {rank: bytes of activations}}
 for name, schedule in both.items():
     rows = pool.run(vit_pipeline.measure_activations, SIZE, IMAGES, DTYPE, schedule)
     peaks[name] = {f"rank {r}": peak for r, (peak, _, _) in enumerate(rows)}
-gpipe_peaks = enumerate(peaks["gpipe"].items())
 lesson.show(
-    predicted={rank: (N - r) / M * peak for r, (rank, peak) in gpipe_peaks},
+    predicted={rank: (N - int(rank[-1])) / M * b for rank, b in peaks["gpipe"].items()},
     measured=peaks["1f1b"], columns={"GPipe, measured (B)": peaks["gpipe"]},
     unit="B", key="02.activations", title="Peak activations under 1F1B",
 )  # fmt: skip
 lesson.show(**{RAN: {n: t.makespan for n, t in ran.items()}}, unit="s", key="02.step",
             title="1F1B takes about as long as GPipe", note=f"All columns: {RAN}.",
             columns=vit_pipeline.work_and_bubble(ran))  # fmt: skip
+lesson.record("02.ran", ran)
 saved = peaks["1f1b"]["rank 0"] / peaks["gpipe"]["rank 0"]
 lesson.claim("1F1B needs less memory on rank 0", (saved, "<", 0.8))
 change = abs(ran["1f1b"].makespan / ran["gpipe"].makespan - 1)
@@ -396,12 +396,11 @@ lesson.claim("1F1B takes about as long as GPipe", (change, "<", 0.15))
 # On rank 0 the activations fall from
 # <data value="02.activations.rank-0.gpipe-measured">9.14 MB</data> under GPipe to <data value="02.activations.rank-0.measured">4.67 MB</data>.
 # But they do not shrink with the number of ranks: p microbatches in a p-th of the layers are as much as one microbatch in all
-# layers. Stages save weights, gradients and optimizer state.
+# layers.
 #
-# GPipe's step takes <data value="02.step.gpipe.replayed">120 ms</data> with a bubble of
-# <data value="02.step.gpipe.bubble">30.1 %</data>, and 1F1B's step <data value="02.step.1f1b.replayed">128 ms</data> with
-# <data value="02.step.1f1b.bubble">29.9 %</data>. The formula gives both the same bubble: under 1F1B, too, the last rank starts p - 1 forwards late, and p - 1
-# backwards remain after its last one. In the previous figure GPipe took <data value="02.gpipe.each-action.makespan">121 ms</data>: runs differ.
+# GPipe's step takes <data value="02.ran.gpipe.makespan">178 ms</data> with a bubble of
+# <data value="02.ran.gpipe.bubble">29.9 %</data>, and 1F1B's step <data value="02.ran.1f1b.makespan">175 ms</data> with <data value="02.ran.1f1b.bubble">28.8 %</data>. The formula gives both
+# the same bubble, because filling and draining take as long.
 #
 # **Takeaway.** 1F1B has GPipe's bubble and keeps at most p microbatches instead of m.
 #
@@ -476,7 +475,7 @@ lesson.field_guide.show()
 #
 # - *ZB-H1* keeps up to p microbatches in flight on every rank, as many as rank 0 does under 1F1B.
 # - *ZB-H2* runs more forwards before its first backward and keeps up to 2p - 1.
-# - *ZB-V* also places two chunks on each rank, in the V shape above. Every rank keeps up to p microbatches, too.
+# - *ZB-V* also places two chunks on each rank, in the V shape above, and keeps up to p.
 #
 # With equal stages, each rank idles $(p-1)(F+I+W)$ under 1F1B, $(p-1)(F+I-W)$ under ZB-H1, and
 # $(p-1)F$ under ZB-H2. The last two are equal if I = W.
@@ -596,12 +595,11 @@ lesson.check(exercises.place_w, place_w)
 # %% [markdown]
 # ### The race
 #
-# Exercise 3's schedule is ZB-H1. The prediction uses times of the 1F1B step alone. I and W each get half of a stage's
-# backward.
+# Exercise 3's schedule is ZB-H1. The prediction uses times of the 1F1B step alone and halves backwards into I and W.
 #
-# The schedules run in turn, three times. We replay each step with the median times of its actions. *Spread* is a
-# schedule's longest step minus its shortest, *work* the mean time for which a rank computes. **Messages take no time**
-# here, although interleaving and ZB-V send more of them.
+# The schedules run in turn, three times. We show the median step, or replay the median time of each action. *Spread* is a
+# schedule's longest step minus its shortest, *work* the mean time for which a rank computes. Interleaving and ZB-V send more
+# messages; **in this run <data value="02.run.messages">messages take no time</data>**.
 
 # %%
 rounds = pool.run(vit_pipeline.time_rounds, SIZE, IMAGES, DTYPE, made, repeats=3)[0]
@@ -631,26 +629,26 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 
 # %% [markdown]
 # All four idle less than 1F1B. We call one schedule faster than another only if their steps
-# differ by more than the larger of the two spreads. By this test, <data value="02.race.faster">no schedule is faster than another: all pairs are undecided</data>. The prediction puts
-# <data value="02.race.first.predicted">zb-v</data> first, the run <data value="02.race.first.run">1f1b</data>.
+# differ by more than the larger of the two spreads. By this test, <data value="02.race.faster">zb-v is faster than zb-h1; all other pairs are undecided</data>. The prediction puts
+# <data value="02.race.first.predicted">zb-v</data> first, the run <data value="02.race.first.run">zb-v</data>.
 #
-# Does a split backward also take more computing? The race cannot say. ZB-H1 and ZB-H2 run the same pieces, yet a rank works
-# <data value="02.race.zb-h1.work">106 ms</data> under the one and <data value="02.race.zb-h2.work">119 ms</data> under the other. The difference is noise. So we time
+# Does a split backward also take more computing? The race cannot say: ZB-H1 and ZB-H2 run the
+# same pieces, so the difference between their work, <data value="02.race.zb-h1.work">174 ms</data> and <data value="02.race.zb-h2.work">167 ms</data>, is noise. So we time
 # one rank alone, with a stage's layers: backwards in one piece and split, fifteen rounds in turn. Split, the step takes
-# <data value="02.split.split-in-one-piece.factor:.2f">1.06</data> times as long, with the range <data value="02.split.split-in-one-piece.range">0.96 to 1.15</data> and the verdict *<data value="02.split.split-in-one-piece.verdict">cannot tell</data>* (as in notebook 01).
+# <data value="02.split.split-in-one-piece.factor:.2f">1.06</data> times as long, with the range <data value="02.split.split-in-one-piece.range">0.98 to 1.26</data> and the verdict *<data value="02.split.split-in-one-piece.verdict">cannot tell</data>*.
 #
 # <details><summary>I and W are not equal</summary>
 #
 # Our prediction takes I and W as equal. But the matmuls inside attention, softmax and GELU have no weights, hence no W, so I takes
-# <data value="02.race.zb-h1.i-w:.2f">1.40</data> times as long as
+# <data value="02.race.zb-h1.i-w:.2f">1.69</data> times as long as
 # W. By the formulas above, this makes ZB-H1 idle longer and leaves ZB-H2 as it is.
 # </details>
 #
 # <details><summary>Why the bubble feels noise less than the step does</summary>
 #
 # A step takes its work divided by 1 - bubble. If all of a run is slow, its work and its idle time are both longer, and
-# the bubble stays. Under ZB-V the step takes <data value="02.race.zb-v.replayed">129 ms</data>, and a rank works <data value="02.race.zb-v.work">116 ms</data> of it. If it worked only as long as
-# under 1F1B, <data value="02.race.1f1b.work">86.5 ms</data>, the step would take <data value="02.race.zb-v-with-work-of-1f1b">96.3 ms</data> with the same bubble.
+# the bubble stays. Under ZB-V the step takes <data value="02.race.step.zb-v">185 ms</data>, and a rank works <data value="02.race.zb-v.work">166 ms</data> of it. If it worked only as long as
+# under 1F1B, <data value="02.race.1f1b.work">144 ms</data>, the step would take <data value="02.race.zb-v-with-work-of-1f1b">160 ms</data> with the same bubble.
 # </details>
 #
 # <details><summary>How to read the table</summary>
@@ -678,7 +676,7 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 # The batch cancels, and chunks divide the ratio by v. A wider and deeper stage makes sending cheaper, so pipelines may cross
 # slow links (notebook 04). With h = 1,024 and six blocks in each stage, the ratio is 110,592/ρ. At notebook 00's published rates
 # of an H200 that is 50 over NVLink, where ρ is <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data>, and 0.14 over 10 Gb Ethernet, where ρ is <data value="00.rho.ethernet-10-gb.at-published-rates">791,000 FLOP/B</data>.
-# In this run messages take no time.
+# In this run <data value="02.run.messages">messages take no time</data>.
 # </details>
 #
 # <details><summary>In your tools: interleaving and zero bubble</summary>
@@ -696,7 +694,7 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 # </details>
 #
 # **Takeaway.** All four idle less than 1F1B, and each pays for it: interleaving and ZB-V with messages, and all four with more
-# activations in flight, on some ranks or on all.
+# activations in flight.
 #
 # ## Three numbers are called "bubble"
 #
@@ -739,8 +737,8 @@ lesson.explorers.pipeline_bubble()
 # %% [markdown]
 # For ZB-H2 the paper reports <data value="02.paper.zb-h2.published">6.98 %</data>, and the simulation agrees. Of ranks × makespan, the same step is
 # idle for <data value="02.paper.zb-h2.of-ranks-makespan">10.0 %</data>, and its overhead over ideal is
-# <data value="02.paper.zb-h2.overhead-over-ideal">11.2 %</data>. In the explorer's first panel, rank 3 starts three forwards and three
-# transfers later than rank 0, and also ends later. Only the other two definitions count this idle time.
+# <data value="02.paper.zb-h2.overhead-over-ideal">11.2 %</data>. Only the other two definitions count that rank 3
+# starts and ends later than rank 0.
 #
 # No rank starts the next step before all have ended this one. So idle time at both ends is lost: use the share of
 # ranks × makespan.
@@ -765,7 +763,7 @@ lesson.explorers.pipeline_bubble()
 #
 # $$ \text{step} \approx \sum_s t_s + (m-1)\,\max_s t_s $$
 #
-# For large m the idle share goes to 1 - mean/max, not to 0. The cell moves one block from stage 0 to stage 1, and also lets
+# For large m the idle share goes to 1 - mean/max, not to 0. The cell moves blocks from stage 0 to stage 1, and also lets
 # the library balance measured layer times.
 
 # %%
@@ -776,15 +774,15 @@ cuts = {"uniform": "uniform", "heavy": heavy}
 timed = pool.run(vit_pipeline.time_cuts, SIZE, IMAGES, DTYPE, my_1f1b, cuts)
 steps, num_layers = timed[0]
 uniform = vit_pipeline.stage_seconds(steps["uniform"])  # of one microbatch, F + B
-makespans = {name: tl.makespan for name, tl in steps.items()}
+took = {name: tl.makespan for name, tl in steps.items()}
 in_stage, predicted = {}, {}  # {cut: blocks of each stage}, {cut: seconds}
 for name, counts in num_layers.items():  # layers: an embedding, the blocks, a head
     in_stage[name] = [counts[0] - 1, *counts[1:-1], counts[-1] - 1]
     load = [t * n / blocks for t, n in zip(uniform, in_stage[name], strict=True)]
     predicted[name] = theory.pipeline_seconds(load, M)
-source = steps["heavy"].source.split()[0]  # simulated here, measured on GPUs
+source = steps["heavy"].source.split()[0]  # simulated where ranks share cores
 lesson.show(
-    predicted=predicted, **{source: makespans}, unit="s", key="02.cut-step",
+    predicted=predicted, **{source: took}, unit="s", key="02.cut-step",
     title="One heavy stage delays every microbatch",
     columns={"blocks of each stage": {name: str(n) for name, n in in_stage.items()}},
     note="Predicted: the formula, with the uniform cut's stage times.",
@@ -792,15 +790,18 @@ lesson.show(
 lesson.show(steps["heavy"], key="02.heavy", text=False, title="Others wait for stage 1")
 work = [steps["heavy"].work(rank) for rank in range(N)]
 lesson.record("02.heavy-work", work[1] / statistics.median(work))
-delay = makespans["heavy"] / makespans["uniform"]
-lesson.claim("A heavy stage delays the step", (delay, ">", 1.02))
+lesson.record("02.cut", took, "s")
+lesson.claim("A heavy stage costs time", (took["heavy"] / took["uniform"], ">", 1.02))
 
 # %% [markdown]
-# The steps are simulated from times of single layers, measured on rank 0 while the other ranks waited. So compare
-# them with each
-# other, not with the race. The uniform partition takes <data value="02.cut-step.uniform.simulated">111 ms</data>, the heavy one
-# <data value="02.cut-step.heavy.simulated">133 ms</data>. Balancing by time gives
-# <data value="02.cut-step.by-time.simulated">111 ms</data>: a ViT's blocks are equal, so "uniform" is already good.
+# The uniform partition takes
+# <data value="02.cut.uniform">1.04 s</data>, the heavy one <data value="02.cut.heavy">1.28 s</data>. Balancing by time gives <data value="02.cut.by-time">1.04 s</data>: a ViT's blocks are equal, so "uniform" is hard to beat.
+#
+# <details><summary>Why these steps are not those of the race</summary>
+#
+# Where ranks share cores, these steps are simulated from times of single layers, measured on rank 0 while the other ranks wait. So
+# compare them with each other only.
+# </details>
 #
 # A timeline tells a bubble's causes apart:
 #
@@ -810,7 +811,7 @@ lesson.claim("A heavy stage delays the step", (delay, ">", 1.02))
 # | slow link | ranks are free and their inputs were computed long ago | such waits above 5 % of ranks × makespan |
 # | few microbatches | ranks wait only while the pipeline fills and drains | neither of these |
 #
-# In the figure, rank 1 works <data value="02.heavy-work:.2f">1.49</data> times as long as the median rank.
+# In the figure, rank 1 works <data value="02.heavy-work:.2f">1.50</data> times as long as the median rank.
 #
 # ### Exercise 4: what is wrong with this step?
 #
@@ -868,40 +869,46 @@ lesson.check(exercises.diagnosis, diagnose)
 #
 # $$ \text{step} = (m+p-1)\left(\frac{T}{p\,m} + c\right) \qquad\text{least at}\qquad m = \sqrt{\frac{(p-1)\,T}{p\,c}} $$
 #
-# The cell runs a sweep of m and takes T and c from the time for which ranks work at the smallest and at the largest m. It
-# splits each step into parts. *Ideal* is T/p. What actions take beyond
-# it is *launches and small kernels*. The *bubble* is the replayed step minus the mean time for which a rank works.
+# The cell takes T and c from the work of ranks at the smallest and the largest m, and splits each step into parts.
 
 # %%
-SWEEP = [m for m in (1, 2, 4, 8, 16, 32, 64) if m <= max(16, IMAGES // 4)]
+SWEEP = [m for m in (1, 2, 4, 8, 16, 32, 64, 128) if m <= max(16, IMAGES // 4)]
 by_m = {m: schedules.make("1f1b", N, m) for m in SWEEP}
-ran = pool.run(vit_pipeline.time_schedules, SIZE, IMAGES, DTYPE, by_m, repeats=2)[0]
+task, most = (SIZE, IMAGES, DTYPE, by_m), SWEEP[-1]
+ran = pool.run(vit_pipeline.time_schedules, *task, repeats=2)[0]
+# {} on a CPU; each pipeline is made with hpnb.Pipeline(..., cuda_graphs=True)
+graphed, notes = pool.run(vit_pipeline.time_graphs, *task, repeats=2)[0]
 busy = {m: step_timing.compute_seconds(tl) for m, tl in ran.items()}  # T/p + m c
-replay = {m: vit_pipeline.seconds_without_waits(ran[m], by_m[m]) for m in SWEEP}
-c = max(0.0, busy[SWEEP[-1]] - busy[1]) / (SWEEP[-1] - 1)
-ideal = min(busy[1] - c, *busy.values())  # T/p, and never more than a rank worked
-parts = {
-    "ideal": [ideal] * len(SWEEP),
-    "small kernels": [busy[m] - ideal for m in SWEEP],
-    "bubble": [replay[m] - busy[m] for m in SWEEP],
-    "host wait": [max(0.0, ran[m].makespan - replay[m]) for m in SWEEP],  # 0 in replays
-}
+c = max(0.0, busy[most] - busy[1]) / (most - 1)
+ideal = max(0.0, min(busy[1] - c, *busy.values()))  # T/p; at most what ranks worked
+parts = [vit_pipeline.step_parts(tls, by_m, ideal) for tls in (ran, graphed) if tls]
 predicted = [theory.step_seconds(N * ideal, N, m, c) for m in SWEEP]
 best = min(SWEEP, key=lambda m: ran[m].makespan)
-title = f"The step is shortest at m = {best}"
-lesson.show(figures.u_curve(SWEEP, parts, predicted, title, source=RAN))
+title = f"Launched from Python, the step is shortest at m = {best}"
+lesson.show(figures.u_curve(SWEEP, parts[0], predicted, title, RAN, *parts[1:]))
+print(vit_pipeline.record_graphs(ran, graphed, notes))
 formula = theory.best_microbatches(N * ideal, N, c)
 lesson.record("02.sweep", {"best": best, "formula": formula})
 work, alone, shortest = N * busy[best], ran[1].makespan, ran[best].makespan
-steps = {"alone": alone, "best": shortest, "work": work, "two": work / 2}
-lesson.record("02.sweep-step", steps, "s")
+lesson.record("02.sweep-step", {"alone": alone, "best": shortest, "work": work}, "s")
+lesson.record("02.sweep-share", 100 * shortest / alone, "%")
 lesson.claim("Microbatches help", (alone, ">", 1.1 * shortest))
+if graphed:
+    pair = graphed[most].makespan, "<", ran[most].makespan
+    lesson.claim("CUDA graphs shorten the step with the smallest microbatches", pair)
 
 # %% [markdown]
-# The step is shortest at m = <data value="02.sweep.best">4</data>; the formula says <data value="02.sweep.formula:.1f">4.0</data>. Past the best m, the added launch cost exceeds the bubble
-# time saved.
+# Launched from Python, the step is shortest at m = <data value="02.sweep.best">4</data>; the formula says <data value="02.sweep.formula:.1f">3.9</data>. Past the best m, the added launch cost exceeds the bubble time saved.
 #
-# <details><summary>Why the line need not meet the bars</summary>
+# On a GPU, c is mostly Python, which launches the kernels of a small microbatch more slowly than the GPU runs
+# them. A *CUDA graph* records all kernels of a stage's forward or backward once and launches them with one call. So c falls,
+# and more microbatches pay. In this run,
+# <data value="02.graphs">the ranks have no GPU, so the figure has one panel</data>.
+#
+# <details><summary>What the parts are, and why the line need not meet the bars</summary>
+#
+# *Ideal* is T/p. What actions take beyond it is *launches and small kernels*. The *bubble* is the step replayed without
+# messages minus the mean time for which a rank works.
 #
 # T and c come from the work alone. The formula adds the bubble of equal stages, and takes c as the same at every m. The
 # bars also have the noise of a run, so their bubbles need not shrink at every doubling of m.
@@ -909,26 +916,31 @@ lesson.claim("Microbatches help", (alone, ">", 1.1 * shortest))
 #
 # <details><summary>Has this pipeline paid?</summary>
 #
-# At m = 1 only one rank works at a time. So that step, <data value="02.sweep-step.alone">189 ms</data>, is what one rank would
-# need for all stages, one after the other: T + p c. The best step takes <data value="02.sweep-step.best">121 ms</data>: far from a fourth of that, although each of the four ranks
-# is replayed with its own core. At this m they compute for
-# <data value="02.sweep-step.work">274 ms</data> in all, so two real cores would need at least <data value="02.sweep-step.two">137 ms</data>.
+# At m = 1 only one rank works at a time. So that step, <data value="02.sweep-step.alone">206 ms</data>, is what one rank would
+# need for all stages, one after the other: T + p c. The best step takes <data value="02.sweep-step.best">166 ms</data>, which is <data value="02.sweep-share">80.7 %</data> of that; without bubble and launches
+# it would be 1/p. At this m the ranks compute for <data value="02.sweep-step.work">365 ms</data> in all. If they share cores or a GPU, the real step takes at
+# least this sum, divided by the number of cores or GPUs.
 # </details>
 #
 # <details><summary>Which m to choose</summary>
 #
-# With m = 2p, this page's 8, the formula's bubble is 27 %, with 4p 16 %. But if c is large, as in this
-# sweep, the best m is smaller. A large m also saves memory: 1F1B keeps p microbatches of batch/m samples.
+# With m = 2p, this page's 8, the formula's bubble is 27 %, with 4p 16 %. But the larger c is, the smaller is the best m. A large m also saves memory: 1F1B keeps p microbatches of batch/m samples.
 # </details>
 #
 # <details><summary>Host wait in replayed and in measured steps</summary>
 #
-# What a run takes beyond its replay is *host wait and transfers*. This page's runs are replays themselves, in which
-# messages take no
-# time: this part is 0, and launch costs are inside the actions. In a step that was measured with a GPU for each rank,
-# host wait grows with m: an action becomes shorter than
-# the time in which Python launches its kernels, and the GPU waits for its own process. No schedule removes that. Larger
-# microbatches do, and so do CUDA graphs, which launch many kernels at once.
+# What a run takes beyond its replay without messages is *host wait and transfers*. A step that is a replay itself has at most
+# transfers in this part, because its launch costs are inside the actions. In a step that was measured with a GPU for each rank,
+# host wait grows with m: an action becomes shorter than the time in which Python launches its kernels, and the GPU waits for its
+# own process. No schedule removes that. Larger microbatches do, and so do CUDA graphs.
+# </details>
+#
+# <details><summary>In your tools: CUDA graphs</summary>
+#
+# In hpnb: `hpnb.Pipeline(..., cuda_graphs=True)`. The third step with a shape captures each stage, and later steps replay
+# it. A stage that cannot be captured runs as before, and a warning says why. In PyTorch:
+# `torch.cuda.make_graphed_callables(stage, (hidden,))`, or `torch.compile(stage, mode="reduce-overhead")`. Megatron-Core:
+# `--cuda-graph-impl local`.
 # </details>
 #
 # **Takeaway.** The slowest stage and the fixed cost of a microbatch set the limits.
@@ -983,13 +995,13 @@ lesson.check(exercises.choose_microbatches, choose)
 # %% [markdown]
 # ## What to remember
 #
-# - A pipeline sends little and wastes time: at least $(p-1)/(m+p-1)$ of ranks × makespan under GPipe and 1F1B.
+# - A pipeline sends only what crosses its cuts, and wastes time: at least $(p-1)/(m+p-1)$ of ranks × makespan under GPipe and 1F1B.
 # - 1F1B keeps p - r microbatches on rank r instead of m, with the same bubble.
 # - Interleaving shortens idle time and multiplies messages. A split backward fills gaps with W.
-# - The slowest stage sets the pace, and each microbatch has a fixed cost.
+# - The slowest stage sets the pace, and each microbatch has a fixed cost, which CUDA graphs reduce.
 #
-# **When not to use this.** If the model fits on a GPU and the batch is large, replicas have no bubble. Avoid
-# pipelines if the batch gives few microbatches of a useful size, or if layers cannot be partitioned evenly.
+# **When not to use this.** If the model fits on a GPU and the batch is large, replicas have no bubble. Avoid pipelines
+# if the batch gives few microbatches of a useful size, or if layers cannot be partitioned evenly.
 #
 # <details><summary>Where to look, and papers</summary>
 #
@@ -1000,4 +1012,4 @@ lesson.check(exercises.choose_microbatches, choose)
 # al. 2024, *Zero bubble pipeline parallelism*, arXiv 2401.10241.
 # </details>
 #
-# **Next.** Notebook 03 splits the layers themselves: all ranks work on every layer at once.
+# **Next.** Notebook 03 splits the layers themselves.

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
+from matplotlib.text import Text
+from replayed_graphs import with_graphs
 
 import hpnb
-from hpnb.lesson.figures.vit_pipeline import without_numbers
+from hpnb.lesson.figures.vit_pipeline import u_curve, without_numbers
 from hpnb.lesson.programs import vit_pipeline
 from hpnb.models import ViTSize
-from hpnb.pipeline_parallel import schedules
+from hpnb.pipeline_parallel import Costs, schedules
+from hpnb.record import Timeline
 
 
 def test_weight_gradients_lose_their_numbers_and_nothing_else() -> None:
@@ -43,8 +49,89 @@ def test_the_split_step_is_divided_by_the_other_one() -> None:
         ((3.0, 3.0), "no schedule is faster than another: all pairs are undecided"),
         ((3.0, 2.0), "b is faster than a"),
         ((3.0, 2.0, 2.0), "b is faster than a, c is faster than a; all other pairs are undecided"),
+        ((3.0, 2.0, 1.0), "c is faster than a and b, b is faster than a"),
+        ((4.0, 3.0, 2.0, 1.0), "d is faster than a, b and c, c is faster than a and b, b is faster than a"),
     ],
 )
 def test_the_race_says_which_pairs_are_undecided(seconds: tuple[float, ...], words: str) -> None:
-    steps = dict(zip("abc", seconds, strict=False))
+    steps = dict(zip("abcd", seconds, strict=False))
     assert vit_pipeline.race_words(steps, dict.fromkeys(steps, 0.5)) == words
+
+
+# --- with CUDA graphs --------------------------------------------------------------------------------
+
+TINY = ViTSize(hidden=32, layers=2, heads=2, mlp=64, patch=8, image=16)
+
+
+def time_replayed(refused: bool) -> tuple[dict[int, Timeline], list[str], list[int]]:
+    """`time_captured` with captures that call again, and how many graphs each pipeline had at its end."""
+    made: list[Any] = []
+    real = hpnb.Pipeline
+
+    def pipeline(*args: Any, cuda_graphs: bool, **options: Any) -> hpnb.Pipeline:
+        assert cuda_graphs
+        pipe = real(*args, **options)
+        made.append(with_graphs(pipe))
+        if refused and hpnb.rank() == 1:
+            made[-1]._run_eagerly(1, "it draws random numbers on the CPU")
+        return pipe
+
+    by_m = {m: schedules.make("1f1b", hpnb.world_size(), m) for m in (1, 2)}
+    with patch.object(hpnb, "Pipeline", pipeline):
+        steps, notes = vit_pipeline.time_captured(TINY, 4, torch.float32, by_m, 2)
+    return steps, notes, [len(graphs._graphs) for graphs in made]
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_steps_are_timed_with_graphs_and_say_which_stages_had_none(refused: bool) -> None:
+    results = hpnb.launch(time_replayed, refused, ranks=2, device="cpu")
+    why = ["stage 1 runs without CUDA graphs, because it draws random numbers on the CPU"]
+    for rank, (steps, notes, captured) in enumerate(results):
+        assert {m: len(tl.events) for m, tl in steps.items()} == {1: 4, 2: 8}
+        assert notes == (why if refused else [])  # every rank says it
+        assert captured == ([0, 0] if refused and rank == 1 else [1, 2 - rank])  # one for each slot
+
+
+def test_a_cpu_has_no_graphs_to_time() -> None:
+    by_m = {1: schedules.make("1f1b", 1, 1)}
+    (result,) = hpnb.launch(vit_pipeline.time_graphs, TINY, 4, torch.float32, by_m, ranks=1, device="cpu")
+    assert result == ({}, [])
+
+
+def test_a_step_is_the_sum_of_its_parts() -> None:
+    made = {m: schedules.make("1f1b", 2, m) for m in (1, 4)}
+    steps = {m: schedule.simulate(Costs(1.0, 1.0, 1.0, 0.25)) for m, schedule in made.items()}
+    parts = vit_pipeline.step_parts(steps, made, ideal=4.0)
+    assert parts["ideal"] == [3.0, 4.0]  # never more than a rank works
+    assert parts["small kernels"] == [0.0, 8.0]
+    assert parts["bubble"] == [3.0, 3.0]
+    assert parts["host wait"][0] == pytest.approx(0.5)  # two transfers
+    for i, tl in enumerate(steps.values()):
+        assert sum(part[i] for part in parts.values()) == pytest.approx(tl.makespan)
+
+
+def test_the_page_says_what_graphs_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: dict[str, Any] = {}
+    monkeypatch.setattr(vit_pipeline, "record", recorded.__setitem__)
+    slow, fast = (
+        {m: schedules.make("1f1b", 2, m).simulate(Costs(cost, 0.0, 0.0, 0.0)) for m in (1, 4)}
+        for cost in (1.0, 0.5)
+    )
+    assert "a second panel" in vit_pipeline.record_graphs(slow, {}, [])
+    assert recorded["02.graphs"] == "the ranks have no GPU, so the figure has one panel"
+    said = vit_pipeline.record_graphs(slow, fast, ["stage 1 runs without CUDA graphs"])
+    assert said.splitlines()[1:] == ["stage 1 runs without CUDA graphs"]
+    words = "the step at m = 4 takes 2.50 s with graphs instead of 5.00 s, and the best m is 1"
+    assert recorded["02.graphs"] == f"{words}, although some stages could not be captured"
+
+
+def test_the_second_panel_has_the_scale_of_the_first() -> None:
+    eager = {"ideal": [1.0, 1.0], "bubble": [2.0, 1.0], "small kernels": [0.0, 4.0]}
+    graphs = {"ideal": [1.0, 1.0], "bubble": [2.0, 0.5], "small kernels": [0.0, 0.25]}
+    fig = u_curve([1, 8], eager, [3.0, 6.0], "T", "measured", graphs)
+    above, below = fig.axes
+    assert above.get_ylim() == below.get_ylim()
+    assert {"6.00", "1.75", "the same steps with CUDA graphs"} <= {t.get_text() for t in fig.findobj(Text)}
+    assert fig.get_label() == (
+        "The bars end at 3.00 s at 1, 6.00 s at 8; with CUDA graphs at 3.00 s at 1, 1.75 s at 8"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hpnb.plot.canvas import Box, Key, boxes
@@ -28,6 +29,7 @@ def u_curve(
     predicted: Sequence[float],
     title: str | None = None,
     source: str = "measured",
+    graphs: Mapping[str, Sequence[float]] | None = None,
 ) -> Figure:
     """A trade-off: a stacked bar of a step for each choice, and the predicted step as a line.
 
@@ -37,40 +39,63 @@ def u_curve(
         predicted: seconds of the step by the formula, whose T and c come from the work in the first
             and in the last bar.
         source: where the bars come from: "measured", or "replayed".
+        graphs: the parts of the same steps with CUDA graphs, for a panel below with the same scale.
     """
-    if strange := [part for part in parts if part not in PARTS]:
+    both = [parts] if graphs is None else [parts, graphs]
+    if strange := [part for one in both for part in one if part not in PARTS]:
         raise ValueError(f"there is no part {strange[0]!r}; there are {', '.join(PARTS)}")
-    present = [part for part in PARTS if any(parts.get(part, ()))]
-    totals = [sum(values) for values in zip(*(parts[part] for part in present), strict=True)]
-    scale, unit = time_unit(max(*totals, *predicted))
+    present = [part for part in PARTS if any(any(one.get(part, ())) for one in both)]
+    totals = [_totals(one, len(choices)) for one in both]
+    highest = max(*predicted, *(total for one in totals for total in one))
+    scale, unit = time_unit(highest)
     places = range(len(choices))
     formula = f"formula; T and c from the work at m = {choices[0]} and {choices[-1]}"
     line = Series(formula, places, [p / scale for p in predicted], looks([formula])[formula],
                   "line and hollow")  # fmt: skip
     heading = title if title is not None else "a step, and what it is made of"
     keys = [*(Key(PARTS[part]) for part in present), line.key]
-    panel = CurvePanel([line], f"{source} step ({unit})", height=2.7, xlabel="number of microbatches")
-    fig = curves([panel], title=heading, keys=keys, left=0.72)
-    (ax,) = fig.axes
+    ylabel, xlabel = f"{source} step ({unit})", "number of microbatches"
+    panels = [CurvePanel([line], ylabel, height=2.7, xlabel=xlabel)]
+    if graphs is not None:
+        panels = [
+            replace(panels[0], title="kernels launched from Python"),
+            CurvePanel([], ylabel, height=2.2, title="the same steps with CUDA graphs", xlabel=xlabel),
+        ]
+    fig = curves(panels, title=heading, keys=keys, left=0.72, gap=0.85)
+    ends = []
+    for ax, one, steps in zip(fig.axes, both, totals, strict=True):
+        _stack_bars(ax, choices, {part: one.get(part, [0.0] * len(choices)) for part in present}, scale)
+        best = steps.index(min(steps))
+        line_at = predicted if one is parts else steps
+        tops = [max(pair) / scale for pair in zip(steps, line_at, strict=True)]
+        write_values(ax, places, tops, [number(step / scale) for step in steps], best)
+        ax.set(xlim=(-0.6, len(choices) - 0.4), ylim=(0, 1.1 * highest / scale))
+        ax.set_xticks(places, [f"{choice:,}" for choice in choices])
+        ax.get_xticklabels()[best].set_fontweight("bold")
+        ax.tick_params(axis="x", length=0)
+        ax.grid(False, axis="x")
+        pairs = zip(choices, steps, strict=True)
+        ends.append(", ".join(f"{number(step / scale)} {unit} at {choice:,}" for choice, step in pairs))
+    fig.set_label("The bars end at " + "; with CUDA graphs at ".join(ends))  # for the alt text
+    return fig
+
+
+def _totals(parts: Mapping[str, Sequence[float]], count: int) -> list[float]:
+    """The seconds of each step, all parts together."""
+    return [sum(values[i] for values in parts.values() if len(values)) for i in range(count)]
+
+
+def _stack_bars(ax: Axes, choices: Sequence[int], parts: Mapping[str, Sequence[float]], scale: float) -> None:
+    """A bar for each choice, from the first part up."""
     floor = [0.0] * len(choices)
-    for part in present:
-        at: list[Box] = [(i - _WIDE / 2, floor[i], _WIDE, parts[part][i] / scale) for i in places]
-        visible = [box for box in at if box[3] > 1e-6 * max(totals) / scale]  # else an outline would show
+    tallest = max(_totals(parts, len(choices)))
+    for part, values in parts.items():
+        at: list[Box] = [
+            (i - _WIDE / 2, floor[i], _WIDE, seconds / scale) for i, seconds in enumerate(values)
+        ]
+        visible = [box for box in at if box[3] > 1e-6 * tallest / scale]  # else an outline would show
         boxes(ax, visible, PARTS[part], name=part)
         floor = [low + tall for low, (*_, tall) in zip(floor, at, strict=True)]
-    best = totals.index(min(totals))
-    tops = [max(pair) / scale for pair in zip(totals, predicted, strict=True)]
-    write_values(ax, places, tops, [number(total / scale) for total in totals], best)
-    ax.set(xlim=(-0.6, len(choices) - 0.4), ylim=(0, 1.1 * max(tops)))
-    ax.set_xticks(places, [f"{choice:,}" for choice in choices])
-    ax.get_xticklabels()[best].set_fontweight("bold")
-    ax.tick_params(axis="x", length=0)
-    ax.grid(False, axis="x")
-    steps = (
-        f"{number(total / scale)} {unit} at {choice:,}" for choice, total in zip(choices, totals, strict=True)
-    )
-    fig.set_label(f"The bars end at {', '.join(steps)}")  # for the alt text
-    return fig
 
 
 def without_numbers(tl: Timeline, op: str) -> Timeline:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import gc
 import statistics
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.nn.functional import cross_entropy
 
 import hpnb
 from hpnb.lesson import ledger
+from hpnb.lesson.banner import Banner
 from hpnb.lesson.machine_card import hardware_name
 from hpnb.lesson.programs.device_timing import Batch, all_ranks, vit_and_batch, warmup_steps
 from hpnb.lesson.programs.step_timing import (
@@ -31,6 +33,7 @@ from hpnb.lesson.programs.step_timing import (
     relative_distance,
     rounds_in_turn,
 )
+from hpnb.lesson.tables import number
 from hpnb.lesson.values import record
 from hpnb.models import ViTSize
 from hpnb.pipeline_parallel import Action, Costs, Schedule, schedules
@@ -144,6 +147,46 @@ def time_rounds(
     return timelines
 
 
+def time_graphs(
+    size: ViTSize, images: int, dtype: torch.dtype, schedules: Mapping[Any, Schedule], repeats: int = 3
+) -> tuple[dict[Any, Timeline], list[str]]:
+    """({name: the median step with CUDA graphs}, which stages ran without graphs, and why).
+
+    Every rank calls it. There is no step on a CPU, which has no graphs.
+    """
+    if hpnb.device().type == "cpu":
+        return {}, []
+    return time_captured(size, images, dtype, schedules, repeats)
+
+
+def time_captured(
+    size: ViTSize, images: int, dtype: torch.dtype, schedules: Mapping[Any, Schedule], repeats: int
+) -> tuple[dict[Any, Timeline], list[str]]:
+    """`time_graphs` on any device. One pipeline at a time, because graphs keep their activations' memory."""
+    steps = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for name, schedule in schedules.items():
+            model, batch = vit_and_batch(size, images, dtype)
+            pipe = hpnb.Pipeline(model, all_ranks("pp"), schedule, microbatch_loss, cuda_graphs=True)
+            timelines = []
+            for _ in range(GRAPH_WARM_UP + repeats):
+                timelines.append(pipe.step(batch, return_outputs=False).timeline.select("FIWB"))
+                pipe.zero_grad()
+            steps[name] = median_step(timelines[GRAPH_WARM_UP:], schedule)
+            del model, pipe
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+    of_graphs = [str(w.message) for w in caught if "CUDA graphs" in str(w.message)]
+    for w in caught:
+        if "CUDA graphs" not in str(w.message):
+            warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
+    by_rank: list[list[str]] = [[]] * hpnb.world_size()
+    dist.all_gather_object(by_rank, of_graphs)
+    return steps, list(dict.fromkeys(message for rank in by_rank for message in rank))
+
+
 def time_cuts(
     size: ViTSize, images: int, dtype: torch.dtype, schedule: Schedule, cuts: Mapping[str, How]
 ) -> tuple[dict[str, Timeline], dict[str, list[int]]]:
@@ -171,6 +214,7 @@ def time_cuts(
     return {name: simulate_layers(schedule, costs, stages) for name, stages in counts.items()}, counts
 
 
+GRAPH_WARM_UP = 4  # steps before the first that counts: two eager ones, one that captures, one replay
 IN_ONE_PIECE, SPLIT = "backward in one piece", "split backward"
 
 
@@ -245,13 +289,12 @@ def compare_split(rounds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, 
 
 
 def faster_pairs(steps: Mapping[str, float], spreads: Mapping[str, float]) -> list[str]:
-    """["zb-h2 is faster than 1f1b"]: all pairs whose steps differ by more than the larger spread."""
-    return [
-        f"{a} is faster than {b}"
-        for a in steps
-        for b in steps
-        if steps[b] - steps[a] > max(spreads[a], spreads[b])
-    ]
+    """["c is faster than a and b"]: all pairs whose steps differ by more than the larger spread."""
+    shorter = {
+        a: [b for b in steps if steps[b] - steps[a] > max(spreads[a], spreads[b])]
+        for a in sorted(steps, key=steps.__getitem__)
+    }
+    return [f"{a} is faster than {_listed(others)}" for a, others in shorter.items() if others]
 
 
 def race_words(steps: Mapping[str, float], spreads: Mapping[str, float]) -> str:
@@ -259,14 +302,37 @@ def race_words(steps: Mapping[str, float], spreads: Mapping[str, float]) -> str:
     faster = faster_pairs(steps, spreads)
     if not faster:
         return "no schedule is faster than another: all pairs are undecided"
-    pairs = len(steps) * (len(steps) - 1) // 2
-    return ", ".join(faster) + ("; all other pairs are undecided" if len(faster) < pairs else "")
+    decided = all(abs(steps[a] - steps[b]) > max(spreads[a], spreads[b]) for a, b in combinations(steps, 2))
+    return ", ".join(faster) + ("" if decided else "; all other pairs are undecided")
+
+
+def _listed(names: Sequence[str]) -> str:
+    """ "a", "a and b", "a, b and c"."""
+    return " and ".join([*([", ".join(names[:-1])] if names[1:] else []), names[-1]])
 
 
 def seconds_without_waits(tl: Timeline, schedule: Schedule) -> float:
     """The recorded step if each action started as soon as its rank and its input are ready."""
     duration = {event.label: event.duration for event in tl.events}  # {"0F0": seconds}
     return schedule.replay(lambda action: duration[str(action)]).makespan
+
+
+def step_parts(
+    steps: Mapping[Any, Timeline], schedules: Mapping[Any, Schedule], ideal: float
+) -> dict[str, list[float]]:
+    """Each of `steps` in parts: {part: its seconds in every step}.
+
+    Args:
+        ideal: the work of a rank if a microbatch cost nothing extra; at most what the rank works is taken.
+    """
+    parts: dict[str, list[float]] = {"ideal": [], "small kernels": [], "bubble": [], "host wait": []}
+    for name, tl in steps.items():
+        work, replay = compute_seconds(tl), seconds_without_waits(tl, schedules[name])
+        least = min(ideal, work)
+        waits = max(0.0, tl.makespan - replay)  # 0 in replays whose messages take no time
+        for part, part_seconds in zip(parts, (least, work - least, replay - work, waits), strict=True):
+            parts[part].append(part_seconds)
+    return parts
 
 
 def simulate_layers(schedule: Schedule, costs: Sequence[float], counts: Sequence[int]) -> Timeline:
@@ -318,6 +384,43 @@ def replay_on_link(tl: Timeline, schedule: Schedule, link: Link, message: float)
     return schedule.replay(lambda a: duration[a.stage, a.op, a.microbatch], seconds("send", message, 2, link))
 
 
+def record_run(here: Banner, shape: Sequence[int], dtype: torch.dtype) -> str:
+    """Record what a message between stages looks like, and what this run's steps are: "measured", where each
+    rank has a GPU or a core, or "replayed"."""
+    kind = "measured" if here.timings_mean_something else "replayed"
+    if kind == "measured":
+        messages = "messages are measured, too"
+    elif here.device == "cpu":
+        messages = "messages take no time"
+    else:
+        messages = "messages take an NVLink's time"  # REPLAY_LINK's
+    images, tokens, hidden = shape
+    sizes = {"images": images, "tokens": tokens, "hidden": hidden, "bytes": dtype.itemsize}
+    record("02.run", {"kind": kind, "messages": messages, **sizes})
+    return kind
+
+
+def record_graphs(
+    steps: Mapping[int, Timeline], graphed: Mapping[int, Timeline], notes: Sequence[str]
+) -> str:
+    """Record in words what CUDA graphs changed at the largest number of microbatches, and say it.
+
+    Args:
+        steps, graphed: {number of microbatches: step}, launched from Python and as graphs.
+        notes: which stages ran without graphs.
+    """
+    if not graphed:
+        record("02.graphs", "the ranks have no GPU, so the figure has one panel")
+        return "On GPUs the figure has a second panel: the same steps with CUDA graphs."
+    most, best = max(steps), min(graphed, key=lambda m: graphed[m].makespan)
+    eager, replayed = (number(at[most].makespan, "s") for at in (steps, graphed))
+    words = f"the step at m = {most} takes {replayed} with graphs instead of {eager}, "
+    words += f"and the best m is {best}"
+    words += ", although some stages could not be captured" if notes else ""
+    record("02.graphs", words)
+    return "\n".join([f"{words[0].upper()}{words[1:]}.", *notes])
+
+
 def record_race(
     name: str, predicted: Mapping[str, float], steps: Mapping[str, Timeline], spreads: Mapping[str, float]
 ) -> None:
@@ -335,6 +438,7 @@ def record_race(
         for schedule, tl in steps.items()
     }
     record("02.race", {"faster": words, "first": first, **if_equal})
+    record("02.race.step", makespans, "s")
     add_to_ledger(name, predicted, steps)
 
 

@@ -784,7 +784,7 @@ lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 # <details><summary>How the run differs from these assumptions</summary>
 # The figure draws 1F1B and ZB-H1, because they have the same stages. ZB-H1 computed for <data value="06.style.zb-h1.compute-per-rank">153 ms</data> per rank on average, 1F1B for
 # <data value="06.style.1f1b.compute-per-rank">136 ms</data>. Forwards are the same in both schedules; they took <data value="06.style.zb-h1.forward-per-rank">63.8 ms</data> under ZB-H1 and
-# <data value="06.style.1f1b.forward-per-rank">56.4 ms</data> under 1F1B. What these two differ does not come from splitting backwards, and we did not trace it. W takes
+# <data value="06.style.1f1b.forward-per-rank">56.4 ms</data> under 1F1B. That difference does not come from splitting backwards, and we did not trace it. W takes
 # <data value="06.style.zb-h1.w-i:.2f">0.52</data> times as long as I, because only the weight gradients of matmuls are deferred. The
 # simulation takes both as equally long, so it fills more of the gaps.
 # </details>

@@ -229,6 +229,15 @@ def test_a_killed_run_shows_its_save_and_its_kill() -> None:
     assert "killed after step 3,\n1 steps lost" in words
 
 
+def test_the_axis_of_speed_begins_near_the_slowest_and_not_below_0() -> None:
+    far = {"a": (1.0, 80.0), "b": (2.0, 100.0)}
+    assert figures.choices(far).axes[0].get_ylim()[0] == pytest.approx(76.0)
+    near = {"a": (1.0, 1.0), "b": (2.0, 100.0)}
+    assert figures.choices(near).axes[0].get_ylim()[0] == 0.0
+    assert "CPU time" in gpt2_hybrid.clock_in_words("cpu")
+    assert "GPU" in gpt2_hybrid.clock_in_words("cuda")
+
+
 def test_a_frontier_has_what_nobody_beats() -> None:
     points = {"a": (1.0, 1.0), "b": (2.0, 3.0), "c": (3.0, 2.0), "d": (4.0, 4.0), "e": (2.0, 2.0)}
     assert figures.frontier_of(points) == ["a", "b", "d"]

@@ -280,6 +280,11 @@ def run_layout(
     return LayoutRun(layout, records, ran, link, sent, peak)
 
 
+def clock_in_words(device: str) -> str:
+    """What times one action where ranks share cores or GPUs: of a CPU's ranks or of a GPU's."""
+    return "CPU time, without waits for a core" if device == "cpu" else "a turn, alone on its GPU"
+
+
 def pairs_in_order(ranking: Sequence[str], took: Mapping[str, float]) -> tuple[int, int, float]:
     """How well a predicted ranking orders layouts.
 

@@ -10,6 +10,7 @@ the second.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -110,6 +111,7 @@ class Boosted(nn.Module):
         self.last_step: PipelineStepResult | None = None
         self._model_loss, self._weigher, self._device = model_loss, Weigher(plugin.mesh.dp_cp), this_device()
         self._pipe, self._syncs = pipe, True
+        self._frees_other_stages = pipe is not None
         self._criterion: Criterion | None = None
         self.loss_reduction: LossReduction | None = None
         if pipe is not None:
@@ -257,6 +259,7 @@ class Boosted(nn.Module):
             causal: of the `Pipeline`; None as the model says.
         """
         self._check_filled()
+        self._free_other_stages()
         batch = self._prepare_batch(to_device(batch, self._device))
         pipe = self._pipe or self._make_single_stage_pipe()
         pipe.split = partial(split_batch, allow_empty=True, multiple=self.plugin.row_multiple)
@@ -296,6 +299,18 @@ class Boosted(nn.Module):
     @per_target.setter
     def per_target(self, value: torch.Tensor) -> None:
         self._resumed_per_target = value.to(self._device)
+
+    def _free_other_stages(self) -> None:
+        """Free the blocks of other ranks' stages, once, before the first step: by then the caller has
+        usually rebound the variable that had the model.
+
+        A block whose forward is replaced, as by `compile_blocks`, refers to itself, so only the garbage
+        collector frees it, and its next full collection may come after the last step. Two stages of a GPT-2
+        with 24 blocks kept 0.30 GB of weights until then.
+        """
+        if self._frees_other_stages:
+            self._frees_other_stages = False
+            gc.collect()
 
     def _make_single_stage_pipe(self) -> Pipeline:
         """A pipeline with the full model as its only stage."""

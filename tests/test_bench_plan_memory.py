@@ -24,10 +24,11 @@ from hpnb.bench.plan_memory import (
     format_row,
     format_summary,
 )
-from hpnb.bench.rank_memory import MemoryCase, RankMemory, alive_at_peak
+from hpnb.bench.rank_memory import MemoryCase, Phase, RankMemory, alive_at_peak
 from hpnb.hybrid.plan_command.layout_code import layout_code, parse_layout_code
 from hpnb.hybrid.plan_command.run_lines import plugin_options
 from hpnb.theory.plan_memory import MEMORY_PARTS, block_bytes, rank_memory, rank_moments
+from hpnb.theory.plan_step import rank_blocks
 from hpnb.theory.plan_task import refusal
 
 
@@ -85,10 +86,18 @@ def measured_rows() -> list[Any]:
     ]
 
 
+def kept(rank: dict[str, Any]) -> int:
+    phases = tuple(Phase(**phase) for phase in rank["phases"])
+    return RankMemory(rank["peak"], rank["parts"], phases=phases, workspaces=rank.get("workspaces", 0)).kept
+
+
 @pytest.mark.parametrize(("about", "row"), measured_rows())
 def test_what_gpus_have_measured_is_predicted(
     tmp_path: Path, about: dict[str, Any], row: dict[str, Any]
 ) -> None:
+    """Blocks of other stages waited for the garbage collector when pipelines were measured at 08:44, so the
+    weights of these blocks are subtracted where a rank kept as many bytes from step to step. Now they are
+    freed before the first step (`test_other_stages.py`)."""
     assert about["device"].startswith("NVIDIA")
     case = MemoryCase(**row["case"])
     task = case.task(plan_memory.ModelFiles(tmp_path, MODELS).name_of(case.model))
@@ -96,7 +105,13 @@ def test_what_gpus_have_measured_is_predicted(
     for rank, one in enumerate(row["ranks"]):
         stage = case.parallel.coordinates(rank)["pp"]
         predicted = max(predicted, rank_moments(task, case.parallel, stage, about["compiled"]).peak)
-        measured = max(measured, one["peak"])
+        other_blocks = task.model.layers - rank_blocks(task.model.layers, case.parallel)[stage]
+        unfreed = task.value_bytes * other_blocks * task.model.block_parameters if kept(one) > 1e8 else 0
+        if case.parallel.pp == 1:
+            unfreed = 0  # and what is kept are gradient buckets
+        elif unfreed:
+            assert kept(one) == pytest.approx(unfreed, abs=2e6)
+        measured = max(measured, one["peak"] - unfreed)
         assert sum(one["parts"].values()) == one["peak"]
     assert predicted == pytest.approx(measured, rel=0.05)
 

@@ -242,7 +242,8 @@ _COMMANDS: dict[str, tuple[str, Callable[[Options], None], dict[str, dict[str, A
         "--ranks": _integer(None, "cases of so many ranks alone: 2 or 4"),
         "--eager": {"action": "store_true", "help": "without enable_all_optimization"},
         "--counted": {"action": "store_true", "help": "ranks alone, on tensors without values"},
-        "--trace": {"action": "store_true", "help": "list what was allocated at the peaks of compiled steps"},
+        "--trace": {"action": "store_true", "help": "list what was allocated at the peaks of "
+                    "compiled steps; on torch 2.11 they raise SystemError under it"},
         "--limit": {"type": float, "default": 540.0, "help": "seconds after which no further case begins"},
         "--out": {"type": Path, "metavar": "FILE", "help": "JSON of all rows"},
     }),

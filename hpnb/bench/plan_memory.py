@@ -7,7 +7,8 @@ steps and is dropped (`rank_memory.py`).
     python -m hpnb.bench plan-memory --ranks 2 --trace     # what was allocated at the peaks of compiled steps
     python -m hpnb.bench plan-memory --counted             # one rank after another, on tensors without values
 
-Without a GPU the models are tiny, and `hpnb.record.memory` counts.
+Without a GPU the models are tiny, and `hpnb.record.memory` counts. On torch 2.11, compiled steps raise
+SystemError under --trace.
 """
 
 from __future__ import annotations
@@ -156,7 +157,8 @@ def run(
         eager: without `enable_all_optimization`, so that nothing is compiled.
         counted: run ranks alone on tensors without values, as `hpnb plan --rank` does. Nothing is compiled.
         trace: list what the allocator had given out at the peak of compiled steps. Its history makes them
-            slower, and was on when a compiled step failed.
+            slower. On torch 2.11 and an H100, gpt2 dp2-mb2-full raised SystemError under it ("returned NULL
+            without setting an exception") and passed without it.
         limit: seconds after which no further case begins.
         timeout: seconds for one case.
 
@@ -248,6 +250,7 @@ def format_row(row: MemoryRow) -> Iterator[str]:
         f"{short} {beside[name] / 1e9:.3f}/{fullest.parts[name] / 1e9:.3f}" for name, short in _SHORT.items()
     )
     notes = f"  workspaces {fullest.workspaces / 1e9:.3f}" if fullest.workspaces else ""
+    notes += f"  kept {fullest.kept / 1e9:.3f}" if fullest.kept > 1e8 else ""
     notes += f"  leftover {fullest.leftover / 1e9:.3f}" if fullest.leftover > 1e7 else ""
     yield (
         f"{row.case!s:44}{sum(largest.values()) / 1e9:10.3f}{fullest.peak / 1e9:10.3f}{row.ratio:7.3f}  "

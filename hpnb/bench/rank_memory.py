@@ -3,7 +3,8 @@
     first step     makes the optimizer's state, and compiles blocks
     second step    torch.cuda.max_memory_allocated, phase by phase: to each loss, to the update, to the end
     third step     what was alive at the peak: by hpnb.record.memory where nothing is compiled, since it would
-                   run compiled blocks uncompiled; else, if asked for, by the allocator's history
+                   run compiled blocks uncompiled; else, if asked for, by the allocator's history, under
+                   which compiled steps failed on torch 2.11 (`--trace` in plan_memory.py)
 
 Without a GPU the third step alone counts. On a GPU matmuls have workspaces, which the peaks include; they are
 measured by a matmul of their own, forward and backward.
@@ -102,6 +103,12 @@ class RankMemory:
     reserved: int = 0
     workspaces: int = 0
 
+    @property
+    def kept(self) -> int:
+        """Bytes in use after the last backward that are neither states nor workspaces: the gradient buckets
+        of replicas, and weights of other stages if something still refers to them."""
+        return self.phases[-1].at_start["activations"] - self.workspaces if self.phases else 0
+
 
 def measure_rank(name: str, case: MemoryCase, optimized: bool, trace: bool = False) -> RankMemory:
     """Build a case, take its three steps, and drop it. Every rank calls it.
@@ -109,7 +116,8 @@ def measure_rank(name: str, case: MemoryCase, optimized: bool, trace: bool = Fal
     Args:
         name: of the model, as `hpnb plan` takes it.
         optimized: with `enable_all_optimization`, as the plan assumes.
-        trace: record the allocator's history where blocks are compiled.
+        trace: record the allocator's history where blocks are compiled. On torch 2.11 these steps raise
+            SystemError under it.
     """
     _release()
     dist.barrier()

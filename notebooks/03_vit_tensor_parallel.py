@@ -359,24 +359,24 @@ lesson.show(columns=columns, key="03.slower", title="What the formula leaves out
 lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 
 # %% [markdown]
-# The bytes are exact: <data value="03.block-bytes">4.46 MB</data> leave each rank. On <data value="03.hardware">2 CPU cores</data> the block took <data value="03.block.makespan">49.3 ms</data>; <data value="03.exposed.share">15.0 %</data> of that is exposed communication. Computing covered <data value="03.overlapped">54.7 %</data> of the communication, all of it in the backward.
+# The bytes are exact: <data value="03.block-bytes">4.46 MB</data> leave each rank. On <data value="03.hardware">2 CPU cores</data> the block took <data value="03.block.makespan">305 ms</data>; <data value="03.exposed.share">10.3 %</data> of that is exposed communication. Computing covered <data value="03.overlapped">59.0 %</data> of the communication, all of it in the backward.
 #
 # <details><summary>How to read the figure</summary>
 #
 # The first all-reduce of the forward is attention's, the first of the backward the MLP's.
-# A bar begins when the rank calls the all-reduce. So the bar of the rank that comes first also contains its wait for the other rank.
-# *Exposed* means that this rank computes nothing; the other one may. The *makespan* is the time from the first start to the last end.
+# A bar begins when the rank calls the all-reduce. So the bar of a rank that comes early also contains its wait for the others.
+# *Exposed* means that this rank computes nothing; others may. The *makespan* is the time from the first start to the last end.
 # The thin slices of forward after the last all-reduce are a bias and the residual. The last slices of input gradient are attention's norm.
 # </details>
 #
-# The formula is for 2-byte numbers. Our float32 halves it, and attention's scores add 1 %, so it predicts <data value="03.ratio.predicted">9.85</data>.
-# The run has <data value="03.ratio">2.53</data>, because it has costs that the formula leaves out.
+# The formula is for 2-byte numbers; with v bytes it gives 2/v times as much. With attention's scores it predicts <data value="03.ratio.predicted">55.1</data>.
+# The run has <data value="03.ratio">3.17</data>. The formula leaves out costs of both times.
 #
 # <details><summary>Three factors between the formula and the run</summary>
 #
-# - Computing took <data value="03.slower.compute.recorded-predicted">0.839</data> times as long as its matrix products would at the card's rate. That includes norms, GELU, residuals and slower products; the run does not separate them.
-# - Latency makes the all-reduces <data value="03.slower.latency.recorded-predicted">1.54</data> times as long as their bytes alone.
-# - Waiting and other costs multiply that by <data value="03.slower.sums.recorded-predicted">2.12</data>. A part is that the rank which comes first waits for the other; the run does not explain the rest.
+# - Computing took <data value="03.slower.compute.recorded-predicted">1.10</data> times as long as its matrix products would at the card's rate. That includes norms, GELU, residuals and slower products; the run does not separate them.
+# - Latency makes the all-reduces <data value="03.slower.latency.recorded-predicted">1.51</data> times as long as their bytes alone.
+# - Waiting and other costs multiply that by <data value="03.slower.sums.recorded-predicted">12.6</data>. A part is that ranks which come early wait for the others; the run does not explain the rest.
 # </details>
 #
 # <details><summary>On a laptop</summary>
@@ -757,7 +757,7 @@ expected = {mode: predicted[size, many][mode] / first[mode] for mode in modes}
 columns = {"measured, 8 times the tokens (s)": large, "measured growth": growth}
 columns |= {"predicted growth": expected}
 columns |= {"calls": predictions.calls_of_modes(size, modes)}
-title = "8 times the tokens take far less than 8 times as long"
+title = "8 times the tokens take less than 8 times as long"
 options = {"predicted": first, "measured": small, "columns": columns}
 lesson.show(**options, unit="s", key="03.race", title=title)
 halves = four.run(vit_tensor.time_halves, size, few, wide.dtype)[0]
@@ -769,34 +769,34 @@ lesson.claim("SP is slower than 1D", (small["1d+sp"], ">", small["1d"]))
 vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 
 # %% [markdown]
-# With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">37.0 ms</data>, with sequence parallelism <data value="03.race.1d+sp.measured">61.6 ms</data>, and 2D <data value="03.race.2d.measured">99.4 ms</data>. These are
-# <data value="03.too-low.1d">1.50</data>, <data value="03.too-low.1d+sp">2.10</data> and <data value="03.too-low.2d">1.78</data> times their predictions. A prediction leaves out the time of norms, launches and waiting. This run does not say why the ratios differ.
+# With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">63.4 ms</data>, with sequence parallelism <data value="03.race.1d+sp.measured">92.7 ms</data>, and 2D <data value="03.race.2d.measured">163 ms</data>. These are
+# <data value="03.too-low.1d">1.53</data>, <data value="03.too-low.1d+sp">1.96</data> and <data value="03.too-low.2d">1.69</data> times their predictions. A prediction leaves out the time of norms, launches and waiting. This run does not say why the ratios differ.
 #
-# Here four ranks share <data value="03.hardware">2 CPU cores</data>, so they also wait for a core: α is <data value="03.alpha.four">765 µs</data> on the new card and <data value="03.alpha.first">337 µs</data> on this page's first.
+# These four ranks have <data value="03.hardware">2 CPU cores</data>; more ranks than cores also wait for a core. α is <data value="03.alpha.four">949 µs</data> on this card and <data value="03.alpha.first">255 µs</data> on the page's first.
 #
 # <details><summary>Which matmul rate do we predict with?</summary>
 #
-# A card times one product of a few milliseconds, during which a rank mostly keeps a core. A block lasts longer, and ranks take turns on the cores.
-# So we predict with the card's rate times cores over ranks, here <data value="03.rate">29.4 GFLOP/s</data>.
+# A card times one product of a few milliseconds, during which a rank mostly keeps a core. A block lasts longer, and ranks take turns if cores are fewer.
+# So on a CPU we predict with the card's rate times at most cores over ranks. Here we take <data value="03.rate">10.7 GFLOP/s</data>.
 # </details>
 #
-# Sequence parallelism took <data value="03.sp-longer">24.6 ms</data> longer than 1D, and latency alone predicts <data value="03.norms">4.59 ms</data>.
+# Sequence parallelism took <data value="03.sp-longer">29.3 ms</data> longer than 1D, and latency alone predicts <data value="03.norms">5.69 ms</data>.
 #
-# <details><summary>Why is sequence parallelism slower here?</summary>
+# <details><summary>Why can sequence parallelism be slower?</summary>
 #
 # By theory the two halves of an all-reduce take as long as the all-reduce. In a ring of four, both take 2 (4 - 1) = 6 steps, and each step one latency α. So the prediction adds only the latencies of the all-reduce of norm gradients.
 #
-# Timed alone, an all-reduce took <data value="03.halves.all-reduce.measured">7.30 ms</data>, its two halves <data value="03.halves.reduce-scatter-all-gather.measured">11.9 ms</data>. A block has four such pairs, so this makes <data value="03.four-halves">18.3 ms</data> of the <data value="03.sp-longer">24.6 ms</data>. The run does not explain the rest.
+# Timed alone, an all-reduce took <data value="03.halves.all-reduce.measured">8.69 ms</data>, its two halves <data value="03.halves.reduce-scatter-all-gather.measured">10.5 ms</data>. A block has four such pairs, so this makes <data value="03.four-halves">7.09 ms</data>. The run does not explain the difference to <data value="03.sp-longer">29.3 ms</data>.
 # </details>
 #
-# Eight times the tokens took <data value="03.race.2d.measured-growth">1.69</data> times as long in 2D and <data value="03.race.1d.measured-growth">2.98</data> times in 1D. So a large part of each time does not depend on tokens. In 1D's prediction <data value="03.latency">74.3 %</data> of the time with few tokens is latency, much of it the wait for a core. Here larger batches do help.
+# Eight times the tokens took <data value="03.race.2d.measured-growth">2.62</data> times as long in 2D and <data value="03.race.1d.measured-growth">4.18</data> times in 1D. So a part of each time does not depend on tokens. In 1D's prediction <data value="03.latency">54.9 %</data> of the time with few tokens is latency. Here larger batches do help.
 #
 # <details><summary>Which latency, and what would help?</summary>
 #
 # A block in 1D makes four all-reduces of six steps, so 24 latencies α of the card above. A link of lower latency
-# would help here. So does a larger batch: compute grows with tokens, and latency does not. Where launching kernels takes longest, a faster link does not help: such a block is *launch-bound*. This run cannot tell what launches take.
+# shortens them. A larger batch makes them count less: compute grows with tokens, and latency does not. Where launching kernels takes longest, a faster link does not help: such a block is *launch-bound*. This run cannot tell what launches take.
 #
-# On four ranks 1D wins by bytes, too: 2D sends fewer only above 12 h tokens, here <data value="03.tokens.even">3,072</data>, and we had at most <data value="03.tokens.many">1,088</data>.
+# On four ranks 2D sends fewer bytes than 1D above 12 h tokens, here <data value="03.tokens.even">3,072</data>. We had <data value="03.tokens.few">136</data> and <data value="03.tokens.many">1,088</data>.
 # </details>
 #
 # The next cell maps which mode is predicted to *communicate* for the shortest time on 64 ranks and InfiniBand NDR, with 10 µs of latency and no launch costs. The horizontal axis is the batch's tokens divided by the 64 ranks, the vertical axis the hidden size; 2.5D has 4 x 4 x 4 ranks. The last line opens an *explorer*, a simulated block with knobs.
@@ -845,7 +845,7 @@ lesson.explorers.tensor_modes()
 # There 1D would take 220.0 ms. Sequence parallelism adds 0.3 ms, which does not matter in such a long block.
 # </details>
 #
-# **Takeaway.** Use 1D inside a node, and a grid only when more ranks than a node has must share a matrix. Grids are predicted to communicate for a shorter time on 64 ranks; no run here timed a faster grid.
+# **Takeaway.** Use 1D inside a node, and a grid only when more ranks than a node has must share a matrix. Grids are predicted to communicate for a shorter time on 64 ranks; no run here had so many.
 #
 # ### Exercise 5: how many ranks should share a matrix?
 #

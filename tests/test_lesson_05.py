@@ -406,6 +406,13 @@ def test_launch_floor() -> None:
         assert np.interp(10, *law.get_data()) == pytest.approx(at_knee, rel=0.05)
 
 
+def test_launch_floor_of_steps_that_launching_sets_knows_only_how_long_computing_takes_at_most() -> None:
+    fig = figures.launch_floor({1: [1.0], 10: [1.1], 100: [1.5]}, 1.0, 0.015, 100, False)
+    assert "computing, at most" in [line.get_label() for line in fig.axes[0].lines]
+    assert gpt2_zero.limit_in_words(1.0, 1.5) == {"word": "launching", "equal": "more than"}
+    assert gpt2_zero.limit_in_words(1.0, 2.5) == {"word": "computing", "equal": "about"}
+
+
 def test_exposed_by_link() -> None:
     lines = {"ZeRO-0": [4.0, 0.5], "ZeRO-2": [4.0, 2.0], "ZeRO-3": [6.0, 1.0]}
     fig = figures.exposed_by_link([1e9, 1e10], lines, 38e9)

@@ -500,10 +500,9 @@ lesson.check(exercises.reducer, reducer)
 # %%
 law_knee = theory.dp_tokens_to_hide(card.rho, N, DTYPE.itemsize)
 law = {"knee": law_knee, "during": 20 / 23 * law_knee, "after": 20 / 3 * law_knee}
-lesson.record("01.law", law)
 middle = wide.size.tokens * 16  # of 16 images
 by_law = 1 / (1 - theory.exposed_share(middle / law_knee))  # step / step alone
-lesson.record("01.middle", {"tokens": middle, "law": by_law})
+lesson.record("01.law", law | {"middle": by_law, "tokens": middle})
 lesson.predict("01.free", "With overlap, from how many tokens per rank is a step free?",
                unit="tokens", rule_of_thumb=wide.size.tokens)  # fmt: skip
 ALONE, AFTER, DURING = figures.ALONE, figures.AFTER, figures.DURING
@@ -556,7 +555,7 @@ lesson.record("01.extra", figures.cost_of_overlap(times[middle]), "s")
 # law says <data value="01.law.during:,.0f">48</data>. With the all-reduce after it, the limit is <data value="01.measured.after">more than 2,176</data> tokens, and the law says <data value="01.law.after:,.0f">370</data>.
 #
 # Overlap is faster than reducing after the backward at <data value="01.verdicts.faster">0</data> of the <data value="01.verdicts.sizes">5</data> sizes, slower at <data value="01.verdicts.slower">0</data>, and undecided at <data value="01.verdicts.undecided">5</data>.
-# With <data value="01.middle.tokens">272</data> tokens a step with overlap takes by the law <data value="01.middle.law:.2f">1.00</data> times as long as the step alone. Measured, it takes <data value="01.extra.median">14.9 ms</data> longer,
+# With <data value="01.law.tokens">272</data> tokens a step with overlap takes by the law <data value="01.law.middle:.2f">1.00</data> times as long as the step alone. Measured, it takes <data value="01.extra.median">14.9 ms</data> longer,
 # with the range <data value="01.extra.low">2.71 ms</data> to <data value="01.extra.high">29.6 ms</data>. The all-reduce by itself takes <data value="01.extra.all-reduce">4.95 ms</data>.
 #
 # The law assumes that the backward keeps its speed while an all-reduce runs, and that filling buckets takes no time. To

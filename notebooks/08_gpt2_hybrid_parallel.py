@@ -46,8 +46,7 @@ assert importlib.util.find_spec("hpnb"), "run %pip install hpnb, then this cell 
 import math, tempfile
 from dataclasses import replace
 from itertools import islice, pairwise
-from pathlib import Path
-from statistics import fmean
+from pathlib import Path; from statistics import mean
 import torch, torch.distributed as dist
 import hpnb
 from hpnb import Mesh, ParallelLayout, comm, lesson, plot, theory
@@ -240,11 +239,9 @@ lesson.record("08.balance", 9 * SIZE.hidden / DTYPE.itemsize / rho)
 lesson.record("08.few", few, "samples")
 lesson.record("08.link", LINK.name)
 lesson.record("08.clock", gpt2_hybrid.clock_in_words(here.device))
-
 def layout(dp, pp, tp, **options):
     m = SAMPLES // dp // sizes.batch if pp > 1 else 1  # microbatches of sizes.batch
     return ParallelLayout(dp, pp, tp, m, **options)
-
 full, sp = {"recomputation": "full"}, {"zero_stage": 1, "sequence_parallel": True}
 LAYOUTS = {str(one): one for one in (
     layout(8, 1, 1), layout(8, 1, 1, zero_stage=3, **full),
@@ -371,7 +368,7 @@ rest = {name: excess[name] - sum(spent[name].values()) for name in rows}
 lesson.show(columns={"excess (s)": excess, **why, "rest (s)": rest}, key="08.why",
             title="Computing longer than predicted, and three suspects")
 lesson.claim("On average computing misses by larger factors under tp",
-             fmean(map(factor.get, rows[1:])) > fmean(factor.values()))
+             mean(map(factor.get, rows[1:])) > mean(factor.values()))
 lesson.claim("Collectives alone do not explain dp 4 x tp 2",
              spent["dp 4 x tp 2"]["collectives"] < excess["dp 4 x tp 2"])
 

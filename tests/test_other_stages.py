@@ -32,11 +32,12 @@ def names_left_after_a_step(style: str, **knobs: Any) -> list[str]:
         refs = {name: weakref.ref(p) for name, p in model.named_parameters()}
         optimizer = torch.optim.AdamW(model.parameters())
         booster = hpnb.Booster(plugin=plugin)
-        model, optimizer, *_ = booster.boost(model, optimizer)
-        gc.collect(1)  # what later collections of young objects no longer look at
+        boosted, optimizer, *_ = booster.boost(model, optimizer)
+        gc.collect(1)  # collections of young objects, which torch.compile asks for, no longer look at it
+        del model
         ids = torch.arange(32).reshape(4, 8)
-        booster.execute_pipeline(iter([{"input_ids": ids, "labels": ids}]), model, None, optimizer)
-        here = {id(p) for _, p in model.named_parameters()}
+        booster.execute_pipeline(iter([{"input_ids": ids, "labels": ids}]), boosted, None, optimizer)
+        here = {id(p) for _, p in boosted.named_parameters()}
         alive = {name: p for name, ref in refs.items() if (p := ref()) is not None}
         return [name for name, p in alive.items() if id(p) not in here]
     finally:
@@ -49,9 +50,8 @@ def names_left_after_a_step(style: str, **knobs: Any) -> list[str]:
     [
         ("1f1b", {"enable_jit_fused": True}),  # whole blocks are compiled
         ("zb-h1", {"enable_jit_fused": True}),  # what lies between linears
-        ("1f1b", {"activation_checkpointing": "full", "loss_chunk": 8}),
     ],
-    ids=["whole", "between", "recomputed"],
+    ids=["whole", "between"],
 )
 def test_blocks_of_other_stages_are_freed(two: hpnb.Ranks, style: str, knobs: dict[str, Any]) -> None:
     assert two.run(names_left_after_a_step, style, **knobs) == [[], []]

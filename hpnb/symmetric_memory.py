@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hpnb.mesh import Axis
+from hpnb.ranks.current_rank import collectives_on_streams
 
 MARGIN = 256 * 2**20  # bytes
 
@@ -38,7 +39,13 @@ class SymmetricMemory(Protocol):
 
 
 def share_a_node(axis: Axis, device: torch.device) -> bool:
-    """Whether all ranks of `axis` are on one node, each with its own GPU. All of them call it."""
+    """Whether all ranks of `axis` are on one node, each with a GPU to itself. All of them call it.
+
+    Where ranks share GPUs, those of one axis may well be on different ones. But PyTorch's symmetric memory
+    does not know their backend, and its rendezvous ends the process (torch 2.11, SIGSEGV).
+    """
+    if device.type == "cuda" and not collectives_on_streams(device):
+        return False
     place = (socket.gethostname(), device.index)
     places: list[tuple[str, int]] = [place] * axis.size
     dist.all_gather_object(places, place, axis.group)

@@ -15,7 +15,8 @@ import torch.distributed as dist
 import hpnb
 from hpnb import Axis, Layout, Mesh, symmetric_all_reduce, symmetric_memory
 from hpnb.background import Background
-from hpnb.pipeline_parallel import symmetric_transfers
+from hpnb.pipeline_parallel import schedules, symmetric_transfers
+from hpnb.ranks import current_rank
 from hpnb.symmetric_all_reduce import SymmetricAllReduce, bytes_needed
 
 
@@ -170,6 +171,38 @@ def test_memory_that_one_rank_cannot_open_is_opened_by_none() -> None:
         assert pool.run(open_with_fault, "none", 0) == [True, True]
         for fault, failing in (("allocate", 0), ("allocate", 1), ("rendezvous", 1)):
             assert pool.run(open_with_fault, fault, failing) == [False, False], (fault, failing)
+
+
+def opens_between_gpus(shares_gpu: bool) -> bool:
+    """Of ranks that say to be on GPUs of their own, as two ranks of one axis may be where eight share four."""
+    axis = Mesh(Layout(pp=hpnb.world_size())).pp
+    current_rank.current.shares_gpu = shares_gpu
+    return symmetric_memory.share_a_node(axis, torch.device("cuda", axis.rank))
+
+
+def test_ranks_that_share_gpus_do_not_open_symmetric_memory() -> None:
+    assert hpnb.launch(opens_between_gpus, False, ranks=2, device="cpu") == [True, True]
+    assert hpnb.launch(opens_between_gpus, True, ranks=2, device="cpu") == [False, False]
+
+
+def send_between_shared_gpus() -> float:
+    """Two steps of a pipeline whose two stages are on different GPUs, and how far its losses are apart."""
+    mesh = Mesh(Layout(dp=hpnb.world_size() // 2, pp=2))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).to(hpnb.device())
+    schedule = schedules.make("1f1b", 2, 4)
+    pipe = hpnb.Pipeline(model, mesh.pp, schedule, torch.nn.functional.mse_loss)
+    batch = (torch.ones(8, 8), torch.zeros(8, 8))
+    losses = [float(pipe.step(batch).loss) for _ in range(2)]  # the second may use slots
+    return abs(losses[0] - losses[1])
+
+
+@pytest.mark.gpu
+def test_stages_on_different_gpus_that_others_share() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    apart = hpnb.launch(send_between_shared_gpus, ranks=2 * torch.cuda.device_count(), timeout=120)
+    assert max(apart) < 1e-6
 
 
 def test_a_gpu_that_is_nearly_full_is_not_asked_for_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:

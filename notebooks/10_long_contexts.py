@@ -689,7 +689,7 @@ lesson.claim("By the card, a ring wins at the longest sequence", (least, "<", pa
 # packed Ulysses over ring, left and right of the dotted line
 near, far = long_contexts.ratios_beside(dots, lengths, N * tokens)
 lesson.record("10.beside", {"near": near, "far": far})
-lesson.claim("Right of the dotted line, packed takes longer", (far["least"], ">", 1))
+lesson.claim("At the longest sequence, packed takes longer", (far["last"], ">", 1))
 lesson.explorers.ring_or_ulysses()
 
 # %% [markdown]

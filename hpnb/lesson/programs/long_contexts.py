@@ -191,12 +191,16 @@ def ratios_beside(
     seconds: Mapping[str, Sequence[float]], lengths: Sequence[int], border: float
 ) -> list[dict[str, float | str]]:
     """Packed Ulysses' seconds over the ring's, at lengths below the border and at the others: {"lengths": how
-    many, "least", "most", "words"} of both. The shortest counts as below it, and the longest as above.
+    many, "least", "most", "last" (at the longest of them), "words"} of both. The shortest counts as below it,
+    and the longest as above.
     """
     ratios = [p / r for p, r in zip(seconds["Ulysses, packed"], seconds["ring"], strict=True)]
     below = min(max(sum(length < border for length in lengths), 1), len(lengths) - 1)
-    return [{"lengths": len(part), "least": min(part), "most": max(part), "words": ratios_in_words(part)}
-            for part in (ratios[:below], ratios[below:])]  # fmt: skip
+    return [
+        {"lengths": len(part), "least": min(part), "most": max(part), "last": part[-1],
+         "words": ratios_in_words(part)}
+        for part in (ratios[:below], ratios[below:])
+    ]  # fmt: skip
 
 
 def ratios_in_words(ratios: Sequence[float], close: float = 1.25) -> str:

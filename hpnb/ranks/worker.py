@@ -150,6 +150,9 @@ class _Rank:
             # Streams that share a hardware queue wait for each other: give every stream a queue. Where ranks
             # share a GPU it has not so many, and a context takes 3 s in place of 0.7.
             self.rank_environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
+            # NCCL's sends of one group wait for one another, and every rank would warn of it at its first.
+            # Only a pipeline's first step sends so; the others copy (`symmetric_transfers.py`).
+            self.rank_environ["TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"] = "false"
 
     def join(self) -> None:
         """Enter the process group, and make this process look like a rank."""

@@ -98,6 +98,8 @@ def _join(backend: str | None) -> None:
         name_interface(store, rank, world)
     if not choice.shares_gpus:  # streams that share a hardware queue wait for each other: give each its own
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        # A pipeline's first step sends over NCCL; every rank would warn that such sends wait for one another.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     device = _device(choice.device, choice.gpus)
     gpu = device if device.type == "cuda" and not choice.shares_gpus else None
     if choice.shares_gpus:

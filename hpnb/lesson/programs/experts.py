@@ -172,8 +172,8 @@ def mixture(num_experts: int = 8, k: int = 2, layers: int = 2) -> Any:
         q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
         max_position_embeddings=64, use_cache=False, experts_implementation="eager",
     )  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with torch.random.fork_rng(devices=[]):  # the model is made on the CPU
+        torch.default_generator.manual_seed(0)
         return DeepseekV3ForCausalLM(config).to(hpnb.device()).train()
 
 

@@ -49,6 +49,7 @@ HOUSE = (
     ("record",),
     ("ranks",),
     ("files", "split_sizes", "layout"),
+    ("lazy_names",),
 )
 LEVEL = {room: level for level, rooms in enumerate(HOUSE) for room in rooms}
 ON_TOP = {"__init__", "__main__", "doctor"}  # they open the whole house

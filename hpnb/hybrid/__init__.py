@@ -19,8 +19,9 @@ train_command/         python -m hpnb train: the TOML run file, and the run that
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from hpnb.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from hpnb.hybrid.boosted_model import Boosted
@@ -70,8 +71,4 @@ _FROM = {
     "launch_from_torch": "torchrun.launch_from_torch",
 }
 
-
-def __getattr__(name: str) -> object:
-    if name in _FROM:
-        return getattr(importlib.import_module(f"{__name__}.{_FROM[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, _FROM)

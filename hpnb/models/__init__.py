@@ -17,9 +17,9 @@ The strategies read these and nothing else of a model: they never look for a wei
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
+from hpnb.lazy_names import lazy_names
 from hpnb.models.gpt2_size import GPT2_SIZES, GPT2Size
 from hpnb.models.role import Role
 from hpnb.models.vit_size import SIZES, ViTSize
@@ -73,10 +73,4 @@ _FROM = {
 _FROM |= dict.fromkeys(("Anatomy", "Attention", "Part", "root_parameters", "tied"), "model_anatomy")
 _FROM |= dict.fromkeys(("anatomy", "attentions", "decay_groups", "register", "roles"), "registry")
 
-
-def __getattr__(name: str) -> object:
-    if name in _FROM:
-        value = getattr(importlib.import_module(f"{__name__}.{_FROM[name]}"), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, _FROM)

@@ -22,9 +22,9 @@ overlapped_pairs.py which forwards and backwards run together
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
+from hpnb.lazy_names import lazy_names
 from hpnb.pipeline_parallel import schedules
 from hpnb.pipeline_parallel.schedule import Action, Schedule, ScheduleError
 from hpnb.pipeline_parallel.simulate import Costs
@@ -52,8 +52,4 @@ __all__ = [
 _LAZY = {"Pipeline": "pipeline", "Builder": "layers", "cut": "partition", "Stages": "stages"}
 _LAZY["full_state_dict"] = "stages"
 
-
-def __getattr__(name: str) -> object:
-    if name in _LAZY:
-        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, _LAZY)

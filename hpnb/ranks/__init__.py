@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from hpnb.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from hpnb.ranks.current_rank import device, rank, world_size
@@ -30,10 +31,4 @@ _FROM = dict.fromkeys(("device", "rank", "world_size"), "current_rank")
 _FROM |= dict.fromkeys(("DeviceChoice", "choose_device", "default_ranks", "usable_cores"), "devices")
 _FROM |= dict.fromkeys(("RankError", "RankInterrupt"), "errors") | dict.fromkeys(("Ranks", "launch"), "pool")
 
-
-def __getattr__(name: str) -> object:
-    if name in _FROM:
-        value = getattr(importlib.import_module(f"{__name__}.{_FROM[name]}"), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, _FROM)

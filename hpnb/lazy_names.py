@@ -1,0 +1,28 @@
+"""Names of a package that are imported when they are first used, since what they import takes seconds.
+
+    __getattr__ = lazy_names(__name__, {"Pipeline": "pipeline"})    # Pipeline of the module pipeline
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+
+
+def lazy_names(package: str, module_of: Mapping[str, str]) -> Callable[[str], object]:
+    """The function `__getattr__` of a package (PEP 562).
+
+    Args:
+        package: its `__name__`.
+        module_of: {a public name: the module of the package that defines it}.
+    """
+
+    def __getattr__(name: str) -> object:
+        if name not in module_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)
+        setattr(sys.modules[package], name, value)  # the next look-up is an ordinary one
+        return value
+
+    return __getattr__

@@ -575,11 +575,15 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 # </details>
 #
 # In the figure below, lines are *predicted* from the machine card of notebook 00: latency, bandwidth and matmul rate.
-# It gives ρ = <data value="10.card.rho">29</data> FLOP a byte. Dots are
-# *replayed*: we time a step's computing and each message alone, and add them up by the same rule. Where ranks share CPU
-# cores, we take CPU time for the computing, and the clock's time for messages. Ranks that share a GPU can't time messages;
-# these take what the card says. H = G = <data value="10.card.heads">8</data>, so computing covers the forward from
-# <data value="10.card.overlap">115</data> tokens a rank on.
+# It gives ρ = <data value="10.card.rho">29</data> FLOP a byte, and here H = G = <data value="10.card.heads">8</data>. So by the card, computing covers the forward from
+# <data value="10.card.overlap">115</data> tokens a rank on. Dots are *replayed*: we time a step's computing and the forward's messages alone, and
+# add them up by the same rule. The backward's messages count by their bytes.
+#
+# <details><summary>Where ranks share cores or a GPU</summary>
+#
+# Ranks that share CPU cores time computing as CPU time, and messages by the clock. Ranks that share a GPU can't time messages
+# between GPUs, so theirs take what the card says.
+# </details>
 
 # %%
 replayed = pool.run(long_contexts.replay_exposed, shapes, DTYPE, card.link)[0]
@@ -600,30 +604,31 @@ lesson.record("10.at-last", {way: seconds[-1] for way, seconds in dots.items()},
 lengths = [a.sequence for a in shapes]
 lesson.record("10.lengths", {"first": lengths[0], "last": lengths[-1]})
 tokens = theory.context.tokens_to_overlap(shapes[0], card.matmul, card.link)
-title = "A longer sequence covers a ring's messages, and none of Ulysses'"
+title = "Computing covers a part of a ring's messages, and none of Ulysses'"
 lesson.show(figures.exposed_times(
     lengths, predicted, dots, lengths, marked=N * tokens, title=title,
-    marked_as="from here on computing covers a ring's forward"))  # fmt: skip
+    marked_as="by the card, computing covers a ring's forward from here on"))  # fmt: skip
 
 # %%
 ends = {"first": replayed[0], "last": replayed[-1]}
 covered = {end: 100 * times.covered for end, times in ends.items()}  # but the last one
 lesson.record("10.covered", covered, "%")
-final = {end: 100 * times.last / times.messages for end, times in ends.items()}
-lesson.record("10.last-message", final, "%")
+lesson.record("10.covers", long_contexts.covers_in_words(replayed, lengths))
+lesson.record("10.last-message", (100 * replayed[0].last / replayed[0].messages, "%"))
 facts = {"overlap": round(tokens), "rho": round(card.rho), "heads": shapes[0].heads}
 lesson.record("10.card", facts | {"latency": (card.link.latency, "s")})
 off = {way: [max(p / t, t / p) for p, t in zip(predicted[way], times, strict=True)]
        for way, times in dots.items()}  # fmt: skip
 lesson.record("10.off", {way: max(factors) for way, factors in off.items()})
 worst = off["ring"].index(max(off["ring"]))  # here the ring's dot is farthest off
-there = long_contexts.predict_parts(shapes[worst], N, card)
-over = {part: replayed[worst].parts[part] / took for part, took in there.items()}
-lesson.record("10.farthest", {"tokens": lengths[worst], **over})
+lesson.record("10.farthest", lengths[worst])
+over = long_contexts.parts_over_card(replayed, shapes, N, card)  # for each length
+lesson.record("10.over", {"first": over[0], "last": over[-1], "worst": over[worst]})
 parts = long_contexts.predict_parts(shapes[0], N, card)
+source = replayed[0].sources["all-to-all"]
+title = f"One part alone, at {lengths[0]} tokens; replayed messages are from: {source}"
 lesson.show(predicted=parts, replayed=replayed[0].parts, unit="s", key="10.parts",
-            columns={"replayed seconds are from": replayed[0].sources},
-            title=f"One part alone, at {lengths[0]} tokens")  # fmt: skip
+            title=title)  # fmt: skip
 longer = replayed[0].parts["computing of a step"] > parts["computing of a step"]
 lesson.claim("A small step computes for longer than its FLOPs say", longer)
 lesson.claim("Packed, Ulysses waits less at the shortest sequence",
@@ -632,43 +637,49 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
              (covered["last"], ">", 99.9))  # fmt: skip
 
 # %% [markdown]
-# A ring's last message is always exposed. It takes <data value="10.last-message.first">11.1 %</data> of the time of all its messages at
-# <data value="10.lengths.first">64</data> tokens, and <data value="10.last-message.last">11.1 %</data> at <data value="10.lengths.last">4,096</data>. Of the others' time, computing covers
-# <data value="10.covered.first">22.0 %</data> at <data value="10.lengths.first">64</data> tokens and <data value="10.covered.last">100 %</data> at <data value="10.lengths.last">4,096</data>. A short
-# sequence computes for longer than its FLOPs say, because small operations take as long as their calls: at <data value="10.lengths.first">64</data>
-# tokens a step takes <data value="10.parts.computing-of-a-step.replayed">409 µs</data> instead of <data value="10.parts.computing-of-a-step.predicted">6.64 µs</data>. A message of
-# the forward takes <data value="10.parts.message-of-a-ring.replayed">1.48 ms</data> there.
+# A ring's last message is always exposed. By its bytes it takes {{10.last-message}} of the time of all messages, at every length. Of
+# the time of the messages before it, computing covers <data value="10.covered.first">22.0 %</data> at <data value="10.lengths.first">64</data> tokens and
+# <data value="10.covered.last">100 %</data> at <data value="10.lengths.last">4,096</data>.
 #
-# No computing covers Ulysses' all-to-alls. At <data value="10.lengths.first">64</data> tokens nearly all of their time is latency: eight take <data value="10.at-first.ulysses">17.9 ms</data>, and packed into four
-# <data value="10.at-first.ulysses-packed">10.0 ms</data>. At <data value="10.lengths.last">4,096</data> tokens the all-to-alls take
-# <data value="10.at-last.ulysses-packed">51.7 ms</data> packed and <data value="10.at-last.ulysses">39.9 ms</data> one by one. The ring exposes <data value="10.at-last.ring">4.89 ms</data>.
+# In the replay, a step of the forward covers its message {{10.covers}}. The dotted line assumes the card's rates, which short
+# calls don't reach. At <data value="10.lengths.first">64</data> tokens a step computes for <data value="10.parts.computing-of-a-step.replayed">409 µs</data> instead of
+# <data value="10.parts.computing-of-a-step.predicted">6.64 µs</data>. Its message takes <data value="10.parts.message-of-a-ring.replayed">1.48 ms</data>, and by the card
+# <data value="10.parts.message-of-a-ring.predicted">919 µs</data>.
+#
+# No computing covers Ulysses' all-to-alls. At <data value="10.lengths.first">64</data> tokens their number counts more than their bytes: eight take
+# <data value="10.at-first.ulysses">17.9 ms</data>, and packed into four <data value="10.at-first.ulysses-packed">10.0 ms</data>. At <data value="10.lengths.last">4,096</data> tokens they take
+# <data value="10.at-last.ulysses">39.9 ms</data> one by one and <data value="10.at-last.ulysses-packed">51.7 ms</data> packed. The ring exposes <data value="10.at-last.ring">4.89 ms</data>.
 #
 # <details><summary>Why lines and dots differ</summary>
 #
-# **The ring**, by a factor of up to <data value="10.off.ring">4.06</data>, at <data value="10.farthest.tokens">1,024</data> tokens. There a step computes for
-# <data value="10.farthest.computing-of-a-step">0.676</data> times as long as its FLOPs say, and a message takes <data value="10.farthest.message-of-a-ring">1.19</data> times as
-# long as the card says. The more a step computes, the more of a message it covers.
+# **All three.** Notebook 00 fitted the card's latency and bandwidth to all-reduces. A send or an all-to-all can be faster or
+# slower. Both include the start of a call, and an all-to-all includes copies. At <data value="10.lengths.first">64</data> tokens a ring's
+# message takes {{10.over.first.message-of-a-ring}} times as long as the card says, and an all-to-all
+# {{10.over.first.all-to-all}} times. At <data value="10.lengths.last">4,096</data> tokens it is {{10.over.last.message-of-a-ring}} and
+# {{10.over.last.all-to-all}} times.
 #
-# **Ulysses**, by up to <data value="10.off.ulysses">1.55</data>. Dots lie on their lines where messages take what the card says. Elsewhere calls are
-# timed. The card adds up the latencies of the three messages of an all-to-all. They start together, which saves time, and a call has to start, which takes
-# time. At <data value="10.lengths.first">64</data> tokens the card predicts <data value="10.parts.all-to-all.predicted">2.63 ms</data> an all-to-all, and the replay has
-# <data value="10.parts.all-to-all.replayed">2.23 ms</data>.
+# **The ring** differs by a factor of up to <data value="10.off.ring">4.06</data>, at {{10.farthest}} tokens. There a step computes for
+# {{10.over.worst.computing-of-a-step}} times as long as its FLOPs say, and a message takes
+# {{10.over.worst.message-of-a-ring}} times as long as the card says. A step that computes longer covers more of its message.
 #
-# **Packed Ulysses**, by up to <data value="10.off.ulysses-packed">2.65</data>. Two of its four all-to-alls are three times as large,
-# those of q, k and v and of their gradients. Where calls are timed, so are the copies that pack q, k and v. We haven't timed the two apart.
+# **Ulysses** differs by up to <data value="10.off.ulysses">1.55</data>. The card adds up the latencies of the three messages of an all-to-all, but
+# they start together.
+#
+# **Packed Ulysses** differs by up to <data value="10.off.ulysses-packed">2.65</data>. Two of its four all-to-alls are three times as large, and
+# timed ones include the copies that pack q, k and v. We haven't timed these apart.
 # </details>
 #
 # ### Where does Ulysses win?
 #
-# By this machine's card <data value="10.card-wins">nowhere: the ring's line is lowest at every length</data>. By the dots, packed Ulysses takes <data value="10.beside.far.least:.2f">1.01</data> to
-# <data value="10.beside.far.most:.2f">10.58</data> times as long as the ring right of the dotted line, and <data value="10.beside.near.least:.2f">0.63</data> to <data value="10.beside.near.most:.2f">1.48</data> times as long at the
-# <data value="10.beside.near.lengths:.0f">3</data> lengths left of it. <data value="10.beside.near.words">Which exposes less depends on the length there, and close ones can change sides when timed again</data>.
+# By this machine's card, <data value="10.card-wins">nowhere: the ring's line is lowest at every length</data>. In the replay, packed Ulysses exposes {{10.beside.last.most:.2f}} times what the ring
+# exposes at <data value="10.lengths.last">4,096</data> tokens, and {{10.beside.shorter.least:.2f}} to {{10.beside.shorter.most:.2f}} times at the
+# shorter ones. {{10.beside.shorter.words}}.
 #
-# Between nodes of H100s, a message's latency is about 10 µs; here it is <data value="10.card.latency">872 µs</data>. The lower it is, the more lengths there are at which bytes decide and
-# computing is too short to cover a ring's messages. There Ulysses wins,
-# because it sends less. By the same formulas, with 8 ranks over InfiniBand and G = H, the ring exposes less only from
-# <data value="10.wins.32-kv-heads">17,178</data> tokens a rank on. With 8 of 32 kv heads it does so from <data value="10.wins.8-kv-heads">2,848</data> on.
-# w·ρ·G/H is a rougher rule: 16,000 and 4,000.
+# Between nodes of H100s, a message's latency is about 10 µs. Here it is <data value="10.card.latency">872 µs</data> by the card, and a ring's message
+# takes <data value="10.parts.message-of-a-ring.replayed">1.48 ms</data> at <data value="10.lengths.first">64</data> tokens. Ulysses wins where bytes decide and computing is too short to cover a ring's
+# messages, because it sends less. The less time a message needs to start, the more lengths are of this kind. By the same
+# formulas, with 8 ranks over InfiniBand and G = H, the ring exposes less only from <data value="10.wins.32-kv-heads">17,178</data> tokens a rank on.
+# With 8 of 32 kv heads it does so from <data value="10.wins.8-kv-heads">2,848</data> on. The rule w·ρ·G/H gives 16,000 and 4,000 instead.
 #
 # <details><summary>A third way: one all-gather</summary>
 #
@@ -676,7 +687,7 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 # computing covers them, and a rank holds k and v of all tokens. With few kv heads, neither costs much time or memory.
 # </details>
 #
-# The *explorer* is this figure with knobs, for an H100. **Challenge:** on 8 ranks over InfiniBand NDR, with 32 heads, at least
+# The *explorer* draws the ring, Ulysses one by one, and the computing of an H100. **Challenge:** on 8 ranks over InfiniBand NDR, with 32 heads, at least
 # 8 kv heads and at most 65,536 tokens, keep the exposed time of the better way below 5 % of the computing time.
 
 # %%
@@ -686,10 +697,10 @@ lesson.record("10.wins", wins)  # tokens a rank
 lesson.record("10.card-wins", long_contexts.wins_in_words(predicted, lengths))
 least, packed = (predicted[way][-1] for way in ("ring", "Ulysses, packed"))
 lesson.claim("By the card, a ring wins at the longest sequence", (least, "<", packed))
-# packed Ulysses over ring, left and right of the dotted line
-near, far = long_contexts.ratios_beside(dots, lengths, N * tokens)
-lesson.record("10.beside", {"near": near, "far": far})
-lesson.claim("At the longest sequence, packed takes longer", (far["last"], ">", 1))
+# packed Ulysses over ring, at the longest sequence and at shorter ones
+shorter, longest = long_contexts.ratios_beside(dots, lengths, lengths[-1])
+lesson.record("10.beside", {"shorter": shorter, "last": longest})
+lesson.claim("At the longest sequence, packed takes longer", (longest["last"], ">", 1))
 lesson.explorers.ring_or_ulysses()
 
 # %% [markdown]
@@ -738,8 +749,8 @@ lesson.claim("Activations shrink as 1/cp, within a tenth", (worst, "<", 0.1))
 # limit the size of scores. These products write the scores of one pair of chunks to memory, H (s/2p)² numbers.
 # </details>
 #
-# **Takeaway.** Where bandwidth decides, take Ulysses well below w·ρ·G/H tokens a rank, and a ring well above. With more
-# ranks than heads, take a ring. Where latency decides, measure both.
+# **Takeaway.** Where bytes decide, take Ulysses well below w·ρ·G/H tokens a rank, and a ring well above. Where the start of
+# calls decides, time both. With more ranks than heads, take a ring.
 #
 # ## The silent failure
 #
@@ -747,8 +758,8 @@ lesson.claim("Activations shrink as 1/cp, within a tenth", (worst, "<", 0.1))
 # every rank. PyTorch's `context_parallel` shards just the buffers that you list, so positions are easily forgotten.
 #
 # We train a GPT-2 twice on <data value="10.ranks">4</data> ranks. `shard_batch` returns a rank's tokens, positions and shifted labels. In the second
-# run we delete the positions. Masks stay right, because the ring knows where tokens stand. The last cell prints the *field
-# guide*, failures of all notebooks.
+# run we delete the positions. Masks stay right, because the ring knows where tokens stand. The second cell below also
+# prints the *field guide*, failures of all notebooks.
 
 
 # %%
@@ -756,7 +767,7 @@ def train(keep_positions):
     axis = Mesh(Layout(cp=hpnb.world_size())).cp
     model = hpnb.models.gpt2("laptop").to(hpnb.device())
     context, losses, norms = parallelize(model, axis, "ring"), [], []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for batch in batches:
         shard = context.shard_batch({k: x.to(hpnb.device()) for k, x in batch.items()})
         if not keep_positions:
@@ -794,7 +805,8 @@ title = "Measured: one process computes other logits from the second checkpoint"
 lesson.show(columns=columns, key="10.fault", title=title)
 right, wrong = names
 start, end = losses[right][0], losses[right][-1]
-lesson.record("10.gap", max(abs(a - b) for a, b in zip(*losses.values(), strict=True)))
+gaps = [abs(a - b) for a, b in zip(*losses.values(), strict=True)]
+lesson.record("10.gap", {"most": max(gaps), "step": 1 + gaps.index(max(gaps))})
 lesson.claim("The loss doesn't tell", abs(final[wrong] - end) < (start - end) / 5)
 lesson.claim("With right positions, one process agrees", (off[right], "<", 1e-5))
 lesson.claim("With wrong positions, it doesn't", (off[wrong], ">", 100 * off[right]))
@@ -807,9 +819,8 @@ lesson.field_guide.show()
 
 # %% [markdown]
 # Both losses fall, to <data value="10.fault.positions-of-shard_batch.last-loss:.2f">5.31</data> and
-# <data value="10.fault.positions-that-restart.last-loss:.2f">5.30</data>. They differ by <data value="10.gap:.2f">0.20</data> at most, and you wouldn't have the
-# first curve to compare with. Each ran once. The causal mask still tells the model
-# which tokens come first.
+# <data value="10.fault.positions-that-restart.last-loss:.2f">5.30</data>. They differ most in step {{10.gap.step}}, by {{10.gap.most:.2f}}. Each ran
+# once, and with one curve alone you would see nothing. The causal mask still tells the model which tokens come first.
 #
 # But somebody will load the checkpoint in one process, with positions 0 to 63. From the first run, that process computes the logits
 # of training, up to rounding in float32. From the second, logits are off by
@@ -818,7 +829,7 @@ lesson.field_guide.show()
 # The instrument is the gradient of `wpe`. With right positions, <data value="10.fault.positions-of-shard_batch.rows-of-wpe-with-a-gradient-of-64">63</data>
 # of 64 rows get one: the last token has no target. With positions that restart, only
 # <data value="10.fault.positions-that-restart.rows-of-wpe-with-a-gradient-of-64">16</data> do. Don't compare sizes: in both runs, the norm of row 0 varies by a factor of
-# <data value="10.varies:.0f">30</data> or more within ten steps. Many models have no such table. There, check the cause itself: gather `position_ids` from all ranks of cp and sort them. They should be 0 to s - 1, each once.
+# <data value="10.varies:.1f">29.7</data> or more within ten steps. Many models have no such table. There, check the cause itself: gather `position_ids` from all ranks of cp and sort them. They should be 0 to s - 1, each once.
 #
 # **Takeaway.** Shard tokens together with their positions and with their labels, which are shifted before: the target of a
 # rank's last token is on another rank.
@@ -826,7 +837,8 @@ lesson.field_guide.show()
 # ## What to remember
 #
 # - Attention to blocks merges exactly, by output and lse.
-# - A ring sends keys and values while it computes. From w·ρ·G/H tokens a rank on, computing covers them in the forward.
+# - A ring sends keys and values while it computes. Where bytes and FLOPs decide, computing covers them in the forward from
+#   w·ρ·G/H tokens a rank on.
 # - Ulysses exchanges tokens for heads and back, and needs p heads or more. Nothing covers what it sends.
 # - Zigzag gives all ranks equally many visible pairs in every step.
 #

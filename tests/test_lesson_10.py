@@ -98,13 +98,27 @@ def test_packed_all_to_alls_send_the_same_bytes_in_half_the_messages() -> None:
 def test_the_prose_names_the_winner_at_each_length_and_admits_close_races() -> None:
     seconds = {"ring": [1.0, 4.0, 4.0], "Ulysses": [2.0, 3.0, 9.0], "Ulysses, packed": [3.0, 5.0, 3.9]}
     words = long_contexts.wins_in_words(seconds, [1000, 2000, 4000])
-    assert words == "at 2,000 and 4,000 tokens: there a line of Ulysses is below the ring's"
-    alone = long_contexts.wins_in_words({"ring": [1.0], "Ulysses": [1.1]}, [64])
-    assert alone == "nowhere: the ring's line is lowest at every length"
+    assert words == (
+        "packed Ulysses exposes less than the ring at 4,000 tokens, and unpacked Ulysses at 2,000"
+    )
+    alone = long_contexts.wins_in_words({"ring": [1.0], "Ulysses": [1.1], "Ulysses, packed": [1.1]}, [64])
+    assert alone == "the ring exposes least at every length"
     assert long_contexts.ratios_in_words([1.3, 9.0]) == "There, too, the ring exposes less"
     assert long_contexts.ratios_in_words([0.2, 0.7]) == "There Ulysses exposes less"
     assert "can't say" in long_contexts.ratios_in_words([0.9, 1.2])
     assert "the length decides" in long_contexts.ratios_in_words([0.9, 3.0])
+
+
+def test_the_prose_says_from_where_a_step_covers_its_message() -> None:
+    def words(*computing: float) -> str:
+        parts = [{"computing of a step": took, "message of a ring": 1.0} for took in computing]
+        runs = [long_contexts.Replayed(0.0, 0.0, 0.0, 0.0, 0.0, part, {}) for part in parts]
+        return long_contexts.covers_in_words(runs, [1000, 2000, 4000])
+
+    assert words(2, 2, 2) == "at every length"
+    assert words(0, 0, 0) == "at none of these lengths"
+    assert words(0, 2, 2) == "from 2,000 tokens on"
+    assert words(2, 0, 2) == "at 1,000 and 4,000 tokens"
 
 
 def test_what_computing_covers_leaves_the_last_message_aside() -> None:

@@ -118,13 +118,16 @@ def exposed_times(
         marked, marked_as: a sequence length with an upright rule, and what it is, for the legend.
     """
     look = looks(predicted)
-    kind = "predicted" if replayed else "exposed"
-    series = [Series(f"{way}, {kind}", lengths, values, look[way]) for way, values in predicted.items()]
+    kind = "" if replayed else ", exposed"
+    series = [Series(f"{way}{kind}", lengths, values, look[way]) for way, values in predicted.items()]
     for way, values in (replayed or {}).items():
-        series.append(Series(f"{way}, replayed", dots_at, values, look[way], "dots"))
+        series.append(Series(way, dots_at, values, look[way], "dots", f"{way}, replayed"))
     if computing:
         series.append(Series("computing", lengths, computing, Look(SOFT, "", "-")))
+    kinds = [Key(OpStyle(SOFT, "", "predicted", "-"), "line"),
+             Key(OpStyle(SOFT, "", "replayed"), "dot", marker="o")]  # fmt: skip
     keys = [Key(OpStyle(SOFT, "", marked_as, ":"), "line")] if marked is not None and marked_as else []
+    keys = [*(kinds if replayed else ()), *keys]
     what = "time of one attention" if computing else "exposed time of one attention"
     panel = CurvePanel(series, what, "xy", xlabel="sequence length, on all ranks (tokens)")
     fig = curves([panel], title=title, more_keys=keys, left=0.85)
@@ -177,8 +180,12 @@ def losses_and_rows(
     cross = Key(OpStyle(INK, "", "a row without a gradient, in the colour of its run"), "dot", marker="x")
     fig = curves(panels, title=title, more_keys=[cross], gap=0.75)
     fig.axes[0].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    for size, line in zip((9, 4.5), fig.axes[0].get_lines(), strict=False):  # where they coincide
+        line.set_markersize(size)
     ax = fig.axes[1]
-    log_ticks(ax.yaxis, lambda value: f"{value:g}", (1.0, 2.0, 5.0))
+    sizes = [norm for curve in lower for norm in curve.y]
+    decades = np.log10(max(sizes) / min(sizes))
+    log_ticks(ax.yaxis, lambda value: f"{value:g}", (1.0,) if decades > 1.5 else (1.0, 2.0, 5.0))
     low, high = ax.get_ylim()
     ax.set_ylim(low / (high / low) ** 0.3, high)  # space for the crosses
     ax.add_patch(Rectangle((0, 0), 1, _STRIP, color=_HIDDEN, linewidth=0, transform=ax.transAxes))

@@ -214,19 +214,47 @@ def ratios_in_words(ratios: Sequence[float], close: float = 1.25) -> str:
     if max(ratios) < 1 / close:
         return "There Ulysses exposes less"
     if min(ratios) > 1 / close and max(ratios) < close:
-        return "Timed again, they can change sides: this machine can't say which is faster there"
-    return "There the length decides which exposes less, and close times can change sides when timed again"
+        return "In another run their order can be the other way round: this machine can't say which is faster"
+    return "There the length decides which exposes less, and another run can change the order of close times"
 
 
 def wins_in_words(seconds: Mapping[str, Sequence[float]], lengths: Sequence[int]) -> str:
-    """For prose: at which lengths a way other than the ring has the least predicted seconds."""
-    ring, *others = (seconds["ring"], *(times for way, times in seconds.items() if way != "ring"))
-    best = [min(times) for times in zip(*others, strict=True)]
-    wins = [f"{n:,}" for n, r, u in zip(lengths, ring, best, strict=True) if u < r]
-    if not wins:
-        return "nowhere: the ring's line is lowest at every length"
-    where = wins[0] if len(wins) == 1 else f"{', '.join(wins[:-1])} and {wins[-1]}"
-    return f"at {where} tokens: there a line of Ulysses is below the ring's"
+    """For prose: at which lengths Ulysses has fewer predicted seconds than the ring."""
+    packed, plain = (
+        [n for n, r, u in zip(lengths, seconds["ring"], seconds[way], strict=True) if u < r]
+        for way in ("Ulysses, packed", "Ulysses")
+    )
+    if not packed and not plain:
+        return "the ring exposes least at every length"
+    at = [f"at {_listed(wins)}" if wins else "at no length" for wins in (packed, plain)]
+    return f"packed Ulysses exposes less than the ring {at[0]} tokens, and unpacked Ulysses {at[1]}"
+
+
+def covers_in_words(replayed: Sequence[Replayed], lengths: Sequence[int]) -> str:
+    """For prose: at which lengths a ring's step computes for at least as long as its message takes."""
+    covers = [times.parts["computing of a step"] >= times.parts["message of a ring"] for times in replayed]
+    count = sum(covers)
+    if count in (0, len(covers)):
+        return "at every length" if count else "at none of these lengths"
+    if all(covers[-count:]):
+        return f"from {lengths[-count]:,} tokens on"
+    return f"at {_listed([n for n, covered in zip(lengths, covers, strict=True) if covered])} tokens"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    words = [f"{n:,}" for n in numbers]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def parts_over_card(
+    replayed: Sequence[Replayed], shapes: Sequence[Attention], ranks: int, card: MachineCard
+) -> list[dict[str, float]]:
+    """For each shape, replayed over predicted seconds of the parts of `predict_parts`."""
+    predicted = [predict_parts(shape, ranks, card) for shape in shapes]
+    return [
+        {part: times.parts[part] / took for part, took in parts.items()}
+        for times, parts in zip(replayed, predicted, strict=True)
+    ]
 
 
 def replay_exposed(shapes: Sequence[Attention], dtype: torch.dtype, link: theory.Link) -> list[Replayed]:

@@ -165,7 +165,7 @@ lesson.claim("One rank works at a time", (walked.bubble_fraction, ">", 0.95 - 1 
 # Who does what is a *schedule*: a list of actions for each rank. `1F0` is the forward of stage 1 on microbatch 0, and
 # `1B0` its backward. In the printed lists below, a column is one action, however long it takes.
 #
-# Let a stage need t seconds for forward and backward of one microbatch. The last stage starts p - 1 forwards late,
+# Let every stage need t seconds for forward and backward of one microbatch. The last stage starts p - 1 forwards late,
 # then works
 # m t without a pause. After it, p - 1 backwards remain. So the step takes $(m + p - 1)\,t$, and each rank works
 # $m\,t$ of it:
@@ -247,15 +247,17 @@ trained = cpus.run(train, gpipe)
 lesson.show(lesson.Parity.worst_of([distances for _, distances in trained]))
 
 # %% [markdown]
-# All three agree up to rounding. We now use the library, which records times. We draw the step twice:
-# simulated with each stage's median times, and with the time of each action.
+# All three agree up to rounding. We now use the library, which records times. The figure shows the step as
+# <data value="02.run.kind">replayed</data>. We also simulate it with each stage's median times.
 
 # %%
 steps = pool.run(vit_pipeline.time_schedules, SIZE, IMAGES, DTYPE, {"gpipe": gpipe})
 recorded, formula = steps[0]["gpipe"], 100 * theory.bubble(N, M)
+lesson.show(recorded, in_flight=True, key="02.gpipe", title=f"GPipe keeps {M} in flight")
 simulated = gpipe.simulate(Costs.measured(recorded))  # a stage's medians of F and B
-both = {"medians": simulated, "each action": recorded}
-lesson.show(both, in_flight=True, key="02.gpipe", title=f"GPipe keeps {M} in flight")
+lesson.record("02.medians", simulated)
+stages = vit_pipeline.stage_seconds(recorded)  # of one microbatch, F + B
+lesson.record("02.slowest", max(stages) / statistics.mean(stages))
 bubble = 100 * recorded.bubble_fraction
 lesson.reveal("02.bubble", bubble, predicted=formula, source=RAN)
 lesson.claim("Microbatches help", (bubble, "<", 100 * walked.bubble_fraction))
@@ -263,8 +265,9 @@ lesson.claim("Microbatches help", (bubble, "<", 100 * walked.bubble_fraction))
 trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")
 
 # %% [markdown]
-# The formula assumes equal stages and predicts a bubble of <data value="02.bubble.predicted">27.3 %</data>. The simulation knows
-# each stage's median times and gives <data value="02.gpipe.medians.bubble">30.7 %</data>. The step as it ran has <data value="02.bubble">33.6 %</data>. It also has unequal microbatches
+# The formula assumes equal stages and predicts a bubble of <data value="02.bubble.predicted">27.3 %</data>. But stage 0 also has the embedding and the last stage the
+# head, and times are noisy: by its medians, the slowest stage takes <data value="02.slowest:.2f">1.08</data> times as long as the mean stage. Simulated with these
+# medians, the bubble is <data value="02.medians.bubble">30.7 %</data>. The step in the figure has <data value="02.bubble">33.6 %</data>. It also has unequal microbatches
 # and, where they take time, messages.
 #
 # <details><summary>Why the rule of thumb may come nearer</summary>
@@ -274,7 +277,7 @@ trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")
 # </details>
 #
 # The lower curves show what is *in flight*. A rank keeps a microbatch's activations from its forward until its backward, so
-# GPipe ends up with all <data value="02.gpipe.each-action.in-flight">8</data> microbatches in flight.
+# GPipe ends up with all <data value="02.gpipe.in-flight">8</data> microbatches in flight.
 #
 # <details><summary>On a laptop</summary>
 #
@@ -308,7 +311,7 @@ trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")
 #
 # **Takeaway.** With m microbatches, a rank is idle for p - 1 of m + p - 1 slots.
 #
-# ## 1F1B buys memory, not time
+# ## 1F1B buys memory
 #
 # GPipe keeps the activations of all m microbatches. But a backward could start as soon as the first microbatch has reached
 # the last stage. *One forward, one backward* (1F1B) does that. Here are both for p = 2 and m = 4. Digits are
@@ -363,7 +366,7 @@ lesson.check(exercises.one_f_one_b, one_f_one_b)
 # </details>
 
 # %% [markdown]
-# Your lists now train the ViT, or the library's until you have written them. Rank r should need $(p - r)/m$ of GPipe's activations.
+# Your lists now train the ViT, or the library's until you have written them.
 
 # %%
 lesson.keep_schedule("1f1b", one_f_one_b)
@@ -372,6 +375,11 @@ trained = cpus.run(train, my_1f1b)
 lesson.show(lesson.Parity.worst_of([distances for _, distances in trained]))
 difference = max(abs(a - b) for a, b in trained[0][0])  # pipeline, one process
 lesson.claim("The loss is that of one process", (difference, "<", 1e-12))
+
+# %% [markdown]
+# Rank r should need $(p - r)/m$ of GPipe's activations.
+
+# %%
 both = {"gpipe": gpipe, "1f1b": my_1f1b}
 ran = pool.run(vit_pipeline.time_schedules, SIZE, IMAGES, DTYPE, both)[0]
 peaks = {}  # {schedule: {rank: bytes of activations}}
@@ -387,6 +395,9 @@ lesson.show(**{RAN: {n: t.makespan for n, t in ran.items()}}, unit="s", key="02.
             title="1F1B takes about as long as GPipe", note=f"All columns: {RAN}.",
             columns=vit_pipeline.work_and_bubble(ran))  # fmt: skip
 lesson.record("02.ran", ran)
+costs = Costs.measured(ran["gpipe"])  # a stage's medians of F and B
+simulated = {name: made.simulate(costs).makespan for name, made in both.items()}
+lesson.record("02.by-medians", simulated["1f1b"] / simulated["gpipe"])
 saved = peaks["1f1b"]["rank 0"] / peaks["gpipe"]["rank 0"]
 lesson.claim("1F1B needs less memory on rank 0", (saved, "<", 0.8))
 change = abs(ran["1f1b"].makespan / ran["gpipe"].makespan - 1)
@@ -398,11 +409,12 @@ lesson.claim("1F1B takes about as long as GPipe", (change, "<", 0.15))
 # But they do not shrink with the number of ranks: p microbatches in a p-th of the layers are as much as one microbatch in all
 # layers.
 #
-# GPipe's step takes <data value="02.ran.gpipe.makespan">178 ms</data> with a bubble of
-# <data value="02.ran.gpipe.bubble">29.9 %</data>, and 1F1B's step <data value="02.ran.1f1b.makespan">175 ms</data> with <data value="02.ran.1f1b.bubble">28.8 %</data>. The formula gives both
-# the same bubble, because filling and draining take as long.
+# Timed again, beside 1F1B, GPipe's step takes <data value="02.ran.gpipe.makespan">178 ms</data> with a bubble of
+# <data value="02.ran.gpipe.bubble">29.9 %</data>. 1F1B's step takes <data value="02.ran.1f1b.makespan">175 ms</data> with <data value="02.ran.1f1b.bubble">28.8 %</data>. With equal stages both have
+# the same bubble, because filling and draining take as long. Unequal stages can separate them: simulated with the
+# median times of GPipe's stages, 1F1B's step takes <data value="02.by-medians:.3f">1.000</data> times as long as GPipe's.
 #
-# **Takeaway.** 1F1B has GPipe's bubble and keeps at most p microbatches instead of m.
+# **Takeaway.** 1F1B keeps at most p microbatches instead of m, and with equal stages it has GPipe's bubble.
 #
 # ### Autopsy: two actions change places
 #
@@ -466,7 +478,7 @@ lesson.field_guide.show()
 #
 # $$ \text{bubble} = \frac{p-1}{v\,m+p-1} $$
 #
-# The price is messages, because vp - 1 cuts are crossed instead of p - 1, and more activations in flight.
+# The price is more activations in flight and more messages: vp - 1 cuts are crossed instead of p - 1.
 #
 # **A split backward.** A backward computes two gradients. I is the gradient of a stage's *input*, for which the stage before
 # waits. W is the gradient of its *weights*, for which only the optimizer waits. For a linear layer y = x Aᵀ with output
@@ -597,7 +609,7 @@ lesson.check(exercises.place_w, place_w)
 #
 # Exercise 3's schedule is ZB-H1. The prediction uses times of the 1F1B step alone and halves backwards into I and W.
 #
-# The schedules run in turn, three times. We show the median step, or replay the median time of each action. *Spread* is a
+# The schedules run in turn, three times. We show <data value="02.run.shown">a replay of each action's median time</data>. *Spread* is a
 # schedule's longest step minus its shortest, *work* the mean time for which a rank computes. Interleaving and ZB-V send more
 # messages; **in this run <data value="02.run.messages">messages take no time</data>**.
 
@@ -614,7 +626,7 @@ columns = {"spread (s)": spread, **vit_pipeline.work_and_bubble(ran)}
 columns |= {"I / W": split, "in flight": in_flight, "messages": messages}
 lesson.show(predicted=predicted, **{RAN: makespans}, unit="s", key="02.race",
             title="Five schedules, one step", columns=columns,
-            note=f"Spread to I / W: {RAN}; the last two: counted.")  # fmt: skip
+            note=f"{RAN.title()}: all but predictions and counts of messages.")  # fmt: skip
 drawn = {"1f1b": ran["1f1b"], "zb-h2": figures.without_numbers(ran["zb-h2"], "W")}
 lesson.show(drawn, title="W fills ZB-H2's gaps")
 first = min(predicted, key=predicted.get)
@@ -630,25 +642,19 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 # %% [markdown]
 # All four idle less than 1F1B. We call one schedule faster than another only if their steps
 # differ by more than the larger of the two spreads. By this test, <data value="02.race.faster">zb-v is faster than zb-h1; all other pairs are undecided</data>. The prediction puts
-# <data value="02.race.first.predicted">zb-v</data> first, the run <data value="02.race.first.run">zb-v</data>.
+# <data value="02.race.first.predicted">zb-v</data> first, the run <data value="02.race.first.run">zb-v</data>. It halves backwards, and it averages over stages where a rank has two chunks, so it cannot
+# decide between schedules that are nearly as fast.
 #
 # Does a split backward also take more computing? The race cannot say: ZB-H1 and ZB-H2 run the
-# same pieces, so the difference between their work, <data value="02.race.zb-h1.work">174 ms</data> and <data value="02.race.zb-h2.work">167 ms</data>, is noise. So we time
+# same pieces, so the difference between their mean work, <data value="02.race.zb-h1.work">174 ms</data> and <data value="02.race.zb-h2.work">167 ms</data>, is noise. So we time
 # one rank alone, with a stage's layers: backwards in one piece and split, fifteen rounds in turn. Split, the step takes
-# <data value="02.split.split-in-one-piece.factor:.2f">1.06</data> times as long, with the range <data value="02.split.split-in-one-piece.range">0.98 to 1.26</data> and the verdict *<data value="02.split.split-in-one-piece.verdict">cannot tell</data>*.
+# <data value="02.split.split-in-one-piece.factor:.3f">1.063</data> times as long, with the range <data value="02.split.split-in-one-piece.range">0.98 to 1.26</data> and the verdict *<data value="02.split.split-in-one-piece.verdict">cannot tell</data>*.
 #
 # <details><summary>I and W are not equal</summary>
 #
-# Our prediction takes I and W as equal. But the matmuls inside attention, softmax and GELU have no weights, hence no W, so I takes
-# <data value="02.race.zb-h1.i-w:.2f">1.69</data> times as long as
-# W. By the formulas above, this makes ZB-H1 idle longer and leaves ZB-H2 as it is.
-# </details>
-#
-# <details><summary>Why the bubble feels noise less than the step does</summary>
-#
-# A step takes its work divided by 1 - bubble. If all of a run is slow, its work and its idle time are both longer, and
-# the bubble stays. Under ZB-V the step takes <data value="02.race.step.zb-v">185 ms</data>, and a rank works <data value="02.race.zb-v.work">166 ms</data> of it. If it worked only as long as
-# under 1F1B, <data value="02.race.1f1b.work">144 ms</data>, the step would take <data value="02.race.zb-v-with-work-of-1f1b">160 ms</data> with the same bubble.
+# Our prediction takes I and W as equal. In the run, I takes <data value="02.race.zb-h1.i-w:.2f">1.69</data> times as long as
+# W. Among the causes: softmax, GELU and the matmuls inside attention have no weights, hence no W. By the formulas above, a larger I
+# makes ZB-H1 idle longer and leaves ZB-H2 as it is.
 # </details>
 #
 # <details><summary>How to read the table</summary>
@@ -660,10 +666,9 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 # Predicted: if a rank has two chunks, we average the forward times of all stages and give each chunk half of the average;
 # likewise for I and W. In the figure below the table, weight gradients have no numbers, because many are short.
 #
-# The formulas for idle time hold if W ≤ F and W ≤ I ≤ 2W.
-#
-# With I = W, the formulas make ZB-H1 and ZB-H2 equally fast. Predictions can still differ a little, because the stages of the
-# 1F1B step do not take equally long.
+# The formulas for idle time hold if stages are equal, W ≤ F and W ≤ I ≤ 2W. With I = W, they make ZB-H1 and ZB-H2 equally fast.
+# The predictions also take I = W, but the stages of the 1F1B step are not equal, and half a backward takes <data value="02.race.half-backward:.2f">1.00</data> times as
+# long as a forward. So here they are <data value="02.race.zb-h1.predicted">171 ms</data> for ZB-H1 and <data value="02.race.zb-h2.predicted">171 ms</data> for ZB-H2.
 # </details>
 #
 # <details><summary>Do the additional messages matter?</summary>
@@ -676,7 +681,9 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 # The batch cancels, and chunks divide the ratio by v. A wider and deeper stage makes sending cheaper, so pipelines may cross
 # slow links (notebook 04). With h = 1,024 and six blocks in each stage, the ratio is 110,592/ρ. At notebook 00's published rates
 # of an H200 that is 50 over NVLink, where ρ is <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data>, and 0.14 over 10 Gb Ethernet, where ρ is <data value="00.rho.ethernet-10-gb.at-published-rates">791,000 FLOP/B</data>.
-# In this run <data value="02.run.messages">messages take no time</data>.
+#
+# The race's predictions leave messages out. Steps took <data value="02.race.over-predicted.interleaved:.2f">1.10</data> times their prediction under interleaving and
+# <data value="02.race.over-predicted.zb-h1:.2f">1.21</data> times under ZB-H1, which sends as few messages as 1F1B. So such a ratio alone does not show what messages cost.
 # </details>
 #
 # <details><summary>In your tools: interleaving and zero bubble</summary>
@@ -693,8 +700,8 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 # DeepSpeed's pipeline engine has 1F1B alone.
 # </details>
 #
-# **Takeaway.** All four idle less than 1F1B, and each pays for it: interleaving and ZB-V with messages, and all four with more
-# activations in flight.
+# **Takeaway.** All four idle less than 1F1B, and each pays for it. Interleaving and ZB-V send more messages. Interleaving and
+# ZB-H2 have a higher peak of activations; ZB-H1 and ZB-V have rank 0's peak on every rank.
 #
 # ## Three numbers are called "bubble"
 #
@@ -737,16 +744,16 @@ lesson.explorers.pipeline_bubble()
 # %% [markdown]
 # For ZB-H2 the paper reports <data value="02.paper.zb-h2.published">6.98 %</data>, and the simulation agrees. Of ranks × makespan, the same step is
 # idle for <data value="02.paper.zb-h2.of-ranks-makespan">10.0 %</data>, and its overhead over ideal is
-# <data value="02.paper.zb-h2.overhead-over-ideal">11.2 %</data>. Only the other two definitions count that rank 3
-# starts and ends later than rank 0.
+# <data value="02.paper.zb-h2.overhead-over-ideal">11.2 %</data>. Only the other two definitions count that the last rank
+# starts and ends later than the first.
 #
 # No rank starts the next step before all have ended this one. So idle time at both ends is lost: use the share of
 # ranks × makespan.
 #
 # <details><summary>The challenge: why this answer</summary>
 #
-# `zb-h1` with 12 microbatches and a transfer of 0.1: 10.4 %, 72 messages, 4 in flight. Of the explorer's schedules,
-# no other does it. With 12
+# `zb-h1` with 12 microbatches and a transfer of 0.1: 10.4 %, 72 messages, 4 in flight. No other schedule of the
+# explorer reaches the goal within these limits. With 12
 # microbatches, `zb-h2` idles 8.4 % and keeps 7 in flight, `zb-v` idles 7.2 % and sends 144 messages, and two
 # interleaved chunks send 168 and still idle 14.1 %.
 # </details>
@@ -795,12 +802,14 @@ lesson.claim("A heavy stage costs time", (took["heavy"] / took["uniform"], ">", 
 
 # %% [markdown]
 # The uniform partition takes
-# <data value="02.cut.uniform">1.04 s</data>, the heavy one <data value="02.cut.heavy">1.28 s</data>. Balancing by time gives <data value="02.cut.by-time">1.04 s</data>: a ViT's blocks are equal, so "uniform" is hard to beat.
+# <data value="02.cut.uniform">1.04 s</data>, the heavy one <data value="02.cut.heavy">1.28 s</data>. Balancing by time gives <data value="02.cut.by-time">1.04 s</data> with the partition <data value="02.cut-step.by-time.blocks-of-each-stage">[2, 2, 2, 2]</data>. A ViT's
+# blocks are equal. Unless the embedding or the head takes longer than a block, moving a block away from their stage only makes
+# another stage slower, so "uniform" is hard to beat.
 #
-# <details><summary>Why these steps are not those of the race</summary>
+# <details><summary>May we compare these steps with the race's?</summary>
 #
-# Where ranks share cores, these steps are simulated from times of single layers, measured on rank 0 while the other ranks wait. So
-# compare them with each other only.
+# Where each rank has a GPU, yes. Where ranks share cores, compare them with each other only: they are then simulated from times of
+# single layers, measured on rank 0 while the other ranks wait.
 # </details>
 #
 # A timeline tells a bubble's causes apart:
@@ -809,7 +818,7 @@ lesson.claim("A heavy stage costs time", (took["heavy"] / took["uniform"], ">", 
 # |---|---|---|
 # | heavy stage | one rank works clearly more than the others | work above 1.2 × the median rank's |
 # | slow link | ranks are free and their inputs were computed long ago | such waits above 5 % of ranks × makespan |
-# | few microbatches | ranks wait only while the pipeline fills and drains | neither of these |
+# | few microbatches | ranks wait mostly while the pipeline fills and drains | neither of these |
 #
 # In the figure, rank 1 works <data value="02.heavy-work:.2f">1.50</data> times as long as the median rank.
 #
@@ -887,38 +896,40 @@ best = min(SWEEP, key=lambda m: ran[m].makespan)
 title = f"Launched from Python, the step is shortest at m = {best}"
 lesson.show(figures.u_curve(SWEEP, parts[0], predicted, title, RAN, *parts[1:]))
 print(vit_pipeline.record_graphs(ran, graphed, notes))
-formula = theory.best_microbatches(N * ideal, N, c)
-lesson.record("02.sweep", {"best": best, "formula": formula})
-work, alone, shortest = N * busy[best], ran[1].makespan, ran[best].makespan
-lesson.record("02.sweep-step", {"alone": alone, "best": shortest, "work": work}, "s")
-lesson.record("02.sweep-share", 100 * shortest / alone, "%")
-lesson.claim("Microbatches help", (alone, ">", 1.1 * shortest))
+lesson.record("02.sweep.formula", theory.best_microbatches(N * ideal, N, c))
+vit_pipeline.record_sweep(ran, parts[0], predicted)
+alone, shortest = ran[1].makespan, ran[best].makespan
+lesson.claim("Microbatches shorten the step", (alone, ">", 1.1 * shortest))
 if graphed:
     pair = graphed[most].makespan, "<", ran[most].makespan
     lesson.claim("CUDA graphs shorten the step with the smallest microbatches", pair)
 
 # %% [markdown]
-# Launched from Python, the step is shortest at m = <data value="02.sweep.best">4</data>; the formula says <data value="02.sweep.formula:.1f">3.9</data>. Past the best m, the added launch cost exceeds the bubble time saved.
+# Launched from Python, the step is shortest at m = <data value="02.sweep.best">4</data>; the formula says <data value="02.sweep.formula:.1f">3.9</data>. More microbatches than the best m cost more than they save: the m c seconds of
+# launches and small kernels grow, and the bubble need not shrink any more. It takes <data value="02.sweep-bubble.best">?</data> at the best m and
+# <data value="02.sweep-bubble.most">?</data> at m = <data value="02.sweep.most">16</data>.
 #
-# On a GPU, c is mostly Python, which launches the kernels of a small microbatch more slowly than the GPU runs
-# them. A *CUDA graph* records all kernels of a stage's forward or backward once and launches them with one call. So c falls,
+# Python can launch the kernels of a small microbatch more slowly than a GPU runs them. A *CUDA graph* records all kernels of a
+# stage's forward or backward once and launches them with one call. So c falls,
 # and more microbatches pay. In this run,
 # <data value="02.graphs">the ranks have no GPU, so the figure has one panel</data>.
 #
 # <details><summary>What the parts are, and why the line need not meet the bars</summary>
 #
-# *Ideal* is T/p. What actions take beyond it is *launches and small kernels*. The *bubble* is the step replayed without
-# messages minus the mean time for which a rank works.
+# *Ideal* is T/p. What actions take beyond it is *launches and small kernels*. For the *bubble*, we replay the step: each action
+# takes its recorded time and starts as soon as its rank is free and its input is computed. The bubble is the length of this replay
+# minus the mean work of a rank.
 #
-# T and c come from the work alone. The formula adds the bubble of equal stages, and takes c as the same at every m. The
-# bars also have the noise of a run, so their bubbles need not shrink at every doubling of m.
+# T and c come from the work alone. The formula adds the bubble of equal stages, and takes c as the same at every m. In the
+# replay, a rank also waits wherever actions take unequally long, as short ones do, so the bubble can grow with m. The line is
+# furthest from the bars at m = <data value="02.sweep.furthest">16</data>, where the step takes <data value="02.sweep.over:.2f">1.00</data> times as long as by the formula.
 # </details>
 #
 # <details><summary>Has this pipeline paid?</summary>
 #
 # At m = 1 only one rank works at a time. So that step, <data value="02.sweep-step.alone">206 ms</data>, is what one rank would
-# need for all stages, one after the other: T + p c. The best step takes <data value="02.sweep-step.best">166 ms</data>, which is <data value="02.sweep-share">80.7 %</data> of that; without bubble and launches
-# it would be 1/p. At this m the ranks compute for <data value="02.sweep-step.work">365 ms</data> in all. If they share cores or a GPU, the real step takes at
+# need for all stages, one after the other: T + p c. The best step without graphs takes <data value="02.sweep-step.best">166 ms</data>, which is <data value="02.sweep-share">80.7 %</data> of that; without bubble and launches
+# it would be 1/p. At this m the ranks compute for <data value="02.sweep-step.work">365 ms</data> in all. Where they share cores or a GPU, the real step takes at
 # least this sum, divided by the number of cores or GPUs.
 # </details>
 #
@@ -996,7 +1007,7 @@ lesson.check(exercises.choose_microbatches, choose)
 # ## What to remember
 #
 # - A pipeline sends only what crosses its cuts, and wastes time: at least $(p-1)/(m+p-1)$ of ranks × makespan under GPipe and 1F1B.
-# - 1F1B keeps p - r microbatches on rank r instead of m, with the same bubble.
+# - 1F1B keeps p - r microbatches on rank r instead of m. With equal stages its bubble is GPipe's.
 # - Interleaving shortens idle time and multiplies messages. A split backward fills gaps with W.
 # - The slowest stage sets the pace, and each microbatch has a fixed cost, which CUDA graphs reduce.
 #

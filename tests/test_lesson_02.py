@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from matplotlib.text import Text
+from matplotlib.text import Annotation, Text
 from replayed_graphs import with_graphs
 
 import hpnb
@@ -40,7 +40,7 @@ def test_a_split_backward_is_timed_beside_one_in_one_piece() -> None:
 def test_the_split_step_is_divided_by_the_other_one() -> None:
     rounds = {vit_pipeline.IN_ONE_PIECE: [1.0] * 9, vit_pipeline.SPLIT: [1.25] * 9}
     columns = vit_pipeline.compare_split(rounds)
-    assert [list(column.values()) for column in columns.values()] == [[1.25], ["1.25 to 1.25"], ["slower"]]
+    assert [list(column.values()) for column in columns.values()] == [[1.25], ["1.250 to 1.250"], ["slower"]]
 
 
 @pytest.mark.parametrize(
@@ -121,17 +121,39 @@ def test_the_page_says_what_graphs_changed(monkeypatch: pytest.MonkeyPatch) -> N
     assert recorded["02.graphs"] == "the ranks have no GPU, so the figure has one panel"
     said = vit_pipeline.record_graphs(slow, fast, ["stage 1 runs without CUDA graphs"])
     assert said.splitlines()[1:] == ["stage 1 runs without CUDA graphs"]
-    words = "the step at m = 4 takes 2.50 s with graphs instead of 5.00 s, and the best m is 1"
+    words = "the step at m = 4 takes 2.50 s with graphs instead of 5.00 s, "
+    words += "and the best step is 1.00 s at m = 1"
     assert recorded["02.graphs"] == f"{words}, although some stages could not be captured"
 
 
-def test_the_second_panel_has_the_scale_of_the_first() -> None:
+def test_the_second_panel_has_an_axis_of_its_own() -> None:
     eager = {"ideal": [1.0, 1.0], "bubble": [2.0, 1.0], "small kernels": [0.0, 4.0]}
     graphs = {"ideal": [1.0, 1.0], "bubble": [2.0, 0.5], "small kernels": [0.0, 0.25]}
     fig = u_curve([1, 8], eager, [3.0, 6.0], "T", "measured", graphs)
     above, below = fig.axes
-    assert above.get_ylim() == below.get_ylim()
+    assert above.get_ylim() == (0, pytest.approx(1.14 * 6.0))
+    assert below.get_ylim() == (0, pytest.approx(1.14 * 3.0))
     assert {"6.00", "1.75", "the same steps with CUDA graphs"} <= {t.get_text() for t in fig.findobj(Text)}
     assert fig.get_label() == (
         "The bars end at 3.00 s at 1, 6.00 s at 8; with CUDA graphs at 3.00 s at 1, 1.75 s at 8"
     )
+
+
+def test_a_number_stands_above_a_steep_line() -> None:
+    parts = {"ideal": [1.0, 1.0, 1.0], "bubble": [7.0, 3.0, 1.0]}
+    fig = u_curve([1, 2, 4], parts, [8.0, 4.0, 2.0])
+    heights = {t.get_text(): t.xy[1] for t in fig.findobj(Annotation) if t.get_text() in ("4.00", "2.00")}
+    assert heights == {"4.00": 5.0, "2.00": 2.5}  # a quarter of the way to the point on its left
+
+
+def test_the_sweep_says_how_far_the_formula_is_off_and_how_long_bubbles_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorded: dict[str, Any] = {}
+    monkeypatch.setattr(vit_pipeline, "record", lambda key, value, unit="": recorded.update({key: value}))
+    steps = {m: schedules.make("1f1b", 2, m).simulate(Costs(4 / m, 0.0, 0.0, 0.0)) for m in (1, 4)}
+    vit_pipeline.record_sweep(steps, {"bubble": [4.0, 1.0]}, [7.0, 10.0])  # the steps take 8 s and 5 s
+    assert recorded["02.sweep"] == {"best": 4, "most": 4, "furthest": 4, "over": 0.5}
+    assert recorded["02.sweep-step"] == {"alone": 8.0, "best": 5.0, "work": 8.0}
+    assert recorded["02.sweep-bubble"] == {"best": 1.0, "most": 1.0}
+    assert recorded["02.sweep-share"] == 62.5

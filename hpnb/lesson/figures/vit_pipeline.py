@@ -39,15 +39,14 @@ def u_curve(
         predicted: seconds of the step by the formula, whose T and c come from the work in the first
             and in the last bar.
         source: where the bars come from: "measured", or "replayed".
-        graphs: the parts of the same steps with CUDA graphs, for a panel below with the same scale.
+        graphs: the parts of the same steps with CUDA graphs, for a panel below with an axis of its own.
     """
     both = [parts] if graphs is None else [parts, graphs]
     if strange := [part for one in both for part in one if part not in PARTS]:
         raise ValueError(f"there is no part {strange[0]!r}; there are {', '.join(PARTS)}")
     present = [part for part in PARTS if any(any(one.get(part, ())) for one in both)]
     totals = [_totals(one, len(choices)) for one in both]
-    highest = max(*predicted, *(total for one in totals for total in one))
-    scale, unit = time_unit(highest)
+    scale, unit = time_unit(min(total for one in totals for total in one))  # as prose has the best step
     places = range(len(choices))
     formula = f"formula; T and c from the work at m = {choices[0]} and {choices[-1]}"
     line = Series(formula, places, [p / scale for p in predicted], looks([formula])[formula],
@@ -66,10 +65,10 @@ def u_curve(
     for ax, one, steps in zip(fig.axes, both, totals, strict=True):
         _stack_bars(ax, choices, {part: one.get(part, [0.0] * len(choices)) for part in present}, scale)
         best = steps.index(min(steps))
-        line_at = predicted if one is parts else steps
-        tops = [max(pair) / scale for pair in zip(steps, line_at, strict=True)]
+        line_tops = _tops_of_line(predicted) if one is parts else steps  # below there is no line
+        tops = [max(pair) / scale for pair in zip(steps, line_tops, strict=True)]
         write_values(ax, places, tops, [number(step / scale) for step in steps], best)
-        ax.set(xlim=(-0.6, len(choices) - 0.4), ylim=(0, 1.1 * highest / scale))
+        ax.set(xlim=(-0.6, len(choices) - 0.4), ylim=(0, 1.14 * max(tops)))
         ax.set_xticks(places, [f"{choice:,}" for choice in choices])
         ax.get_xticklabels()[best].set_fontweight("bold")
         ax.tick_params(axis="x", length=0)
@@ -78,6 +77,15 @@ def u_curve(
         ends.append(", ".join(f"{number(step / scale)} {unit} at {choice:,}" for choice, step in pairs))
     fig.set_label("The bars end at " + "; with CUDA graphs at ".join(ends))  # for the alt text
     return fig
+
+
+def _tops_of_line(values: Sequence[float]) -> list[float]:
+    """The highest points of a line through `values` across each label, which a steep line would cross."""
+    ends = (values[0], *values, values[-1])
+    return [
+        max(at, at + (before - at) / 4, at + (after - at) / 4)
+        for before, at, after in zip(ends, ends[1:], ends[2:], strict=False)
+    ]
 
 
 def _totals(parts: Mapping[str, Sequence[float]], count: int) -> list[float]:

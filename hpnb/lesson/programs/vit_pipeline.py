@@ -9,6 +9,7 @@ Schedules that are compared run in turn, so that a machine that slows down slows
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import warnings
 from collections.abc import Mapping, Sequence
@@ -285,7 +286,8 @@ def work_and_bubble(steps: Mapping[str, Timeline]) -> dict[str, dict[str, float]
 def compare_split(rounds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float | str]]:
     """Columns of a table with one row: how many times as long a step with split backwards takes."""
     row, ratio = "split / in one piece", divide_rounds(rounds[SPLIT], rounds[IN_ONE_PIECE])
-    return {"factor": {row: ratio.median}, "range": {row: ratio.range}, "verdict": {row: ratio.verdict}}
+    spread = f"{ratio.low:.3f} to {ratio.high:.3f}"  # two digits may leave the median outside
+    return {"factor": {row: ratio.median}, "range": {row: spread}, "verdict": {row: ratio.verdict}}
 
 
 def faster_pairs(steps: Mapping[str, float], spreads: Mapping[str, float]) -> list[str]:
@@ -385,18 +387,19 @@ def replay_on_link(tl: Timeline, schedule: Schedule, link: Link, message: float)
 
 
 def record_run(here: Banner, shape: Sequence[int], dtype: torch.dtype) -> str:
-    """Record what a message between stages looks like, and what this run's steps are: "measured", where each
-    rank has a GPU or a core, or "replayed"."""
+    """Record what a message between stages looks like, what this run's steps are, "measured", where each rank
+    has a GPU or a core, or "replayed", and which step of several is shown."""
     kind = "measured" if here.timings_mean_something else "replayed"
     if kind == "measured":
-        messages = "messages are measured, too"
+        messages = "steps include the time of messages"
     elif here.device == "cpu":
         messages = "messages take no time"
     else:
         messages = "messages take an NVLink's time"  # REPLAY_LINK's
     images, tokens, hidden = shape
     sizes = {"images": images, "tokens": tokens, "hidden": hidden, "bytes": dtype.itemsize}
-    record("02.run", {"kind": kind, "messages": messages, **sizes})
+    shown = "the median step" if kind == "measured" else "a replay of each action's median time"
+    record("02.run", {"kind": kind, "messages": messages, "shown": shown, **sizes})
     return kind
 
 
@@ -415,29 +418,49 @@ def record_graphs(
     most, best = max(steps), min(graphed, key=lambda m: graphed[m].makespan)
     eager, replayed = (number(at[most].makespan, "s") for at in (steps, graphed))
     words = f"the step at m = {most} takes {replayed} with graphs instead of {eager}, "
-    words += f"and the best m is {best}"
+    words += f"and the best step is {number(graphed[best].makespan, 's')} at m = {best}"
     words += ", although some stages could not be captured" if notes else ""
     record("02.graphs", words)
     return "\n".join([f"{words[0].upper()}{words[1:]}.", *notes])
 
 
+def record_sweep(
+    steps: Mapping[int, Timeline], parts: Mapping[str, Sequence[float]], predicted: Sequence[float]
+) -> None:
+    """Record the shortest step and that of one microbatch, the bubble at the best and at the largest number,
+    and where the formula is furthest from the run.
+
+    Args:
+        steps: {number of microbatches: step}, in rising order.
+        parts: of these steps, as `step_parts` has them.
+        predicted: seconds of each by the formula.
+    """
+    took = {m: tl.makespan for m, tl in steps.items()}
+    best, bubbles = min(took, key=took.__getitem__), dict(zip(took, parts["bubble"], strict=True))
+    ratios = {m: took[m] / formula for m, formula in zip(took, predicted, strict=True)}
+    furthest = max(ratios, key=lambda m: abs(math.log(ratios[m])))
+    record("02.sweep", {"best": best, "most": max(took), "furthest": furthest, "over": ratios[furthest]})
+    work = compute_seconds(steps[best]) * len(steps[best].ranks)
+    record("02.sweep-step", {"alone": took[1], "best": took[best], "work": work}, "s")
+    record("02.sweep-bubble", {"best": bubbles[best], "most": bubbles[max(took)]}, "s")
+    record("02.sweep-share", 100 * took[best] / took[1], "%")
+
+
 def record_race(
     name: str, predicted: Mapping[str, float], steps: Mapping[str, Timeline], spreads: Mapping[str, float]
 ) -> None:
-    """Record which schedules are faster beyond the spread, which comes first, and the step of each if a rank
-    worked as long as under 1F1B; add all to the ledger."""
+    """Record which schedules are faster beyond the spread, which comes first, how many times its prediction
+    each step takes, and 1F1B's backward over two forwards; add all to the ledger."""
     makespans = {schedule: tl.makespan for schedule, tl in steps.items()}
     first = {
         "predicted": min(predicted, key=predicted.__getitem__),
         "run": min(makespans, key=makespans.__getitem__),
     }
     words = race_words(makespans, spreads)
-    work = compute_seconds(steps["1f1b"])
-    if_equal = {
-        f"{schedule}-with-work-of-1f1b": (work / (1 - tl.bubble_fraction), "s")
-        for schedule, tl in steps.items()
-    }
-    record("02.race", {"faster": words, "first": first, **if_equal})
+    over = {schedule: seconds / predicted[schedule] for schedule, seconds in makespans.items()}
+    record("02.race", {"faster": words, "first": first, "over-predicted": over})
+    total = {op: sum(e.duration for e in steps["1f1b"].events if e.op == op) for op in "FB"}
+    record("02.race.half-backward", total["B"] / 2 / total["F"])  # the prediction's W over F
     record("02.race.step", makespans, "s")
     add_to_ledger(name, predicted, steps)
 

@@ -319,10 +319,21 @@ def test_ratios_of_a_step_compare_what_they_say() -> None:
 
 def test_seconds_that_a_slower_link_adds_do_not_depend_on_what_else_a_step_does() -> None:
     simulated = {"dp": [2.0, 3.0, 12.0], "tp": [102.0, 104.0, 122.0]}
-    added, middle, rise = vit_hybrid.record_added({"dp": 4.0, "tp": 90.0}, simulated)
+    added, middle = vit_hybrid.record_added(simulated)
     assert added == {"dp": 10.0, "tp": 20.0}
     assert middle == {"dp": 1.0, "tp": 2.0}
-    assert rise == {"dp": 8.0, "tp": 32.0}
+
+
+def test_what_is_not_compute_is_compared_along_pp_and_tp(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: dict[str, Any] = {}
+    monkeypatch.setattr(vit_hybrid, "record", lambda key, value, unit="": recorded.update({key: value}))
+    busy, predicted = {"pp": 4.0, "tp": 6.0}, {"pp": 5.0, "tp": 8.0}
+    simulated, measured = {"pp": [6.0, 9.0], "tp": [11.0, 99.0]}, {"pp": 7.0, "tp": 9.0}
+    off = vit_hybrid.record_rest(3.0, 1.0, busy, predicted, simulated, measured)
+    assert off == {"pp": 1.0, "tp": -2.0}
+    assert recorded["04.rest.tp.simulated"] == {"step": 11.0, "rest": 5.0}
+    assert recorded["04.rest.pp.predicted"] == {"step": 5.0, "rest": 2.0}
+    assert recorded["04.rest.tp.off"] == {"compute": 3.0, "rest": -2.0}
 
 
 @pytest.mark.parametrize("source", ["measured", "measured by turns"])
@@ -400,7 +411,7 @@ def test_lines_of_axes_over_a_slower_link() -> None:
     dots = {axis: lines[f"{axis} measured"].get_xydata()[0] for axis in ("dp", "tp")}
     assert dots["dp"][1] == 0.11
     assert dots["dp"][0] < dots["tp"][0] < 1  # beside each other, left of the curves
-    assert {t.get_text() for t in fig.axes[0].texts} == {"dp  +800 ms", "tp  +1.90 s"}
+    assert {t.get_text() for t in fig.axes[0].texts} == {"dp  +0.800 s", "tp  +1.90 s"}
     for wrong in (
         ([1, 2], {"dp": [1.0]}, {"dp": 1.0}),
         ([1, 2], {"dp": [1.0, 0.0]}, {"dp": 1.0}),

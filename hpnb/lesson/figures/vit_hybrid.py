@@ -16,7 +16,6 @@ from hpnb.plot.canvas import SMALL, TEXT, WIDTH, Box, Key, boxes, new_figure, te
 from hpnb.plot.curves import CurvePanel, Look, Series, curves, set_ticks
 from hpnb.plot.grammar import AXIS, CARD, CATEGORY, INK, SOFT, STYLE, OpStyle, axis_style, ink_on, mix
 from hpnb.plot.units import byte_count, number, time_unit
-from hpnb.plot.units import seconds as duration
 
 RankTraffic = Mapping[tuple[int, int], Mapping[str, float]]
 """{(sender, receiver): {axis: bytes}}"""
@@ -29,7 +28,7 @@ PARTS: dict[str, OpStyle] = {
     "dp": OpStyle(AXIS["dp"].color, "xx", "dp, exposed"),
 }
 MOST_WITH_WORDS = 10  # ranks: in smaller squares nothing can be read
-_PALEST = 0.4
+_PALEST = 0.55
 _CONTROL = 1024.0  # bytes: smaller messages count, and are drawn as palest
 
 
@@ -201,7 +200,8 @@ def slower_link(
 ) -> Figure:
     """A step of each axis over how many times slower the link is, both logarithmic.
 
-    Measured steps are dots in a strip left of the curves, beside each other.
+    Measured steps are dots in a strip left of the curves, beside each other. A curve need not begin at its
+    dot, because its messages take as long as the link says.
 
     Args:
         slower: 1 and up, ascending.
@@ -218,12 +218,12 @@ def slower_link(
         keys.append(series[-1].key)
         beside = [strip * 1.2 ** (place - (len(steps) - 1) / 2)]
         series.append(Series(axis, beside, [measured[axis] / scale], look, "dots", f"{axis} {source}"))
-    added = "right: longer than its simulated step on this link"
-    keys.append(Key(OpStyle(SOFT, "", added), "words"))
+    for words in (f"dots: {source}", "lines: simulated", "right: added on the slowest link"):
+        keys.append(Key(OpStyle(SOFT, "", words), "words"))
     heading = title if title is not None else "a step on a slower link"
     across = "bandwidth of the link between ranks"
     panel = CurvePanel(series, f"step ({unit}), log scale", "xy", 2.5, xlabel=across)
-    longer = {axis: f"{axis}  +{duration(steps[axis][-1] - steps[axis][0])}" for axis in steps}
+    longer = {a: f"{a}  +{number((seconds[-1] - seconds[0]) / scale)} {unit}" for a, seconds in steps.items()}
     right = 0.35 + max((text_inches(words, TEXT, "bold") for words in longer.values()), default=0.0)
     fig = curves([panel], title=heading, keys=keys, right=right)
     (ax,) = fig.axes

@@ -125,25 +125,20 @@ def add_to_ledger(
         ledger.add("04", one_axis(axis, card.ranks), model, quantities, card.hardware)
 
 
-def record_added(
-    measured: Mapping[str, float], simulated: Mapping[str, Sequence[float]]
-) -> tuple[dict[str, float], ...]:
+def record_added(simulated: Mapping[str, Sequence[float]]) -> tuple[dict[str, float], ...]:
     """Record and return by how many seconds slower links prolong each axis's step.
 
-    They are: simulated on the slowest link less simulated on the first (04.added), on the middle link less
-    on the first (04.tenth-added), and on the slowest less measured (04.rise). 04.growth is the first as a
-    ratio. That contains whatever else a recorded step spends time on, and the seconds do not.
+    They are: simulated on the slowest link less simulated on the first (04.added), and on the middle link
+    less on the first (04.tenth-added). What else a recorded step spends time on is in neither.
 
     Args:
         simulated: {axis: seconds on each link}, the measured one first and the slowest last.
     """
     added = {axis: seconds[-1] - seconds[0] for axis, seconds in simulated.items()}
     middle = {axis: seconds[len(seconds) // 2] - seconds[0] for axis, seconds in simulated.items()}
-    rise = {axis: seconds[-1] - measured[axis] for axis, seconds in simulated.items()}
-    for name, seconds in (("added", added), ("tenth-added", middle), ("rise", rise)):
+    for name, seconds in (("added", added), ("tenth-added", middle)):
         record(f"04.{name}", seconds, "s")
-    record("04.growth", {axis: seconds[-1] / seconds[0] for axis, seconds in simulated.items()})
-    return added, middle, rise
+    return added, middle
 
 
 def record_ratios(
@@ -183,24 +178,36 @@ def record_steps(card: MachineCard, steps: AxisSteps) -> dict[str, float]:
     return busy
 
 
-def record_pipeline(
+def record_rest(
     share: float,
-    busy: float,
+    bubble: float,
+    busy: Mapping[str, float],
     predicted: Mapping[str, float],
     simulated: Mapping[str, Sequence[float]],
     measured: Mapping[str, float],
-) -> None:
-    """Record under 04.pipeline a step along pp three times, and what is not compute of the busiest rank.
+) -> dict[str, float]:
+    """Record under 04.rest a step along pp and along tp three times, and what is not compute of the busiest
+    rank; return {axis: measured less predicted seconds of that}.
+
+    04.rest.pp.off and 04.rest.tp.off are compute and the rest, measured less predicted.
 
     Args:
         share: predicted seconds of this compute.
-        busy: recorded seconds of it, which a simulated step has, too.
+        bubble: predicted seconds of pp's rest that a rank is idle.
+        busy: recorded seconds of the compute, which a simulated step has, too.
         predicted, simulated, measured: as in `record_ratios`.
     """
-    steps = {"predicted": predicted["pp"], "simulated": simulated["pp"][0], "measured": measured["pp"]}
-    for source, step in steps.items():
-        rest = step - (share if source == "predicted" else busy)
-        record(f"04.pipeline.{source}", {"step": step, "rest": rest}, "s")
+    record("04.rest.bubble", bubble, "s")
+    off = {}
+    for axis in ("pp", "tp"):
+        steps = {"predicted": predicted[axis], "simulated": simulated[axis][0], "measured": measured[axis]}
+        rest = {source: step - (share if source == "predicted" else busy[axis])
+                for source, step in steps.items()}  # fmt: skip
+        for source, step in steps.items():
+            record(f"04.rest.{axis}.{source}", {"step": step, "rest": rest[source]}, "s")
+        off[axis] = rest["measured"] - rest["predicted"]
+        record(f"04.rest.{axis}.off", {"compute": busy[axis] - share, "rest": off[axis]}, "s")
+    return off
 
 
 def _data_parallel(

@@ -55,14 +55,15 @@ choice = hpnb.ranks.choose_device("auto", N)
 DEVICE = "cpu" if choice.shares_gpus else "auto"  # two ranks on one GPU: use the CPU
 why = "ranks that share a GPU have no link between them, so this page runs on the CPU"
 here = lesson.banner(N, DEVICE, reading=why if choice.shares_gpus else "")
-lesson.record("00.ran", {"ranks": N, "backend": here.backend})
+counting = "" if here.device == "cpu" else ", and over gloo where it counts bytes"
+lesson.record("00.ran", {"ranks": N, "backend": here.backend + counting})
 
 # %% [markdown]
-# <details><summary>Words of the banner and of the cells</summary>
+# <details><summary>Words that a banner may have, and words of the cells</summary>
 #
 # `hpnb` is the library of this series. *Contended*: ranks share cores, so measured times include waiting for a core.
-# *Simulated*: a formula gives the times of messages. *Replayed*, on later pages: recorded compute times with messages
-# from a formula. `lesson.record` and `lesson.ledger` save numbers for this text and for later pages.
+# *Simulated*: a formula gives the times of messages. *Replayed*: recorded compute times with messages from a formula.
+# `lesson.record` and `lesson.ledger` save numbers for this text and for later pages.
 # </details>
 #
 # ## Several processes, no shared memory
@@ -91,7 +92,7 @@ x
 
 # %% [markdown]
 # In the next cell rank 0 *sends* its tensor to rank 1, which *receives* it into `x`. Each
-# call returns when its tensor may be used again.
+# call returns when the next operation may use its tensor.
 
 # %%
 # %%ranks
@@ -139,8 +140,7 @@ x
 #
 # Ranks send in pairs or, more often, by a *collective*: an operation that all ranks of a group call together. A *group* is a list of ranks with message channels of its own; the default
 # group is all ranks. The table is for n ranks and a tensor of S bytes. Its last column is the least that a rank must
-# send. In a broadcast ranks may send unequal amounts, so its row has the average: n-1 ranks receive S bytes each, and we
-# divide these bytes by n.
+# send. A broadcast delivers (n-1) S bytes in all, and its row is this over n ranks.
 #
 # | collective | input of each rank | each rank gets | bytes that leave a rank |
 # |---|---|---|---|
@@ -152,7 +152,7 @@ x
 # | barrier | nothing | a return, once all have called it | 0 |
 #
 # A *shard* is one of n equal parts of a tensor, and each rank keeps one. The cell runs four of these collectives in
-# plain `torch.distributed`, and draws what every rank held, with a colour for each value.
+# plain `torch.distributed`, and draws what every rank held, darker to lighter as values grow.
 
 
 # %%
@@ -183,7 +183,7 @@ answer = {"unit": "B", "kind": "identity", "rule_of_thumb": 4 * VALUES}  # exact
 lesson.predict("00.ring-bytes", question, guess=None, **answer)
 
 # %% [markdown]
-# Reduce-scatter and all-gather together are an *all-reduce*: each rank starts with a tensor and ends with the sum of all. Training uses it
+# A reduce-scatter and an all-gather are together an *all-reduce*: each rank starts with a tensor and ends with the sum of all. Training uses it
 # most, because gradients of different data must be added.
 #
 # The cell ends with a question, `lesson.predict`. Write a number for `guess` before you read on. Until you do, the page
@@ -309,13 +309,13 @@ lesson.claim("the ring and dist.all_reduce give every rank the same sum", all(eq
 # many ranks there are**. No algorithm in which the ranks do the adding sends fewer bytes from its busiest rank
 # (Patarasuk and Yuan 2009).
 #
-# Does that really leave a rank?
+# Does that really leave a rank? We count on CPUs over gloo, whose TCP connections can be counted.
 #
 # - *Predicted* is the formula.
 # - *Counted* adds up our ring's sends, with `hpnb.record.traffic`. It cannot see the sends inside of `dist.all_reduce`,
 #   so there the column is empty.
-# - *Measured* is what the operating system counts on TCP connections. gloo sends over TCP, here through *loopback*, the
-#   interface by which a machine talks to itself.
+# - *Measured* is what the operating system counts on these connections. They go through *loopback*, the interface by which
+#   a machine talks to itself.
 
 
 # %%
@@ -335,7 +335,7 @@ runs = {ours: (ring_all_reduce, VALUES)}
 runs |= {large: (dist.all_reduce, VALUES), small: (dist.all_reduce, 256)}
 counted, measured = hpnb.launch(count_bytes, runs, ranks=N, device="cpu")[0]
 predicted = {name: 2 * (N - 1) / N * 4 * length for name, (_, length) in runs.items()}
-title = "bytes that leave rank 0; measured on its TCP connections"
+title = "bytes that leave rank 0 over gloo; measured on its TCP connections"
 sends = {"counted (B)": {ours: counted[ours]}}
 shown = {"predicted": predicted, "measured": measured, "columns": sends}
 lesson.show(**shown, unit="B", title=title)
@@ -485,9 +485,9 @@ lesson.predict("00.many-calls", question, guess=None, rule_of_thumb=1)
 # knee at <data value="00.card.knee">1.20 MB</data>. On average the dots are at <data value="00.fit.left:.2f">1.15</data> times the curve left of the knee, and at
 # <data value="00.fit.right:.2f">1.37</data> times the curve right of it.
 #
-# A byte costs <data value="00.card.rho:,.0f">39</data> FLOP here. On an H200 it costs <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data> over NVLink and
-# <data value="00.rho.ethernet-10-gb.at-published-rates">791,000 FLOP/B</data> over 10 Gb Ethernet. With 16,384 tokens on each rank, $2\rho / (3T)$ is then
-# <data value="00.share.nvlink-4:.2f">0.09</data> over NVLink and <data value="00.share.ethernet-10-gb:.0f">32</data> over Ethernet.
+# A byte costs <data value="00.card.rho:,.0f">39</data> FLOP here, at measured rates. At published rates a byte costs an H200
+# <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data> over NVLink and <data value="00.rho.ethernet-10-gb.at-published-rates">791,000 FLOP/B</data> over 10 Gb Ethernet. Measured rates are lower than published ones, so do not compare the two.
+# With 16,384 tokens on each rank, $2\rho / (3T)$ at published rates is <data value="00.share.nvlink-4:.2f">0.09</data> over NVLink and <data value="00.share.ethernet-10-gb:.0f">32</data> over Ethernet.
 #
 # <details><summary>The links of the table</summary>
 #
@@ -521,18 +521,19 @@ sources = {"predicted": predicted, "measured": measured}
 lesson.show(**sources, unit="s", key="00.calls", title="slowest rank, 5 turns")
 (expected, expected_100), (took, took_100) = predicted.values(), measured.values()
 lesson.record("00.off", {"one": took / expected, "hundred": took_100 / expected_100})
+latency = 100 * 2 * (N - 1) * card.latency  # in % of a call of 1 s
+lesson.record("00.latency", {"one": latency / expected, "small": latency / expected_100 * 100}, "%")
 lesson.reveal("00.many-calls", took_100 / took, predicted=expected_100 / expected)
 lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">", took))
 
 # %% [markdown]
 # One call took <data value="00.calls.1-call-of-8-mb.measured">74.7 ms</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">1.09 s</data>:
-# <data value="00.many-calls:.1f">14.6</data> times as long for the same bytes. Each small call lies left of the knee and pays the latency again. That is why notebook 01
-# collects gradients in *buckets*, each of many tensors that go in one call.
+# <data value="00.many-calls:.1f">14.6</data> times as long for the same bytes. By the formula {{00.latency.one}} of the one call is latency, and {{00.latency.small}} of a small one.
+# That is why notebook 01 collects gradients in *buckets*, each of many tensors that go in one call.
 #
 # The formula says <data value="00.many-calls.predicted:.1f">13.9</data>. The one call took <data value="00.off.one:.2f">1.42</data> times its prediction, and the hundred took <data value="00.off.hundred:.2f">1.49</data> times
-# theirs. Had these two factors been equal, the predicted ratio would have been right. They are not, and this run does not
-# show why: the load may have changed since the fit, or α and B may be off by different factors. So trust the formula
-# for which of the two is slower, and measure how much slower it is.
+# theirs. The predicted ratio is right only if these two are equal. So trust the formula for which of the two is slower, and
+# measure how much slower it is.
 #
 # <details><summary>On a laptop</summary>
 #
@@ -544,9 +545,10 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 # <details><summary>If the prediction is off on your machine</summary>
 #
 # If a measured time is too long, a cost may be missing: the formula leaves out the additions, the time in which a process
-# hands a call to its GPU, and users of cores and links that came after the fit. If it is too short, no cost is missing: the fitted α
-# or B is too pessimistic, for instance because the machine was busier during the fit. Run the cell twice. What
-# differs between the runs is noise.
+# hands a call to its GPU, and users of cores and links that came after the fit. If it is too short, the fit contains a
+# cost that these calls do not pay. The fit timed call by call. A process queues a hundred calls for its GPU and waits for it once,
+# while the one call pays this wait alone. This run does not test these causes. Run the cell twice. What differs between
+# the runs is noise.
 # </details>
 #
 # A ring is not always best: its $2(n-1)$ latencies hurt when the tensor is small and the ranks are many. The *explorer*
@@ -608,8 +610,8 @@ lesson.check(exercises.bucket, bucket_bytes)
 # %% [markdown]
 # ## Waiting is not moving
 #
-# So far all ranks called the all-reduce together. In training they rarely do, and a sum needs a part from every rank.
-# Who arrives early has to wait:
+# So far all ranks called the all-reduce together. In training they rarely do, and who arrives
+# early has to wait:
 #
 # ```text
 #   rank 0   ▇▇ compute ▇▇░░░░░░░░░ wait ░░░░░░░░░▒▒ move ▒▒
@@ -617,15 +619,15 @@ lesson.check(exercises.bucket, bucket_bytes)
 # ```
 #
 # A profiler shows wait and move as **one** bar, named all-reduce. We split it when the last rank arrives: before that
-# moment a rank *waits*, afterwards bytes *move*. A rank that keeps the others waiting is a *straggler*. We make one: rank 1
-# sleeps 100 ms longer than the others.
+# moment a rank *waits*, afterwards bytes *move*. The last one is a *straggler*. We make one: rank 1 sleeps 100 ms longer
+# than the others.
 #
 # A `Layout` arranges ranks as a grid and says how many lie along each axis. Here all lie along `dp`: in *data
 # parallelism* (notebook 01) each rank trains a copy of the model on its own data. `Mesh(layout).dp` is the group along
 # that axis, and its `rank` is this rank's number in it.
 #
 # The cell runs three cases with 8 MB: all ranks at once, all after a pause of 30 ms, and rank 1 late. It records a
-# *timeline*, the start and end of each event on each rank. The figure shows the last case, as medians over the steps.
+# *timeline*, the start and end of each event on each rank. The figure shows the last case.
 
 # %%
 question = f"Rank 1 of {N} is slow. Which rank has the SHORTEST all-reduce bar?"
@@ -670,8 +672,8 @@ lesson.ledger.add("00", Layout(dp=N), "all-reduce of 8 MB", times, card.hardware
 # The straggler has the *shortest* all-reduce, wait and move together, because it arrives last and waits for nobody.
 # Whoever optimizes the longest bar works on the wrong rank.
 #
-# Next come medians over the steps. Then we *replay* the last case on other links: compute takes as long as recorded, and
-# collectives take what the formula says.
+# We also *replay* the last case on other links: compute takes as long as recorded, and collectives take what the formula
+# says.
 
 
 # %%
@@ -684,43 +686,37 @@ def median(tl, part, ranks=range(N)):
 others = [rank for rank in range(N) if rank != 1]
 wait = {name: median(tl, "wait", others) for name, tl in recorded.items()}
 move = {name: median(tl, "move") for name, tl in recorded.items()}
-card_move = dict.fromkeys(cases, card.predicted(8e6))
 parts = {"measured wait (s)": wait, "measured move (s)": move}
-parts["predicted move (s)"] = card_move
+parts["predicted move (s)"] = dict.fromkeys(cases, card.predicted(8e6))
 title = "medians of an all-reduce of 8 MB; wait without rank 1, move of all"
 lesson.show(columns=parts, key="00.bar", title=title)
 replays = {name: lesson.replay(late, link) for name, link in theory.LINKS.items()}
 waits = {name: median(tl, "wait", others) for name, tl in replays.items()}
 moves = {name: median(tl, "move") for name, tl in replays.items()}
 parts = {"wait (s)": waits, "move (s)": moves}
-title = "simulated · the steps with the late rank, on other links"
+title = "replayed · the steps with the late rank, on six links"
 lesson.show(columns=parts, key="00.replay", title=title)
+lesson.record("00.pause", figures.compare_moves(recorded["at once"], late))
 waiting, moving = wait["rank 1 late"], move["rank 1 late"]
 lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", moving))
 
 # %% [markdown]
-# Rank 1 slept 100 ms longer, so the others waited <data value="00.bar.rank-1-late.measured-wait">99.2 ms</data> in an all-reduce. Then the bytes moved in
-# <data value="00.bar.rank-1-late.measured-move">42.2 ms</data>. Another link changes only the move: simulated NVLink takes <data value="00.replay.nvlink-4.move">44.7 µs</data>. The
-# wait stays at <data value="00.replay.nvlink-4.wait">100 ms</data>, because a replay keeps the recorded compute times.
+# Rank 1 slept 100 ms longer, so the others waited <data value="00.bar.rank-1-late.measured-wait">99.2 ms</data> in an all-reduce. The move, which begins when
+# rank 1 arrives, took <data value="00.bar.rank-1-late.measured-move">42.2 ms</data>. Another link changes only the move: it takes <data value="00.replay.ethernet-10-gb.move">9.90 ms</data> replayed on 10 Gb
+# Ethernet and <data value="00.replay.nvlink-4.move">44.7 µs</data> on NVLink. The wait stays at <data value="00.replay.ethernet-10-gb.wait">100 ms</data>, because a replay keeps the recorded compute times.
 #
-# The formula says <data value="00.bar.at-once.predicted-move">52.5 ms</data> for every move. The three cases took <data value="00.bar.at-once.measured-move">39.3 ms</data>, <data value="00.bar.after-a-pause.measured-move">33.7 ms</data> and <data value="00.bar.rank-1-late.measured-move">42.2 ms</data>, with the same
-# bytes on the same link. One run does not show how much of this is noise.
-#
-# <details><summary>A copy that looked like a link</summary>
-#
-# The cell calls `dist.all_reduce`, which sums in place. `comm.all_reduce` first copies its tensor. On 2 cores, the wait with it was
-# not 100 ms, not even in the replay. The copy runs between the end of compute and the start of the all-reduce. The early
-# ranks copy at the same moment and slow each other down; rank 1 copies alone and is quicker. So when the all-reduce
-# began, rank 1 was less than 100 ms late. A replay keeps the recorded copies, and with them this shorter wait.
-# </details>
+# The formula says <data value="00.bar.at-once.predicted-move">52.5 ms</data> for every move. The three cases took <data value="00.bar.at-once.measured-move">39.3 ms</data>, <data value="00.bar.after-a-pause.measured-move">33.7 ms</data> and <data value="00.bar.rank-1-late.measured-move">42.2 ms</data>.
+# Does the pause matter? We pair each step at once with each step with rank 1 late: in {{00.pause.longer}} of {{00.pause.pairs}}
+# pairs the late one's move is longer. Noise alone seldom gives more than 22 or fewer than 3, so {{00.pause.words}}.
 #
 # <details><summary>How long does an 8 MB all-reduce take, then?</summary>
 #
 # The formula counts until the slowest rank is done. Counted like that, the one call of the previous section took
-# <data value="00.calls.1-call-of-8-mb.measured">74.7 ms</data>, and the 8.4 MB of the fit took <data value="00.fit.large">59.1 ms</data>. The moves of the table are medians over all ranks, which are a little
-# shorter. Ranks that share cores add noise to each of these times, so the times do not show what a pause does.
+# <data value="00.calls.1-call-of-8-mb.measured">74.7 ms</data>, and the 8.4 MB of the fit took <data value="00.fit.large">59.1 ms</data>. The moves of the table are medians over ranks, and the slowest rank
+# takes at least as long. A move that is longer than the fit's time contains something besides the link, because
+# the fit used the same link.
 #
-# On GPUs there are also *cold starts*. After a pause, the code that launches a call has left the caches, and GPUs and
+# That may be a *cold start*. After a pause, the code that launches a call has left the caches, and GPUs and
 # links may be saving power. Before you blame a link, time the call with and without a pause before it.
 # </details>
 #
@@ -738,7 +734,8 @@ lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", movin
 # - DeepSpeed: `deepspeed.comm.log_summary(show_straggler=True)` separates waiting from moving.
 # </details>
 #
-# **Takeaway.** Split every collective when its last rank arrives. Before, ranks wait for the slowest; afterwards, for the link.
+# **Takeaway.** Split every collective when its last rank arrives. Before, ranks wait for the slowest. Afterwards,
+# what is left is the link and the start of the call.
 #
 # ### Exercise 4: name the straggler
 #
@@ -770,7 +767,7 @@ lesson.check(exercises.straggler, straggler)
 # %% [markdown]
 # ## A deadlock, and how to read it
 #
-# A late rank costs time, a rank that never comes costs the job. Collectives carry no names: in each group, the first
+# Collectives carry no names: in each group, the first
 # call of one rank meets the first call of every other, and so on. Only order counts:
 #
 # ```text
@@ -808,8 +805,9 @@ def mismatched():
 hpnb.launch(mismatched, ranks=N, device=DEVICE, timeout=3)
 
 # %% [markdown]
-# The first line of the error says that all ranks wait for others, in calls that do not match. On GPUs a monitor
-# would even show 100 % use: while NCCL waits, its kernel keeps asking whether the data has come. Compare the **lines**.
+# The first line of the error says that all ranks wait for others, in calls that do not match. On GPUs a
+# monitor often shows 100 % use in a hang: an NCCL kernel that waits keeps asking whether the data has come. Compare
+# the **lines**.
 
 # %%
 error = sys.last_value

@@ -31,7 +31,14 @@ from PIL import Image
 
 from hpnb import plot, record
 from hpnb.lesson.figures.grid_steps import grid_steps
-from hpnb.lesson.figures.ranks_and_collectives import costs, find_straggler, tensors, time_by_part, waits
+from hpnb.lesson.figures.ranks_and_collectives import (
+    compare_moves,
+    costs,
+    find_straggler,
+    tensors,
+    time_by_part,
+    waits,
+)
 from hpnb.lesson.figures.vit_data_parallel import (
     DURING,
     FOR_MESSAGES,
@@ -893,6 +900,26 @@ def test_waits_name_the_rank_that_waits_least() -> None:
     assert find_straggler(late)[0] == 1
     with pytest.raises(ValueError, match="this timeline has F"):
         waits(Timeline((Event(0, 0, "F", 0, 0.0, 1.0),)))
+
+
+def test_moves_after_a_pause_are_compared_step_by_step() -> None:
+    def moving(*seconds: float) -> Timeline:  # rank 1 arrives last
+        return Timeline(
+            tuple(
+                Event(rank, -1, "all_reduce", -1, 10.0 * step + rank, 10.0 * step + 1 + move, "dp")
+                for step, move in enumerate(seconds)
+                for rank in (0, 1)
+            )
+        )
+
+    once, slow = moving(1, 2, 3, 4, 5), moving(6, 7, 8, 2.5, 9)
+    assert compare_moves(once, slow) == {
+        "longer": 22,
+        "pairs": 25,
+        "words": "this run shows no effect of the pause",
+    }
+    assert compare_moves(once, moving(6, 7, 8, 3.5, 9))["words"].endswith("the pause are longer")  # type: ignore[union-attr]
+    assert compare_moves(moving(6, 7, 8, 3.5, 9), once)["words"].endswith("shorter")  # type: ignore[union-attr]
 
 
 def test_a_number_keeps_its_colour_across_a_collective() -> None:

@@ -40,10 +40,10 @@ class RankError(RuntimeError):
             "interrupted".
 
     >>> try:
-    ...     hpnb.launch(lambda: 1 // hpnb.rank(), ranks=2, device="cpu")
+    ...     hpnb.launch(lambda: 1 / hpnb.rank(), ranks=2, device="cpu")
     ... except hpnb.RankError as error:
     ...     print(error.rank, error.traceback.splitlines()[-1])
-    0 ZeroDivisionError: integer division or modulo by zero
+    0 ZeroDivisionError: division by zero
     """
 
     def __init__(

@@ -275,7 +275,8 @@ def test_a_selection_bias_stays_in_float32_where_weights_have_16_bits(pools: Ran
     ((*_, biases),) = pools[1].run(boosted_steps, "DeepseekV3", plugin, {}, None)
     for bias in biases.values():
         assert bias.dtype == torch.float32
-        assert float(bias.abs().max()) == pytest.approx(0.003, rel=1e-6)  # three steps, none of them rounded
+        moved = float(bias.abs().max())  # three steps, up or down as the loads are, none of them rounded
+        assert any(moved == pytest.approx(0.001 * steps, rel=1e-6) for steps in (1, 3))
 
 
 def balance_of_one() -> tuple[float, float]:

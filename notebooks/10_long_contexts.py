@@ -607,7 +607,7 @@ tokens = theory.context.tokens_to_overlap(shapes[0], card.matmul, card.link)
 title = "Computing covers a part of a ring's messages, and none of Ulysses'"
 lesson.show(figures.exposed_times(
     lengths, predicted, dots, lengths, marked=N * tokens, title=title,
-    marked_as="by the card, computing covers a ring's forward from here on"))  # fmt: skip
+    marked_as="by the card, computing covers a forward from here on"))  # fmt: skip
 
 # %%
 ends = {"first": replayed[0], "last": replayed[-1]}
@@ -794,19 +794,18 @@ losses, norms = ({name: run[i] for name, run in runs.items()} for i in (0, 1))
 rows = {name: run[-1] for name, run in norms.items()}  # of the last step
 lesson.record("10.varies", long_contexts.least_variation(norms, steps=10))  # of row 0
 title = "Both losses fall; rows of wpe without a gradient tell"
-lesson.show(figures.losses_and_rows(losses, rows, title=title))
+lesson.show(figures.losses_and_rows(losses, rows, title))
 final = {name: run[-1] for name, run in losses.items()}
 trained = {name: sum(norm > 0 for norm in run) for name, run in rows.items()}
 # one process loads the weights: the distance of its logits, relative to their norm
 off = {name: distance for name, (*_, distance) in runs.items()}
-columns = {"last loss": final, "reloaded logits are off by": off}
-columns["rows of wpe with a gradient, of 64"] = trained
+columns = {"last loss": final, "reloaded logits are off by": off,
+           "rows of wpe with a gradient, of 64": trained}  # fmt: skip
 title = "Measured: one process computes other logits from the second checkpoint"
 lesson.show(columns=columns, key="10.fault", title=title)
 right, wrong = names
 start, end = losses[right][0], losses[right][-1]
-gaps = [abs(a - b) for a, b in zip(*losses.values(), strict=True)]
-lesson.record("10.gap", {"most": max(gaps), "step": 1 + gaps.index(max(gaps))})
+lesson.record("10.gap", long_contexts.largest_gap(*losses.values()))
 lesson.claim("The loss doesn't tell", abs(final[wrong] - end) < (start - end) / 5)
 lesson.claim("With right positions, one process agrees", (off[right], "<", 1e-5))
 lesson.claim("With wrong positions, it doesn't", (off[wrong], ">", 100 * off[right]))

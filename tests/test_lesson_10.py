@@ -109,6 +109,10 @@ def test_the_prose_names_the_winner_at_each_length_and_admits_close_races() -> N
     assert "the length decides" in long_contexts.ratios_in_words([0.9, 3.0])
 
 
+def test_the_largest_gap_has_its_step() -> None:
+    assert long_contexts.largest_gap([3.0, 2.0, 1.0], [3.0, 2.5, 1.25]) == {"most": 0.5, "step": 2}
+
+
 def test_the_prose_says_from_where_a_step_covers_its_message() -> None:
     def words(*computing: float) -> str:
         parts = [{"computing of a step": took, "message of a ring": 1.0} for took in computing]

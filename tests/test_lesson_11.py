@@ -112,11 +112,6 @@ def test_rows_of_ranks_are_means_of_sorted_loads() -> None:
     assert moe.sorted_rows(steps, 2) == [5.0, 1.0]
 
 
-def test_rows_beyond_a_capacity_are_a_share_of_all_rows() -> None:
-    loads = {"busiest": {"block 1": 2.0, "block 2": 4.0}, "second busiest": {"block 1": 1.0, "block 2": 3.2}}
-    assert moe.percent_beyond(loads, 3.0, 8) == pytest.approx(100 * (1.0 + 0.2) / 16)
-
-
 # --- on ranks ----------------------------------------------------------------------------------------
 
 

@@ -55,7 +55,8 @@ def expert_layer() -> Explorer:
     together always the same weights: twice as many experts are half as wide.
     """
     trade = "imbalance", "times the ideal"
-    return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade, goal=1.6).display()
+    title = "time of a layer / its ideal, at each imbalance"
+    return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade, trade_title=title, goal=1.6).display()
 
 
 def layer_cost(experts: int, top_k: int, ep: int, imbalance: float, link: str) -> LayerCost:

@@ -125,11 +125,11 @@ def capacity(
     lower = [Series(run, factors, y, look[run], "line and dots", f"loss, {run},")
              for run, y in losses.items()]  # fmt: skip
     panels = [CurvePanel(upper, "%", height=1.25, title="rows that are dropped"),
-              CurvePanel(lower, "rise of loss", height=1.25, title="how much the loss rises by that",
+              CurvePanel(lower, "change of loss", height=1.5, title="how much that changes the loss",
                          xlabel="capacity of an expert / mean load")]  # fmt: skip
     fig = curves(panels, title=title, gap=0.5)
     for ax in fig.axes:
-        for size, line in zip((11, 5.5), ax.get_lines(), strict=False):  # no dot hides one beneath
+        for size, line in zip((9, 4.5), ax.get_lines(), strict=False):  # no dot hides one beneath
             line.set(markersize=size)
     return fig
 
@@ -160,6 +160,9 @@ def losses_and_experts(
     keys = legend_of([*upper, *lower])
     fig = curves(panels, title=title, keys=keys, more_keys=[unused], gap=0.75)
     fig.axes[0].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    fig.axes[0].yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+    for size, line in zip((9, 4.5), fig.axes[0].get_lines(), strict=False):  # where they coincide
+        line.set_markersize(size)
     ax = fig.axes[1]
     for expert, count in enumerate(tokens):
         if not count:

@@ -270,19 +270,6 @@ def busiest_experts(
             for place, name in enumerate(("busiest", "second busiest"))}  # fmt: skip
 
 
-def percent_beyond(loads: Mapping[str, Mapping[str, float]], capacity: float, num_experts: int) -> float:
-    """Rows that experts have beyond `capacity` means, in percent of all rows.
-
-    Args:
-        loads: of the two busiest experts of each block, as `busiest_experts` returns them. With k = 2 of 8
-            experts, no third one has more than 8/3 of the mean.
-        capacity: 8/3 or more.
-    """
-    blocks = len(next(iter(loads.values())))
-    beyond = sum(max(load - capacity, 0.0) for of_blocks in loads.values() for load in of_blocks.values())
-    return 100 * beyond / (blocks * num_experts)
-
-
 # --- gradients of experts -----------------------------------------------------------------------------
 
 

@@ -139,6 +139,12 @@ def least_variation(norms: Mapping[str, Sequence[Sequence[float]]], steps: int) 
     return min(max(sizes) / min(sizes) for sizes in first)
 
 
+def largest_gap(losses: Sequence[float], others: Sequence[float]) -> dict[str, float]:
+    """The largest distance between two runs' losses in a step, "most", and that step, counted from 1."""
+    gaps = [abs(a - b) for a, b in zip(losses, others, strict=True)]
+    return {"most": max(gaps), "step": 1 + gaps.index(max(gaps))}
+
+
 # --- times --------------------------------------------------------------------------------------------
 
 

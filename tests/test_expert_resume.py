@@ -90,7 +90,8 @@ def test_on_the_same_layout_bit_for_bit(pools: RankPools, adam: bool, zero: int,
     assert resumed == wanted
     again = read(folder)
     assert all(torch.equal(again[name], value) for name, value in weights.items())
-    assert max(float(bias.abs().max()) for bias in biases(weights)) > 0.009
+    saved = load_file(f"{folder}/model/model.safetensors")  # at the end they may have moved back to 0
+    assert max(float(bias.abs().max()) for bias in biases(saved)) > 0.009
 
 
 OTHERS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -69,7 +69,7 @@ schedule_1f1b = lesson.reader_schedule("1f1b", N, M)
 # %% [markdown]
 # ## A uniform cut loses
 #
-# We begin with your 1F1B from notebook 02, or else the library's. *Layers* are the embedding, the blocks and the head.
+# We begin with your 1F1B from notebook 02, if it is there. *Layers* are the embedding, the blocks and the head.
 # The cut is *uniform*: numbers of blocks differ by at most one. A microbatch has b sequences of s tokens;
 # V is the vocabulary size, h the hidden size.
 #
@@ -80,8 +80,8 @@ schedule_1f1b = lesson.reader_schedule("1f1b", N, M)
 #                      (b, s, h)       (b, s, h)
 # ```
 #
-# First, is it exact? `train` runs a small GPT-2 in float64, as a pipeline and in one process, and compares losses and
-# weights. Its `axis` is the group of ranks that form the pipeline. The banner's model is for timing only.
+# Is it exact? `train` compares a small GPT-2 in float64, as a pipeline and in one process. Its `axis` is the group of
+# ranks that form the pipeline. The banner's model is for timing only.
 
 
 # %%
@@ -126,7 +126,7 @@ lesson.predict("06.bubble", question, unit="%", rule_of_thumb=formula)
 # %% [markdown]
 # Now the time. With equal stages, notebook 02 predicts a bubble of $(p-1)/(m+p-1)$, here <data value="06.bubble.rule-of-thumb">27.3 %</data>.
 # `time_steps` runs real steps. Where ranks share cores or a GPU, it times each action alone and *replays* the step
-# from these times, in the schedule's order; here steps are <data value="06.run.source">replayed</data>. Its variants share one set of weights and **take turns**, A B C A B C, so that a busy second slows all of
+# from these times, in the schedule's order; here steps are {{06.run.source}}. Its variants share one set of weights and **take turns**, A B C A B C, so that a busy second slows all of
 # them. It keeps all <data value="06.repeats">3</data> repeats, because a difference smaller than their spread is no
 # finding. Later we also *simulate* steps: the same order, with the times of layers that we measure one by one.
 
@@ -152,16 +152,16 @@ def time_steps(variants):
 steps = pool.run(time_steps, {"uniform": (schedule_1f1b, cuts["uniform"])})[0]
 step, SOURCE = steps["uniform"].median, steps["uniform"].source  # "measured" or so
 lesson.reveal("06.bubble", 100 * step.bubble_fraction, source=SOURCE)
-busy = {f"rank {rank}": step.work(rank) / M for rank in step.ranks}
-lesson.show(**{SOURCE: busy}, unit="s", title="Forward and backward of one microbatch")
+busy = {f"rank {rank}": 1e3 * step.work(rank) / M for rank in step.ranks}
+lesson.show(**{SOURCE: busy}, unit="ms", title="One microbatch, forward and backward")
 *others, last = busy.values()
-lesson.claim("The last rank takes longest", (last, ">", max(others)), FEW_TOKENS)
-lesson.record("06.run", {"source": SOURCE, "slower": last * (N - 1) / sum(others)})
+lesson.claim("The last rank takes longest, ms", (last, ">", max(others)), FEW_TOKENS)
+lesson.record("06.run", gpt2_pipeline.unequal_ranks(SOURCE, busy))
 
 # %% [markdown]
 # The bubble is <data value="06.bubble">46.2 %</data> instead. The formula assumes equal stages, but the last rank works
-# <data value="06.run.slower:.1f">1.9</data> times as long as the others on average, and they wait for it. More microbatches help little,
-# because the others wait in each of them.
+# {{06.run.slower:.1f}} times as long as the others on average, and they wait for it. More microbatches
+# don't cure that. By Σ t + (m-1) max t with these times, a bubble of {{06.run.endless}} stays, however many there are.
 #
 # **Takeaway.** A uniform cut gives the exact result, but slowly: the stage with the head sets the pace.
 #
@@ -172,14 +172,14 @@ lesson.record("06.run", {"source": SOURCE, "slower": last * (N - 1) / sum(others
 #
 # $$ a = \frac{V}{12\,h + 2\,s}, \qquad\text{for GPT-2 with } s = 1024: $$
 #
-# | GPT-2 | h | blocks L | head a, predicted | best predicted speed-up over one rank, (L+a)/a |
+# | GPT-2 | h | blocks L | head a, predicted | best speed-up over one rank by FLOPs, (L+a)/a |
 # |---|---|---|---|---|
 # | 124M | 768 | 12 | 4.5 | 3.7 |
 # | 355M | 1,024 | 24 | 3.5 | 7.8 |
 # | 774M | 1,280 | 36 | 2.9 | 13.5 |
 # | 1.5B | 1,600 | 48 | 2.4 | 21.3 |
 #
-# The last column is a limit for any cut that keeps the head on one rank. Notebook 07 splits the head itself.
+# A cut that keeps the head on one rank cannot get past the last column. Notebook 07 splits the head itself.
 #
 # We also time each layer alone, and of the last one the loss and the head's matmuls separately.
 
@@ -192,23 +192,25 @@ lesson.show(predicted={"head's matmuls": law, "head and loss": law}, unit="block
             key="06.head", title="FLOPs and time disagree about the head")  # fmt: skip
 lesson.record("06.repeats", len(steps["uniform"].timelines))
 lesson.record("06.head.ratio", matmuls / law)
+limits = {"flops": (SIZE.layers + law) / law, "time": times.best_speedup()}
+lesson.record("06.limit", limits)
 lesson.record("06.chunks", times.chunks_in_words(2 * N))
-lesson.claim("FLOPs miss the head by over a tenth", (times.misjudged(law), ">", 0.1))
+lesson.claim("A ratio is over a tenth away from 1", (times.misjudged(law), ">", 0.1))
 
 # %% [markdown]
 # FLOPs predict <data value="06.head.head-s-matmuls.predicted">4.91 blocks</data> for the head. Its matmuls really take
 # <data value="06.head.head-s-matmuls.measured">3.37 blocks</data>, <data value="06.head.ratio:.2f">0.69</data> times as much. With the loss,
 # which FLOPs leave out, the head takes <data value="06.head.head-and-loss.measured">4.04 blocks</data>.
 #
-# FLOPs err in two directions. Norms, GELU, softmax and launches make a block longer, so the head counts fewer blocks. The
-# loss and an odd vocabulary make the head longer.
+# FLOPs err in two directions, and the errors can cancel. Norms, GELU, softmax and launches make a block longer, so the
+# head counts fewer blocks. The loss and an odd vocabulary make the head longer. For the banner's
+# model, the last column is {{06.limit.flops:.1f}} by FLOPs and {{06.limit.time:.1f}} by the measured layers.
 #
 # ### Why 50,257 is a bad size
 #
 # Fast tensor-core kernels load their operands in aligned pieces of 16 bytes, or 8 numbers of 16 bits. Each row of the
-# logits has V numbers. If V is odd, the second row does not begin at such a boundary, and NVIDIA's library cuBLAS picks
-# slower kernels. A multiple of 8 cures that. People take 50,304, a multiple of 64. An exact loss masks the 47
-# extra logits. We time the head's three matmuls with both sizes, in turn.
+# logits has V numbers. If V is odd, the second row does not begin at such a boundary, and NVIDIA's cuBLAS picks
+# slower kernels. A multiple of 8 cures that; people take 50,304. We time the head's three matmuls with both sizes, in turn.
 
 
 # %%
@@ -232,23 +234,18 @@ lesson.show(
              "slowest (s)": {size: max(seconds) for size, seconds in rows.items()}},
     unit="s", key="06.vocab", title="The head's matmuls",
 )  # fmt: skip
-gain = statistics.median(odd) / statistics.median(padded)
-spread = gpt2_pipeline.spread_words(odd, padded)
-lesson.record("06.padding", {"gain": gain, "spread": spread})
-lesson.claim("Padding does not slow the head beyond the spread",
-             (statistics.median(padded), "<=", max(odd)))  # fmt: skip
+lesson.record("06.padding", times.padded(odd, padded))
+lesson.claim("Padded, the median is not beyond the slowest odd one, ms",
+             (1e3 * statistics.median(padded), "<=", 1e3 * max(odd)))  # fmt: skip
 
 # %% [markdown]
-# Here the odd size takes <data value="06.padding.gain:.2f">1.41</data> times as long by the median, a difference <data value="06.padding.spread">within the spread of the repeats</data>. On GPUs,
-# pad before you cut, because padding changes the longest layer. Our model stays unpadded.
+# Here the odd size takes <data value="06.padding.gain:.2f">1.41</data> times as long by the median, a difference <data value="06.padding.spread">within the spread of the repeats</data>.
+# If our head gained as much, head and loss would take {{06.padding.head}}; FLOPs say <data value="06.head.head-and-loss.predicted">4.91 blocks</data>.
+# On GPUs, pad before you cut. Our model stays unpadded, as GPT-2 was published, because this page needs a long head.
 #
 # <details><summary>On a laptop</summary>
-# A CPU has no tensor cores. Its ratio belongs to its own kernels, and doesn't tell what a GPU gains in 16 bits.
-# </details>
-#
-# <details><summary>On a GPU</summary>
-# On an H100 in bfloat16, the odd size took longer than the padded one in our runs, far beyond the spread of the repeats.
-# The ratio depends on the versions of GPU and cuBLAS, so measure yours.
+# A CPU has no tensor cores. Its ratio belongs to its own kernels, and doesn't tell what a GPU gains in 16 bits. On GPUs
+# it depends on the versions of GPU and cuBLAS, so measure yours.
 # </details>
 #
 # <details><summary>In your tools: pad the vocabulary</summary>
@@ -258,14 +255,13 @@ lesson.claim("Padding does not slow the head beyond the spread",
 # size.
 # </details>
 #
-# **Takeaway.** FLOPs misjudge the head.
+# **Takeaway.** FLOPs misjudge this head. On GPUs, pad the vocabulary first, then measure.
 #
 # ## Four ways to weigh a layer
 #
-# The slowest stage counts m times in a step, so a good cut makes the largest stage as small as possible. How small can it
-# be? We choose a *limit* for all stages, fill one after the other, and start a new one whenever the next layer doesn't fit.
-# If p stages suffice, the limit is possible. Now bisect. The costs are `times.smooth`: measured, with all blocks at their
-# median, so that the cut doesn't follow noise.
+# The slowest stage counts m times in a step, so a good cut makes the largest stage as small as possible. We choose a *limit* for all stages, fill one after the other, and start a new one whenever the next layer doesn't fit.
+# If p stages suffice, the limit is possible, so bisect. The costs are `times.smooth`: measured, with all blocks at their
+# median, because blocks are equal and their differences are noise or drift.
 
 
 # %%
@@ -294,16 +290,16 @@ lesson.show(predicted={"by hand": by_hand, "library": largest}, unit="s",
 lesson.claim("Bisection by hand is right", abs(by_hand / largest - 1) < 1e-6)
 
 # %% [markdown]
-# But which costs? Four kinds are in use.
+# But which costs?
 #
 # - *uniform* counts blocks.
-# - *by parameters* balances what a rank stores.
+# - *by parameters* balances weights.
 # - *by FLOPs* needs no clock, but knows only matmuls.
 # - *by time* uses `times.smooth`.
 #
-# Our rule of thumb, a common guess: FLOPs first, because a count has no noise, then time, equal blocks, and parameters.
+# Our rule of thumb puts FLOPs first, because a count has no noise, then time, equal blocks, and parameters.
 #
-# The run also times cuts with other numbers of blocks *beside the head*, on its stage, for the next subsection.
+# For the next subsection, the run also times other numbers of blocks *beside the head*, on its stage.
 
 
 # %%
@@ -324,10 +320,8 @@ slid = {blocks: cuts[cut] for cut, blocks in last_blocks.items()}  # of the tabl
 slid = gpt2_pipeline.slide_last_cut(times, schedule_1f1b, slid)  # {blocks: layers}
 curve = {b: times.step(schedule_1f1b, slid[b]).makespan for b in slid}  # simulated
 whole, beside = times.step(schedule_1f1b, cuts["by time"]), last_blocks["by time"]
-lesson.record("06.idle.simulated", 100 * whole.bubble_fraction, "%")
-one_more = gpt2_pipeline.cut_by_last(SIZE.layers, N, beside + 1)
-more = times.step(schedule_1f1b, one_more).makespan  # a block more beside the head
-lesson.record("06.err", {"cut": curve[beside], "many": more}, "s")
+idle = {"simulated": whole.bubble_fraction, "formula": times.bubble(cuts["by time"], M)}
+lesson.record("06.idle", {name: (100 * share, "%") for name, share in idle.items()})
 slowest, lost = gpt2_pipeline.slowest_stages(flops, times, range(2, 9))
 lesson.record("06.error", lost)  # of FLOPs, in blocks, and what their cut loses
 variants = {*cuts.values(), *slid.values()}  # some are the same cut
@@ -337,19 +331,19 @@ steps = pool.run(time_steps, {cut: (schedule_1f1b, cut) for cut in variants})[0]
 repeats = {cut: steps[counts] for cut, counts in cuts.items()}
 measured = {cut: seconds.median.makespan for cut, seconds in repeats.items()}
 predicted = {cut: times.step(schedule_1f1b, cuts[cut]).makespan for cut in cuts}
-most = {cut: max(theory.stage_loads(parameters, cuts[cut])) for cut in cuts}
+most = {cut: max(theory.stage_loads(parameters, cuts[cut])) / 1e6 for cut in cuts}
 lesson.show(
     simulated=predicted, **{SOURCE: measured}, unit="s", key="06.cut", title="Cuts",
     columns={**gpt2_pipeline.range_columns(repeats),
              "layers": {cut: ", ".join(map(str, cuts[cut])) for cut in cuts},
-             "most parameters per rank": most})  # fmt: skip
+             "most parameters per rank (M)": most})  # fmt: skip
 ranking = sorted(predicted, key=predicted.get)
 lesson.reveal("06.cuts", measured, predicted=ranking, source=SOURCE)
 gain = measured["uniform"] / measured["by time"]
 lesson.claim("Cutting by time beats the uniform cut", (gain, ">", 1), FEW_TOKENS)
+lesson.record("06.ratio", gpt2_pipeline.ratio_range(measured, predicted))
 sure = sum(t < repeats["uniform"].fastest for t in repeats["by time"].seconds)
-by_flops = measured["uniform"] / measured["by flops"]
-lesson.record("06.faster", {"gain": gain, "sure": sure, "by-flops": by_flops})
+lesson.record("06.faster", {"gain": gain, "sure": sure})
 idle = {cut: 100 * repeats[cut].median.bubble_fraction for cut in cuts}
 lesson.record("06.idle.run", idle, "%")
 same = cuts["by flops"] == cuts["by time"]
@@ -357,51 +351,50 @@ versus = gpt2_pipeline.compare(repeats, predicted, "by flops", "by time")
 lesson.record("06.flops", gpt2_pipeline.cuts_in_words(same, versus))
 shown = {cut: figures.PipelineCut(cuts[cut], repeats[cut].median)
          for cut in ("uniform", "by time")}  # fmt: skip
-title = "Cutting by time makes the slowest stage as short as whole layers allow"
-lesson.show(figures.skyline(times.costs, shown, times.kinds, times.loss, title=title))
+title = "The cut by time leaves fewer blocks beside the head"
+lesson.show(figures.skyline(times.smooth, shown, times.kinds, times.loss, title=title))
 
 # %% [markdown]
-# Bars are layers timed alone, forward and backward of one microbatch; each cut's largest stage is in bold. Beneath stands
-# the step of that cut. The cut by time is <data value="06.faster.gain:.2f">1.09</data> times as fast as the uniform one by the median, and <data value="06.faster.sure">2</data>
-# of its <data value="06.repeats">3</data> repeats are faster than all of the uniform cut's. With equal stages the bubble would be <data value="06.bubble.rule-of-thumb">27.3 %</data>. But only
-# whole layers move, so even the cut by time leaves stages unequal: simulated, its bubble is <data value="06.idle.simulated">28.7 %</data>. The run gives
-# <data value="06.idle.run.by-time">32.6 %</data>. Bubbles vary between runs: the uniform cut's was <data value="06.bubble">46.2 %</data> above and is <data value="06.idle.run.uniform">43.3 %</data> here.
+# Bars are layers timed alone, with blocks at their median; by these times, each cut's largest stage is in bold. The cut by time is <data value="06.faster.gain:.2f">1.09</data> times as
+# fast as the uniform one by the median, and <data value="06.faster.sure">2</data> of its <data value="06.repeats">3</data> repeats are faster than all of the
+# uniform cut's.
 #
-# FLOPs <data value="06.error.word">overrate</data> the head, by <data value="06.error.head:.1f">0.9</data> blocks. Their cut leaves <data value="06.beside.by-flops">0</data> blocks beside it and the cut by time <data value="06.beside.by-time">0</data>:
-# <data value="06.flops">it is one cut, which ran once, so the run cannot tell the two apart</data>. It is <data value="06.faster.by-flops:.2f">1.09</data> times as fast as the uniform cut. What does the error cost on other numbers of ranks, and how precisely must we cut?
+# Of the cut by time, Σ t + (m-1) max t gives a bubble of {{06.idle.formula}}, as only whole layers move. The simulation,
+# which keeps the order of all actions, gives <data value="06.idle.simulated">28.7 %</data>, and the run <data value="06.idle.run.by-time">32.6 %</data>. Bubbles vary: the
+# uniform cut's was <data value="06.bubble">46.2 %</data> above and is <data value="06.idle.run.uniform">43.3 %</data> here.
+#
+# The four steps take {{06.ratio.least:.2f}} to {{06.ratio.most:.2f}} times as long as simulated, because layers take other
+# times in a step than alone. A ratio that all cuts share leaves their order as it is.
+#
+# FLOPs {{06.error.word}} the head, by {{06.error.head:.1f}} blocks. Their cut leaves <data value="06.beside.by-flops">0</data> blocks beside it and the cut by time <data value="06.beside.by-time">0</data>:
+# <data value="06.flops">it is one cut, which ran once, so the run cannot tell the two apart</data>. What does the error cost on other numbers of ranks?
 #
 # ### Slide the last cut
 #
-# The table has the slowest stages of both cuts, at the measured costs. The figure has steps with other numbers
-# of blocks beside the head, and the rest spread evenly.
+# The table adds up the layers of each cut's slowest stage, as measured alone. The figure has steps with other numbers of
+# blocks beside the head, and the rest spread evenly.
 
 # %%
 lesson.show(columns=slowest, title="Slowest stages of the two cuts")
-lesson.claim("FLOPs' cut loses at most its error", (lost["excess"], "<=", lost["ends"]))
+lesson.claim("In blocks, its slowest stage grows by at most what FLOPs misjudge",
+             (lost["excess"], "<=", lost["ends"]))  # fmt: skip
 positions = {blocks: steps[counts] for blocks, counts in slid.items()}
-best, most = gpt2_pipeline.fastest_of(positions), max(slid)  # all that overlap
 seconds = {blocks: repeats.seconds for blocks, repeats in positions.items()}
 lesson.show(figures.last_cut(seconds, curve.values(), last_blocks, SOURCE))
-ratio = positions[most].fastest / positions[best[0]].slowest  # at least
-close = ", ".join(map(str, best[1:])) or "no other number"
-lesson.record("06.last", {"others": close, "first": best[0], "most": most, "by": ratio})
-lesson.claim("Too many blocks on the last stage slow every repeat", (ratio, ">", 1))
+last = gpt2_pipeline.last_cut_in_words(positions, beside)
+lesson.record("06.last", last)
+lesson.claim("Too many blocks on the last stage slow each repeat", (last["by"], ">", 1))
 
 # %% [markdown]
-# On 2 to 8 ranks, the slowest stage of the cut by FLOPs takes at most <data value="06.error.ratio:.2f">1.03</data> times as long as that of the cut by time. It can
-# never take longer by more than what FLOPs misjudge, here <data value="06.error.ends:.1f">1.1</data> blocks of the head and the embedding together.
-# The shorter the stages, the more such an error weighs, until both cuts leave the head alone on its stage.
+# On 2 to 8 ranks, the slowest stage of the cut by FLOPs takes at most {{06.error.ratio:.2f}} times as long as that of the cut by time. The
+# difference is never larger than FLOPs' errors on head and embedding together, here {{06.error.ends:.1f}} blocks. The error
+# weighs nothing once both cuts leave the head alone.
 #
-# By the median, the best number of blocks there is <data value="06.last.first">0</data>. Its repeats overlap with those of <data value="06.last.others">1, 3, 2</data>. Where repeats overlap,
-# the run doesn't decide. With <data value="06.last.most">4</data> blocks there, the fastest repeat takes <data value="06.last.by:.2f">1.03</data> times as long as the slowest one with
-# <data value="06.last.first">0</data>. Simulated, the step cut by time takes <data value="06.err.cut">211 ms</data>, and with one more block beside the head <data value="06.err.many">224 ms</data>.
+# By the median, the best number of blocks beside the head is <data value="06.last.first">0</data>; <data value="06.last.others">1, 3, 2</data>. {{06.last.by-time}}.
+# Even the fastest repeat with <data value="06.last.most">4</data> blocks takes <data value="06.last.by:.2f">1.03</data> times as long as the slowest with the best number.
 #
-# While another stage is slower than the last one, a block more beside the head costs little. Once the last stage is the
-# slowest, each further block delays every microbatch.
-#
-# <details><summary>On a laptop</summary>
-# One disturbed action can stretch a whole replayed step, which is why the figure shows all repeats.
-# </details>
+# While another stage is the slowest, a block more beside the head can make that stage shorter. Once the last stage is the
+# slowest, each further block there delays every microbatch.
 #
 # <details><summary>In your tools: where to cut</summary>
 #
@@ -420,7 +413,8 @@ lesson.claim("Too many blocks on the last stage slow every repeat", (ratio, ">",
 # in a `ModuleDict` under their old numbers, names of weights don't change, and a checkpoint of the whole model fits.
 # </details>
 #
-# **Takeaway.** Cut by time, so that the slowest stage is as short as possible. A cut by parameters balances memory instead.
+# **Takeaway.** Cut by time, and run the neighbours of that cut, because layers timed alone can misjudge a step. A cut by
+# parameters balances only weights.
 #
 # ### Exercise 1: an optimal partition
 #
@@ -508,9 +502,8 @@ lesson.claim("The sum is exact", (rows["their sum"], "<", 1e-12))
 lesson.claim("Neither gradient alone is", (min(first[0], last[0]), ">", 0.1))
 
 # %% [markdown]
-# Alone, the head's gradient is off by <data value="06.tie.head-s.measured:.2f">0.56</data> of the true gradient's norm, and the embedding's by
-# <data value="06.tie.embedding-s.measured:.2f">0.80</data>. Their sum is exact. The library adds them between the last backward and the
-# optimizer.
+# Alone, the head's is off by <data value="06.tie.head-s.measured:.2f">0.56</data> of the true gradient's norm, and the embedding's by
+# <data value="06.tie.embedding-s.measured:.2f">0.80</data>. Their sum is exact.
 #
 # ### The silent failure
 #
@@ -527,7 +520,7 @@ def train_tied(tied):
         model.lm_head.weight = nn.Parameter(table.detach().clone())
     schedule = schedules.make("1f1b", axis.size, M)
     pipe = hpnb.Pipeline(model, axis, schedule, next_token_loss)  # sums, if tied
-    optimizer, log = torch.optim.AdamW(pipe.parameters(), lr=1e-3), []
+    optimizer, log = torch.optim.AdamW(pipe.parameters(), lr=6e-4), []
     for batch in batches:
         loss = pipe.step(batch).loss.item()
         optimizer.step()
@@ -557,8 +550,9 @@ trained, *loaded = runs["never summed"][1]
 lesson.claim("Never summed, the loss falls", (trained, "<", losses["summed"][0] - 0.5))
 lesson.claim("Summed, the copies stay equal", (max(distances["summed"]), "==", 0))
 lesson.claim("Never summed, a reloaded model is worse", (min(loaded), ">", trained))
-apart = abs(loaded[1] - runs["summed"][1][0])
-lesson.claim("With lm_head's copy it is close to the summed model", (apart, "<", 0.2))
+summed = runs["summed"][1][0]
+lesson.record("06.ends", gpt2_pipeline.beside(summed, trained=trained, lm=loaded[1]))
+lesson.claim("With lm_head's copy it is close", (abs(loaded[1] - summed), "<", 0.2))
 # The field guide collects the silent failures of all pages: symptom, test, cause.
 lesson.field_guide.add(
     "the loss falls, and the saved model is worse than the one that was trained",
@@ -568,13 +562,12 @@ lesson.field_guide.add(
 lesson.field_guide.show()
 
 # %% [markdown]
-# Without the sum the model has one more table to train, and ends lower: after the
-# last step, the last batch's loss is <data value="06.loss.never-summed.loss-as-trained:.2f">5.20</data> against
+# Without the sum the model has one more table to train. After the last step, the last batch's loss is
+# {{06.ends.trained}} than with the sum: <data value="06.loss.never-summed.loss-as-trained:.2f">5.20</data> against
 # <data value="06.loss.summed.loss-as-trained:.2f">5.26</data>. But the distance should be 0 and has grown to <data value="06.distance:.2f">0.84</data> of the table's
 # norm. A GPT-2 checkpoint has one table, so whoever loads it keeps one of the copies. Then the loss is
-# <data value="06.loss.never-summed.loaded-with-wte-s-copy:.2f">5.99</data> with wte's copy or <data value="06.loss.never-summed.loaded-with-lm_head-s-copy:.2f">5.27</data> with lm_head's. Both are worse than the trained
-# model's loss. But the second is close to the loss of the summed model, so by itself it doesn't
-# show the mistake.
+# <data value="06.loss.never-summed.loaded-with-wte-s-copy:.2f">5.99</data> with wte's copy or <data value="06.loss.never-summed.loaded-with-lm_head-s-copy:.2f">5.27</data> with lm_head's, both worse than as
+# trained. But the second is close to the summed model's, and {{06.ends.lm}}, so by itself it doesn't show the mistake.
 #
 # <details><summary>In your tools: tied weights</summary>
 #
@@ -634,17 +627,16 @@ lesson.check(exercises.tied_weight, tie)
 # %% [markdown]
 # ## Ragged microbatches
 #
-# The third difference is in the data. So far, sequences were packed: texts one after another, cut every 64 tokens. Now
-# each sequence is one paragraph, padded to the longest, and padding has no target: its label is -100. The batch is
+# The third difference is in the data. So far, sequences were packed. Now each is one paragraph, padded to the longest, and padding has no
+# target: its label is -100. The batch is
 # *ragged*: its microbatches differ in their number of targets. We want the mean over all targets. If microbatch k has a
 # sum of losses Sₖ over cₖ targets, this is
 #
 # $$ \ell = \frac{\sum_k S_k}{\sum_k c_k} \qquad\text{and not}\qquad \frac{1}{m}\sum_k \frac{S_k}{c_k}. $$
 #
 # The second form, a mean of means, gives a target more weight if its microbatch has few. The cell accumulates the
-# gradients of a ragged batch in three ways. The last row compares the parameters after a pipeline's
-# step. The pipeline counts each microbatch's targets, the labels after the first position that are not
-# -100, and weights the means of `next_token_loss` by them.
+# gradients of a ragged batch in three ways. Its last row compares parameters after a step of the pipeline, which weights
+# the mean of each microbatch by its number of targets.
 
 
 # %%
@@ -676,7 +668,7 @@ lesson.claim("A mean of means is not", (wrong["mean of means"], ">", 0.1))
 
 # %% [markdown]
 # The microbatches have between <data value="06.targets.fewest">27</data> and <data value="06.targets.most">63</data> targets. The mean of means is off by
-# <data value="06.ragged.mean-of-means.measured:.3f">0.274</data> of the true gradient's norm, and counting padding as targets by
+# <data value="06.ragged.mean-of-means.measured:.2f">0.27</data> of the true gradient's norm, and counting padding as targets by
 # <data value="06.ragged.padding-counted.measured:.2f">2.67</data>.
 #
 # <details><summary>In your tools: the exact mean</summary>
@@ -726,10 +718,6 @@ lesson.check(exercises.token_mean, token_loss)
 # its own cut by time. ZB-H1 is 1F1B with split backwards: its W wait and fill gaps. Interleaving and ZB-V give each
 # rank two shorter stages. In ZB-V, rank r has stages r and 2p-1-r, so rank 0 has the first and the last. As a rule of
 # thumb we take the order on equal stages: ZB-V, ZB-H1, interleaving, 1F1B.
-#
-# In the first table, W / I is the duration of all W over that of all I. A second table shows what the first and the last rank keep at their peak, besides weights and their gradients, and how
-# many microbatches are *in flight*, from their F to the end of their backward. If a rank has two stages, a microbatch
-# in flight on one of them counts as half.
 
 # %%
 chunks = {"1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}  # stages per rank
@@ -750,8 +738,7 @@ predicted = {name: times.step(*run).makespan for name, run in runs.items()}
 bubbles = {name: 100 * step.bubble_fraction for name, step in medians.items()}
 work = {name: sum(map(step.work, step.ranks)) / N for name, step in medians.items()}
 lesson.show(
-    simulated=predicted, **{SOURCE: measured}, unit="s", key="06.style",
-    title="Schedules",
+    simulated=predicted, **{SOURCE: measured}, unit="s", key="06.style", title="Steps",
     columns={**gpt2_pipeline.range_columns(steps), "bubble (%)": bubbles,
              "compute per rank (s)": work, "W / I": gpt2_pipeline.w_over_i(medians),
              "forward per rank (s)": gpt2_pipeline.seconds_per_rank(medians, "F")},
@@ -761,6 +748,7 @@ lesson.reveal("06.schedules", measured, predicted=ranking, source=SOURCE)
 lesson.claim("ZB-H1 and ZB-V shrink the bubble of 1F1B",
     (max(bubbles["zb-h1"], bubbles["zb-v"]), "<", bubbles["1f1b"]))  # fmt: skip
 lesson.record("06.h1", gpt2_pipeline.compare(steps, predicted, "zb-h1", "1f1b"))
+lesson.record("06.apart", gpt2_pipeline.rank_most_apart(medians, "zb-h1", "1f1b"))
 lesson.record("06.fastest", gpt2_pipeline.schedules_in_words(steps, "1f1b"))
 gpt2_pipeline.add_to_ledger(model, predicted, medians)
 lesson.show({name: medians[name] for name in ("1f1b", "zb-h1")},
@@ -771,25 +759,30 @@ lesson.show(columns=memory, title="Peak of activations, first and last rank")
 lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 
 # %% [markdown]
-# By the median, <data value="06.fastest.first">zb-v</data> is fastest, and <data value="06.fastest.others">the repeats of 1f1b and zb-h1 and interleaved overlap with its own</data>.
+# In the first table, W / I is the duration of all W over that of all I. The second has the peak of what a rank keeps
+# besides weights and their gradients. A microbatch is *in flight* from its F to the end of its backward, and counts half
+# on one of two stages of a rank.
 #
-# In the median repeats, 1F1B has a bubble of <data value="06.style.1f1b.bubble">31.7 %</data>; the same step had <data value="06.idle.run.by-time">32.6 %</data> among the cuts. ZB-H1 has
+# By the median, <data value="06.fastest.first">zb-v</data> is fastest, and <data value="06.fastest.others">the repeats of 1f1b and zb-h1 and interleaved overlap with its own</data>. In {{06.fastest.decided}} pairs of schedules no
+# repeats overlap, so the run decides their order.
+#
+# In the median repeats, 1F1B has a bubble of <data value="06.style.1f1b.bubble">31.7 %</data>. ZB-H1 has
 # <data value="06.style.zb-h1.bubble">27.5 %</data>, a difference <data value="06.fastest.zb-h1">beyond the spread of the repeats</data>, and ZB-V <data value="06.style.zb-v.bubble">20.1 %</data>, <data value="06.fastest.zb-v">beyond the spread of the repeats</data>.
-# If 2p stages were equal, each would take <data value="06.chunks.equal:.1f">2.2</data> blocks. The head alone takes <data value="06.head.head-and-loss.measured">4.04 blocks</data>, <data value="06.chunks.words">more than that, so with two stages a rank the head's stage still takes longest</data>.
+# If 2p stages were equal, each would take {{06.chunks.equal:.1f}} blocks. The head alone takes <data value="06.head.head-and-loss.measured">4.04 blocks</data>, {{06.chunks.words}}.
 # Interleaving's bubble is <data value="06.style.interleaved.bubble">36.1 %</data>. ZB-V also splits backwards, and its W fill gaps.
 #
-# ZB-H1's step takes <data value="06.h1.run:.2f">1.06</data> times as long as 1F1B's by the median, a difference <data value="06.h1.spread">within the spread of the repeats</data>. The
-# simulation says <data value="06.h1.simulated:.2f">0.86</data>, assuming that all schedules compute equally long, and that W takes as long as I.
+# ZB-H1's step takes <data value="06.h1.run:.2f">1.06</data> times as long as 1F1B's by the median, a difference <data value="06.h1.spread">within the spread of the repeats</data>. Simulated, they take
+# <data value="06.style.zb-h1.simulated">181 ms</data> and <data value="06.style.1f1b.simulated">211 ms</data>, if all schedules compute equally long and W takes as long as I.
 #
 # <details><summary>How the run differs from these assumptions</summary>
 # The figure draws 1F1B and ZB-H1, because they have the same stages. ZB-H1 computed for <data value="06.style.zb-h1.compute-per-rank">153 ms</data> per rank on average, 1F1B for
 # <data value="06.style.1f1b.compute-per-rank">136 ms</data>. Forwards are the same in both schedules; they took <data value="06.style.zb-h1.forward-per-rank">63.8 ms</data> under ZB-H1 and
-# <data value="06.style.1f1b.forward-per-rank">56.4 ms</data> under 1F1B. That difference does not come from splitting backwards, and we did not trace it. W takes
-# <data value="06.style.zb-h1.w-i:.2f">0.52</data> times as long as I, because only the weight gradients of matmuls are deferred. The
-# simulation takes both as equally long, so it fills more of the gaps.
+# <data value="06.style.1f1b.forward-per-rank">56.4 ms</data> under 1F1B, and rank {{06.apart}} differs most. That does not come from splitting backwards, and we
+# did not trace it. W, in this library only the weight gradients of matmuls, takes
+# <data value="06.style.zb-h1.w-i:.2f">0.52</data> times as long as I, and the simulation takes both as equally long.
 # </details>
 #
-# <details><summary>ZB-H1 keeps more</summary>
+# <details><summary>ZB-H1 keeps more on the last rank</summary>
 # On the last rank, ZB-H1 keeps <data value="06.last-rank.zb-h1">18.9 MB</data> and 1F1B <data value="06.last-rank.1f1b">9.55 MB</data>. Each microbatch stays in flight until its W, and keeps the inputs of all matmuls and the gradients of their outputs.
 # Here these include the logits' gradient. ZB-V's last rank has no head, so its bytes don't compare with ZB-H1's.
 # Interleaving has more in flight than 1F1B, because a rank starts forwards of both its stages before its first backward.
@@ -876,7 +869,7 @@ lesson.check(exercises.beat_1f1b, plan)
 #
 # - The slowest stage sets the pace. With a head of *a* blocks beside L others, no cut is more than (L+a)/a times as fast as
 #   one rank.
-# - Measure layers, then cut so that the slowest stage is as short as possible.
+# - Measure layers, cut so that the slowest stage is short, and run the neighbours of that cut.
 # - On GPUs with 16-bit matmuls, pad the vocabulary to a multiple of 64.
 # - A tied weight needs an equal start and summed gradients. Watch the distance between its copies.
 # - Divide a loss once, by the count of all targets.

@@ -65,6 +65,9 @@ def test_a_skyline_knows_its_head_and_smooths_its_blocks() -> None:
     costs = FLAT.stage_costs((2, 2))
     assert costs.forward == pytest.approx((1.1, 3.2))
     assert costs.input_grad == costs.weight_grad == pytest.approx((1.05, 3.1))
+    seconds = theory.pipeline_seconds([3.4, 9.2], 3)
+    assert FLAT.bubble((2, 2), 3) == pytest.approx(1 - 3 * (3.4 + 9.2) / (2 * seconds))
+    assert FLAT.best_speedup() == pytest.approx(12.6 / 6.0)
     step = FLAT.step(schedules.make("gpipe", 2, 3), (2, 2))
     assert step.makespan == pytest.approx(theory.pipeline_seconds([3.2, 9.4], 3))
 
@@ -123,6 +126,46 @@ def test_repeats_that_overlap_are_no_finding() -> None:
     words = gpt2_pipeline.schedules_in_words(runs, "fast")
     assert "fast" not in words
     assert words["slow"].endswith("the spread of the repeats")
+    assert words["decided"] == "2 of the 3"
+    assert gpt2_pipeline.ratio_range({"a": 3.0, "b": 2.0}, {"a": 2.0, "b": 4.0}) == {
+        "least": 0.5,
+        "most": 1.5,
+    }
+
+
+def test_the_best_number_beside_the_head_is_compared_with_the_cut_by_time() -> None:
+    fast, close, slow = repeats_of(3, 1, 2), repeats_of(2.5, 4, 5), repeats_of(7, 8, 9)
+    words = gpt2_pipeline.last_cut_in_words({4: slow, 5: fast, 6: close, 9: slow}, 6)
+    assert (words["first"], words["most"]) == ("5", 9)
+    assert words["by"] == pytest.approx(7 / 3)
+    assert words["others"].startswith("repeats of 6 overlap")
+    assert words["by-time"].endswith("takes 2.00 times as long, within the spread of the repeats")
+    words = gpt2_pipeline.last_cut_in_words({4: fast, 9: slow}, 4)
+    assert words["first"] == "4, the fewest that ran"
+    assert words["by-time"] == "The cut by time leaves as many"
+    assert words["others"].startswith("no repeat")
+
+
+def test_values_beside_a_base_are_lower_or_higher() -> None:
+    assert gpt2_pipeline.beside(5.28, a=5.1, b=5.3) == {"a": "0.18 lower", "b": "0.02 higher"}
+
+
+def test_unequal_ranks_leave_a_bubble_with_endless_microbatches() -> None:
+    words = gpt2_pipeline.unequal_ranks("measured", {"rank 0": 1.0, "rank 1": 1.0, "rank 2": 2.0})
+    assert words["slower"] == pytest.approx(2.0)
+    assert words["endless"][0] == pytest.approx(100 / 3)
+    padded = FLAT.padded([3.0, 3.0], [1.0, 2.0])
+    assert padded["gain"] == pytest.approx(2.0)
+    assert padded["head"][0] == pytest.approx((4.5 / 2 + 1.5) / 3.2)
+    assert padded["spread"] == "beyond the spread of the repeats"
+
+
+def test_the_rank_whose_forwards_differ_most_is_named() -> None:
+    made = schedules.make("1f1b", 3, 4)
+    even, odd = (
+        made.simulate(hpnb.pipeline_parallel.Costs(forward, 2.0, 2.0)) for forward in (1.0, [1.0, 1.5, 1.1])
+    )
+    assert gpt2_pipeline.rank_most_apart({"even": even, "odd": odd}, "even", "odd") == 1
 
 
 def end_times(blocks: int, embedding: float, head: float) -> LayerTimes:
@@ -134,8 +177,8 @@ def end_times(blocks: int, embedding: float, head: float) -> LayerTimes:
 
 def test_the_slowest_stages_of_a_cut_by_flops_are_never_shorter_than_by_time() -> None:
     columns, worst = gpt2_pipeline.slowest_stages([0.0, 1, 1, 1, 1, 2], end_times(4, 0.0, 1.0), range(2, 4))
-    assert columns["simulated, by time (s)"] == pytest.approx({"2 ranks": 3.0, "3 ranks": 2.0})
-    assert columns["simulated, by flops (s)"]["3 ranks"] == pytest.approx(2.0)
+    assert columns["sum of layers, by time (s)"] == pytest.approx({"2 ranks": 3.0, "3 ranks": 2.0})
+    assert columns["sum of layers, by flops (s)"]["3 ranks"] == pytest.approx(2.0)
     assert (worst["excess"], worst["ends"], worst["word"]) == (0.0, 1.0, "overrate")
     assert worst["ratio"] == max(columns["ratio"].values())
 

@@ -58,6 +58,7 @@ def skyline(
 
     Args:
         costs: seconds of each layer, forward and backward of a microbatch; the last one's with the loss.
+            Give what the cuts were made from, such as blocks at their median.
         kinds: of each layer, of KINDS.
         loss: how many seconds of the last layer are the loss.
         text: False drops numbers and hatches, for a picture that moves with a slider.
@@ -101,7 +102,6 @@ def skyline(
         panel_title(below, words, f"{number(cut.step.makespan / scale)} {step_unit}")
         draw(below, cut.step, lanes[i], names, scale=scale, inch=inch, text=text, exposed=False)
         below.set_xlim(0, longest / scale)
-        below.tick_params(labelbottom=i == len(cuts) - 1)
         below.xaxis.set_visible(text or i == len(cuts) - 1)
     axes[-1].set_xlabel(f"time ({step_unit})")
     return fig
@@ -177,7 +177,7 @@ def last_cut(
     medians = [median_by(times, float) / scale for times in runs.values()]  # as in StepRepeats
     look = Look(*SERIES[1])
     span = positions[-1] - positions[0] + 1
-    aside = [x + 0.02 * span + 0.01 * i * span for x, times in runs.items() for i in range(len(times))]
+    aside = [x + 0.022 * span for x, times in runs.items() for _ in times]
     series = [
         Series("simulated from the layers", positions, [s / scale for s in predicted], Look(*SERIES[0])),
         Series(f"{source}, median", positions, medians, look, "line and dots"),
@@ -194,8 +194,8 @@ def last_cut(
     (ax,) = fig.axes
     fastest, slowest = (pick([*(s for _, s in repeats), *predicted]) / scale for pick in (min, max))
     room = slowest - fastest
-    bottom, top = fastest - 0.42 * room, slowest + 0.18 * room
-    ax.set(xlim=(positions[0] - 0.5, positions[-1] + 0.5), ylim=(bottom, top))
+    bottom, top = fastest - 0.3 * room, slowest + 0.08 * room
+    ax.set(xlim=(positions[0] - 0.04 * span, positions[-1] + 0.05 * span), ylim=(bottom, top))
     ax.set_xticks(positions)
     ax.grid(False, axis="x")
     at: dict[int, list[str]] = {}

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from hpnb.pipeline_parallel.executor import contended
 from hpnb.pipeline_parallel.layers import Layer, layers
 from hpnb.pipeline_parallel.partition import balanced
 from hpnb.record import Timeline
-from hpnb.theory import even_split, stage_loads
+from hpnb.theory import even_split, pipeline_seconds, stage_loads
 
 PartitionedSchedule = tuple[Schedule, Sequence[int]]  # what to run, and how many layers each stage has
 
@@ -129,13 +130,34 @@ class LayerTimes:
         equal = sum(self.smooth) / (stages * self.block)
         words = "no more than that, so two stages a rank can be nearly equal"
         if self.head > equal:
-            words = "more than that, so with two stages a rank the head's stage still takes longest"
+            more = f"{self.head - equal:.2f} blocks more"
+            words = f"{more}, so with two stages a rank the head's stage still takes longest"
         return {"equal": equal, "words": words}
 
     def stage_costs(self, counts: Sequence[int]) -> Costs:
         """Of the stages of a cut: F as measured, I and W half a backward each."""
         half = [b / 2 for b in stage_loads(self.backward, counts)]
         return Costs(stage_loads(self.forward, counts), half, half, 0.0)
+
+    def bubble(self, counts: Sequence[int], microbatches: int) -> float:
+        """The idle share by sum t + (m - 1) max t, where t are what the stages of a cut take."""
+        loads = stage_loads(self.smooth, counts)
+        return 1 - microbatches * sum(loads) / (len(loads) * pipeline_seconds(loads, microbatches))
+
+    def best_speedup(self) -> float:
+        """How many times as fast as one rank any cut can be at most, as the longest layer stays in one."""
+        return sum(self.smooth) / max(self.smooth)
+
+    def padded(self, odd: Sequence[float], padded: Sequence[float]) -> dict[str, Any]:
+        """For prose: how many times as long the head's matmuls take with an odd vocabulary ("gain"), how that
+        compares with the "spread", and the "head" and loss in blocks if its matmuls gained as much.
+
+        Args:
+            odd, padded: seconds of each repeat.
+        """
+        gain = statistics.median(odd) / statistics.median(padded)
+        head = ((self.costs[-1] - self.loss) / gain + self.loss) / self.block
+        return {"gain": gain, "spread": spread_words(odd, padded), "head": (head, "blocks")}
 
     def step(self, schedule: Schedule, counts: Sequence[int]) -> Timeline:
         """A step of stages that take what their layers take; "simulated"."""
@@ -186,6 +208,70 @@ def compare(
     }
 
 
+def ratio_range(measured: Mapping[Any, float], predicted: Mapping[Any, float]) -> dict[str, float]:
+    """The "least" and the "most" of measured / predicted."""
+    ratios = [measured[name] / predicted[name] for name in predicted]
+    return {"least": min(ratios), "most": max(ratios)}
+
+
+def lower_or_higher(**differences: float) -> dict[str, str]:
+    """For prose: {name: "0.18 lower"} of {name: difference}."""
+    words = {name: "lower" if by < 0 else "higher" for name, by in differences.items()}
+    return {name: f"{abs(by):.2f} {words[name]}" for name, by in differences.items()}
+
+
+def unequal_ranks(source: str, busy: Mapping[str, float]) -> dict[str, Any]:
+    """For prose: the "source" of what ranks take for a microbatch, how many times as long as the others the
+    last one takes ("slower"), and the bubble that stays with "endless" microbatches, by sum t + (m-1) max t.
+    """
+    *others, last = busy.values()
+    endless = 1 - sum(busy.values()) / (len(busy) * max(busy.values()))
+    return {"source": source, "slower": last * len(others) / sum(others), "endless": (100 * endless, "%")}
+
+
+def beside(base: float, **values: float) -> dict[str, str]:
+    """For prose: {name: "0.18 lower"}, how far each value is below or above `base`."""
+    return {
+        name: f"{abs(value - base):.2f} {'lower' if value < base else 'higher'}"
+        for name, value in values.items()
+    }
+
+
+def rank_most_apart(steps: Mapping[str, Timeline], a: str, b: str, op: str = "F") -> int:
+    """The rank whose actions `op` differ most between the steps `a` and `b`, in seconds."""
+
+    def seconds(name: str, rank: int) -> float:
+        return sum(e.duration for e in steps[name].events if e.op == op and e.rank == rank)
+
+    return max(steps[a].ranks, key=lambda rank: abs(seconds(a, rank) - seconds(b, rank)))
+
+
+def last_cut_in_words(positions: Mapping[int, StepRepeats], beside: int) -> dict[str, Any]:
+    """For prose: the number of blocks beside the head that is fastest by the median ("first"), whether the
+    run decides that ("others"), and how the cut by time compares with it ("by-time").
+
+    Beside them the "most" blocks, and how many times as long their fastest repeat takes as the slowest one
+    of "first" ("by").
+
+    Args:
+        positions: {blocks beside the head: repeats of the step}.
+        beside: how many blocks the cut by time leaves there.
+    """
+    first, *close = fastest_of(positions)
+    most = max(positions)
+    others = "no repeat of another number overlaps with its own"
+    if close:
+        others = f"repeats of {', '.join(map(str, close))} overlap with its own, so the run doesn't decide"
+    ratio = positions[beside].median.makespan / positions[first].median.makespan
+    spread = spread_words(positions[beside].seconds, positions[first].seconds)
+    by_time = f"The cut by time leaves {beside}, and its step takes {ratio:.2f} times as long, {spread}"
+    if beside == first:
+        by_time = "The cut by time leaves as many"
+    edge = ", the fewest that ran" if first == min(positions) > 0 else ""
+    by = positions[most].fastest / positions[first].slowest
+    return {"first": f"{first}{edge}", "others": others, "by-time": by_time, "most": most, "by": by}
+
+
 def cuts_in_words(same: bool, versus: Mapping[str, Any]) -> str:
     """For prose: how the step cut by FLOPs compares with the one cut by time; equal cuts are one run.
 
@@ -198,11 +284,13 @@ def cuts_in_words(same: bool, versus: Mapping[str, Any]) -> str:
 
 
 def schedules_in_words(runs: Mapping[str, StepRepeats], base: str) -> dict[str, str]:
-    """For prose: `fastest_in_words`, and {run: how its bubble's difference from `base`'s compares with the
-    spread of both}."""
+    """For prose: `fastest_in_words`; {run: how its bubble's difference from `base`'s compares with the
+    spread of both}; and of how many pairs the repeats don't overlap ("decided")."""
     bubbles = {name: [tl.bubble_fraction for tl in repeats.timelines] for name, repeats in runs.items()}
     words = {name: spread_words(shares, bubbles[base]) for name, shares in bubbles.items() if name != base}
-    return fastest_in_words(runs) | words
+    pairs = list(combinations(runs.values(), 2))
+    decided = sum(not a.overlaps(b) for a, b in pairs)
+    return fastest_in_words(runs) | words | {"decided": f"{decided} of the {len(pairs)}"}
 
 
 def slowest_stages(
@@ -221,7 +309,7 @@ def slowest_stages(
     columns: dict[str, dict[str, float]] = {}
     for way, weights in {"by flops": flops, "by time": times.smooth}.items():
         loads = {f"{p} ranks": max(stage_loads(times.smooth, balanced(weights, p))) for p in ranks}
-        columns[f"simulated, {way} (s)"] = loads
+        columns[f"sum of layers, {way} (s)"] = loads
     by_flops, by_time = columns.values()
     columns["ratio"] = {row: by_flops[row] / by_time[row] for row in by_time}
     excess = max(by_flops[row] - by_time[row] for row in by_time) / times.block
@@ -249,14 +337,15 @@ def slide_last_cut(
     """{blocks beside the head, ascending: layers of each stage}: those of `marked`, and others around them.
 
     The largest number is the first one above `marked` whose simulated step takes `clearly` times as long as
-    the shortest, so that the spread of repeats does not bury the difference.
+    the shortest, so that the spread of repeats does not bury the difference. Below the smallest of `marked`
+    there are three more, and one above, because the fastest may be there.
 
     Args:
         marked: cuts that are there in any case, by the blocks that they leave beside the head.
-        most: about how many numbers; if there are more between the ends, some are left out.
+        most: about how many numbers; if there are more between the ends, some at the upper end are left out.
     """
     blocks, stages = times.kinds.count("block"), schedule.stages
-    low, last = max(0, min(marked) - 1), blocks - stages + 1
+    low, near, last = max(0, min(marked) - 3), min(marked) + 1, blocks - stages + 1
 
     def seconds(beside: int) -> float:
         return times.step(schedule, cut_by_last(blocks, stages, beside)).makespan
@@ -264,8 +353,9 @@ def slide_last_cut(
     shortest = min(seconds(beside) for beside in range(low, max(marked) + 1))
     above = range(max(marked) + 1, last + 1)
     high = next((beside for beside in above if seconds(beside) >= clearly * shortest), last)
-    stride = -(-(high - low) // (most - 2))
-    slid = {beside: cut_by_last(blocks, stages, beside) for beside in (*range(low, high, stride), high)}
+    stride = max(1, -(-(high - near) // (most - 4)))
+    numbers = (*range(low, near), *range(near, high, stride), high)
+    slid = {beside: cut_by_last(blocks, stages, beside) for beside in numbers}
     return dict(sorted((slid | {beside: tuple(counts) for beside, counts in marked.items()}).items()))
 
 

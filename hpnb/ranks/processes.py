@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import pickle
 import selectors
@@ -209,6 +210,8 @@ class RankProcesses:
         finally:  # also after a second Ctrl-C, because nobody calls this again
             self.selector.close()
             _close(self.controls, self.outputs, self.pages)
+            if not self._started_here:  # its destructor waits for a thread that a fork does not have
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.store))
             self.store = None
 
     def _kill(self) -> None:

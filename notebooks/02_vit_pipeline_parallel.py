@@ -248,12 +248,13 @@ lesson.show(lesson.Parity.worst_of([distances for _, distances in trained]))
 
 # %% [markdown]
 # All three agree up to rounding. We now use the library, which records times. The figure shows the step as
-# <data value="02.run.kind">replayed</data>. We also simulate it with each stage's median times.
+# <data value="02.run.kind">replayed</data>.
 
 # %%
 steps = pool.run(vit_pipeline.time_schedules, SIZE, IMAGES, DTYPE, {"gpipe": gpipe})
 recorded, formula = steps[0]["gpipe"], 100 * theory.bubble(N, M)
-lesson.show(recorded, in_flight=True, key="02.gpipe", title=f"GPipe keeps {M} in flight")
+title = f"GPipe keeps {M} in flight"
+lesson.show(recorded, in_flight=True, key="02.gpipe", title=title)
 simulated = gpipe.simulate(Costs.measured(recorded))  # a stage's medians of F and B
 lesson.record("02.medians", simulated)
 stages = vit_pipeline.stage_seconds(recorded)  # of one microbatch, F + B
@@ -265,8 +266,8 @@ lesson.claim("Microbatches help", (bubble, "<", 100 * walked.bubble_fraction))
 trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")
 
 # %% [markdown]
-# The formula assumes equal stages and predicts a bubble of <data value="02.bubble.predicted">27.3 %</data>. But stage 0 also has the embedding and the last stage the
-# head, and times are noisy: by its medians, the slowest stage takes <data value="02.slowest:.2f">1.08</data> times as long as the mean stage. Simulated with these
+# The formula assumes equal stages and predicts a bubble of <data value="02.bubble.predicted">27.3 %</data>. But stage 0 also has the embedding, the last stage the
+# head, and times are noisy: by medians, the slowest stage takes <data value="02.slowest:.2f">1.08</data> times as long as the mean one. Simulated with these
 # medians, the bubble is <data value="02.medians.bubble">30.7 %</data>. The step in the figure has <data value="02.bubble">33.6 %</data>. It also has unequal microbatches
 # and, where they take time, messages.
 #
@@ -313,7 +314,7 @@ trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")
 #
 # ## 1F1B buys memory
 #
-# GPipe keeps the activations of all m microbatches. But a backward could start as soon as the first microbatch has reached
+# A backward could start as soon as the first microbatch has reached
 # the last stage. *One forward, one backward* (1F1B) does that. Here are both for p = 2 and m = 4. Digits are
 # forwards; backwards stand in brackets and take two columns.
 #
@@ -366,7 +367,7 @@ lesson.check(exercises.one_f_one_b, one_f_one_b)
 # </details>
 
 # %% [markdown]
-# Your lists now train the ViT, or the library's until you have written them.
+# Your lists now train the ViT, or the library's until you have written them. Rank r should need $(p - r)/m$ of GPipe's activations.
 
 # %%
 lesson.keep_schedule("1f1b", one_f_one_b)
@@ -375,11 +376,6 @@ trained = cpus.run(train, my_1f1b)
 lesson.show(lesson.Parity.worst_of([distances for _, distances in trained]))
 difference = max(abs(a - b) for a, b in trained[0][0])  # pipeline, one process
 lesson.claim("The loss is that of one process", (difference, "<", 1e-12))
-
-# %% [markdown]
-# Rank r should need $(p - r)/m$ of GPipe's activations.
-
-# %%
 both = {"gpipe": gpipe, "1f1b": my_1f1b}
 ran = pool.run(vit_pipeline.time_schedules, SIZE, IMAGES, DTYPE, both)[0]
 peaks = {}  # {schedule: {rank: bytes of activations}}
@@ -394,10 +390,7 @@ lesson.show(
 lesson.show(**{RAN: {n: t.makespan for n, t in ran.items()}}, unit="s", key="02.step",
             title="1F1B takes about as long as GPipe", note=f"All columns: {RAN}.",
             columns=vit_pipeline.work_and_bubble(ran))  # fmt: skip
-lesson.record("02.ran", ran)
-costs = Costs.measured(ran["gpipe"])  # a stage's medians of F and B
-simulated = {name: made.simulate(costs).makespan for name, made in both.items()}
-lesson.record("02.by-medians", simulated["1f1b"] / simulated["gpipe"])
+vit_pipeline.record_beside_gpipe(ran, both)
 saved = peaks["1f1b"]["rank 0"] / peaks["gpipe"]["rank 0"]
 lesson.claim("1F1B needs less memory on rank 0", (saved, "<", 0.8))
 change = abs(ran["1f1b"].makespan / ran["gpipe"].makespan - 1)
@@ -610,8 +603,8 @@ lesson.check(exercises.place_w, place_w)
 # Exercise 3's schedule is ZB-H1. The prediction uses times of the 1F1B step alone and halves backwards into I and W.
 #
 # The schedules run in turn, three times. We show <data value="02.run.shown">a replay of each action's median time</data>. *Spread* is a
-# schedule's longest step minus its shortest, *work* the mean time for which a rank computes. Interleaving and ZB-V send more
-# messages; **in this run <data value="02.run.messages">messages take no time</data>**.
+# schedule's longest step minus its shortest, *work* the mean time for which a rank computes. **In
+# this run <data value="02.run.messages">messages take no time</data>**.
 
 # %%
 rounds = pool.run(vit_pipeline.time_rounds, SIZE, IMAGES, DTYPE, made, repeats=3)[0]
@@ -626,7 +619,7 @@ columns = {"spread (s)": spread, **vit_pipeline.work_and_bubble(ran)}
 columns |= {"I / W": split, "in flight": in_flight, "messages": messages}
 lesson.show(predicted=predicted, **{RAN: makespans}, unit="s", key="02.race",
             title="Five schedules, one step", columns=columns,
-            note=f"{RAN.title()}: all but predictions and counts of messages.")  # fmt: skip
+            note=f"All but predictions and messages: {RAN}.")  # fmt: skip
 drawn = {"1f1b": ran["1f1b"], "zb-h2": figures.without_numbers(ran["zb-h2"], "W")}
 lesson.show(drawn, title="W fills ZB-H2's gaps")
 first = min(predicted, key=predicted.get)
@@ -640,14 +633,13 @@ alone = vit_pipeline.compare_split(hpnb.launch(*program, ranks=1)[0])
 lesson.show(columns=alone, key="02.split", title="Split backwards on one rank alone")
 
 # %% [markdown]
-# All four idle less than 1F1B. We call one schedule faster than another only if their steps
-# differ by more than the larger of the two spreads. By this test, <data value="02.race.faster">zb-v is faster than zb-h1; all other pairs are undecided</data>. The prediction puts
-# <data value="02.race.first.predicted">zb-v</data> first, the run <data value="02.race.first.run">zb-v</data>. It halves backwards, and it averages over stages where a rank has two chunks, so it cannot
+# All four idle less than 1F1B. If we count only differences above the larger of two
+# spreads, <data value="02.race.faster">zb-v is faster than zb-h1; all other pairs are undecided</data>. The prediction puts
+# <data value="02.race.first.predicted">zb-v</data> first, the run <data value="02.race.first.run">zb-v</data>. It takes I = W and equal chunks, so it cannot
 # decide between schedules that are nearly as fast.
 #
-# Does a split backward also take more computing? The race cannot say: ZB-H1 and ZB-H2 run the
-# same pieces, so the difference between their mean work, <data value="02.race.zb-h1.work">174 ms</data> and <data value="02.race.zb-h2.work">167 ms</data>, is noise. So we time
-# one rank alone, with a stage's layers: backwards in one piece and split, fifteen rounds in turn. Split, the step takes
+# Does a split backward also take more computing? We time one rank alone, with a stage's layers: backwards in one piece and
+# split, fifteen rounds in turn. Split, the step takes
 # <data value="02.split.split-in-one-piece.factor:.3f">1.063</data> times as long, with the range <data value="02.split.split-in-one-piece.range">0.98 to 1.26</data> and the verdict *<data value="02.split.split-in-one-piece.verdict">cannot tell</data>*.
 #
 # <details><summary>I and W are not equal</summary>
@@ -666,7 +658,7 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 # Predicted: if a rank has two chunks, we average the forward times of all stages and give each chunk half of the average;
 # likewise for I and W. In the figure below the table, weight gradients have no numbers, because many are short.
 #
-# The formulas for idle time hold if stages are equal, W ≤ F and W ≤ I ≤ 2W. With I = W, they make ZB-H1 and ZB-H2 equally fast.
+# The formulas for idle time hold with equal stages, W ≤ F and W ≤ I ≤ 2W. With I = W, they make ZB-H1 and ZB-H2 equally fast.
 # The predictions also take I = W, but the stages of the 1F1B step are not equal, and half a backward takes <data value="02.race.half-backward:.2f">1.00</data> times as
 # long as a forward. So here they are <data value="02.race.zb-h1.predicted">171 ms</data> for ZB-H1 and <data value="02.race.zb-h2.predicted">171 ms</data> for ZB-H2.
 # </details>
@@ -700,8 +692,8 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 # DeepSpeed's pipeline engine has 1F1B alone.
 # </details>
 #
-# **Takeaway.** All four idle less than 1F1B, and each pays for it. Interleaving and ZB-V send more messages. Interleaving and
-# ZB-H2 have a higher peak of activations; ZB-H1 and ZB-V have rank 0's peak on every rank.
+# **Takeaway.** All four idle less than 1F1B and pay for it: interleaving and ZB-V with messages, interleaving and ZB-H2 with a
+# higher peak of activations, ZB-H1 and ZB-V with rank 0's peak on every rank.
 #
 # ## Three numbers are called "bubble"
 #
@@ -803,8 +795,7 @@ lesson.claim("A heavy stage costs time", (took["heavy"] / took["uniform"], ">", 
 # %% [markdown]
 # The uniform partition takes
 # <data value="02.cut.uniform">1.04 s</data>, the heavy one <data value="02.cut.heavy">1.28 s</data>. Balancing by time gives <data value="02.cut.by-time">1.04 s</data> with the partition <data value="02.cut-step.by-time.blocks-of-each-stage">[2, 2, 2, 2]</data>. A ViT's
-# blocks are equal. Unless the embedding or the head takes longer than a block, moving a block away from their stage only makes
-# another stage slower, so "uniform" is hard to beat.
+# blocks are equal. So "uniform" is hard to beat, unless the embedding or the head takes longer than a block.
 #
 # <details><summary>May we compare these steps with the race's?</summary>
 #
@@ -905,11 +896,11 @@ if graphed:
     lesson.claim("CUDA graphs shorten the step with the smallest microbatches", pair)
 
 # %% [markdown]
-# Launched from Python, the step is shortest at m = <data value="02.sweep.best">4</data>; the formula says <data value="02.sweep.formula:.1f">3.9</data>. More microbatches than the best m cost more than they save: the m c seconds of
-# launches and small kernels grow, and the bubble need not shrink any more. It takes <data value="02.sweep-bubble.best">?</data> at the best m and
-# <data value="02.sweep-bubble.most">?</data> at m = <data value="02.sweep.most">16</data>.
+# Launched from Python, the step is shortest at m = <data value="02.sweep.best">4</data>; the formula says <data value="02.sweep.formula:.1f">3.9</data>. With more microbatches,
+# launches and small kernels cost more than is saved: the bubble, <data value="02.sweep-bubble.best">?</data> at the best m, is <data value="02.sweep-bubble.most">?</data> at
+# m = <data value="02.sweep.most">16</data>.
 #
-# Python can launch the kernels of a small microbatch more slowly than a GPU runs them. A *CUDA graph* records all kernels of a
+# Python can launch small kernels more slowly than a GPU runs them. A *CUDA graph* records all kernels of a
 # stage's forward or backward once and launches them with one call. So c falls,
 # and more microbatches pay. In this run,
 # <data value="02.graphs">the ranks have no GPU, so the figure has one panel</data>.

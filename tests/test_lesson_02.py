@@ -157,3 +157,14 @@ def test_the_sweep_says_how_far_the_formula_is_off_and_how_long_bubbles_are(
     assert recorded["02.sweep-step"] == {"alone": 8.0, "best": 5.0, "work": 8.0}
     assert recorded["02.sweep-bubble"] == {"best": 1.0, "most": 1.0}
     assert recorded["02.sweep-share"] == 62.5
+
+
+def test_unequal_stages_make_gpipe_take_longer_than_1f1b(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: dict[str, Any] = {}
+    monkeypatch.setattr(vit_pipeline, "record", recorded.__setitem__)
+    made = {name: schedules.make(name, 4, 8) for name in ("gpipe", "1f1b")}
+    for forward, ratio in (([1.0, 1.0, 1.0, 1.0], 1.0), ([1.25, 1.0, 1.0, 1.0], 0.98)):
+        steps = {name: s.simulate(Costs(forward, [2.0] * 4, 0.0)) for name, s in made.items()}
+        vit_pipeline.record_beside_gpipe(steps, made)
+        assert recorded["02.by-medians"] == pytest.approx(ratio, abs=0.01)
+        assert recorded["02.ran"] == steps

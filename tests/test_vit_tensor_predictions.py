@@ -6,6 +6,7 @@ import pytest
 
 from hpnb import lesson, theory
 from hpnb.lesson.explorers.small_multiples import trade_off
+from hpnb.lesson.programs import vit_tensor_predictions as predictions
 from hpnb.lesson.programs.vit_tensor_predictions import latencies_of_modes, slower_than_predicted
 from hpnb.models import ViTSize
 from hpnb.record import Event, Timeline
@@ -24,8 +25,10 @@ def test_a_run_is_compared_with_its_matmuls_its_bytes_and_its_latencies() -> Non
             start += seconds
     factors = slower_than_predicted(Timeline(tuple(events)), block, card)
     assert factors == {
-        "compute": pytest.approx(3.0), "latency": pytest.approx(sums / nbytes), "sums": pytest.approx(2.0),
-    }  # fmt: skip
+        "computing": pytest.approx(3.0),
+        "latency of all-reduces": pytest.approx(sums / nbytes),
+        "waiting and the rest": pytest.approx(2.0),
+    }
 
 
 def test_a_broadcast_takes_a_chain_of_latencies_and_norm_gradients_one_all_reduce() -> None:
@@ -47,3 +50,37 @@ def test_the_goal_of_a_challenge_is_drawn_on_a_logarithmic_axis() -> None:
     (ax,) = trade_off(*what).axes
     assert ax.get_yscale() == "linear"
     assert "goal" not in [line.get_label() for line in ax.lines]
+
+
+def test_a_time_that_grows_less_than_its_size_is_constant_in_part() -> None:
+    assert predictions.constant_share(8.0, 8) == 0
+    assert predictions.constant_share(4.5, 8) == 0.5  # 1 = 0.5 + 0.5, and 4.5 = 0.5 + 8 * 0.5
+    assert predictions.constant_share(0.9, 8) == 1
+
+
+def card_of(ranks: int, latency: float) -> lesson.MachineCard:
+    return lesson.MachineCard("a machine", "cuda", ranks, latency, 1e9, 1e11, "float32", (1,), (1.0,))
+
+
+def test_a_race_is_put_in_words_either_way() -> None:
+    slower, faster = {"1d": 1.0, "1d+sp": 1.5, "2d": 2.0}, {"1d": 1.0, "1d+sp": 0.75, "2d": 0.5}
+    assert predictions.difference(slower) == "500 ms more"
+    assert predictions.difference(faster) == "250 ms less"
+    words = {
+        (True, False): "2D sends more bytes than 1D, and takes 2.00 s against 1.00 s",
+        (True, True): "2D sends fewer bytes than 1D, but takes 2.00 s against 1.00 s",
+        (False, True): "2D sends fewer bytes than 1D, and takes 500 ms against 1.00 s",
+        (False, False): "2D sends more bytes than 1D, but takes 500 ms against 1.00 s",
+    }
+    for (is_slower, fewer_bytes), said in words.items():
+        assert predictions.grid_in_words(slower if is_slower else faster, fewer_bytes) == said
+    assert predictions.alphas_in_words(card_of(4, 1e-5), card_of(4, 1e-5)) == "10.0 µs, as on the page's card"
+    two = predictions.alphas_in_words(card_of(2, 1e-5), card_of(4, 2e-5))
+    assert two == "20.0 µs, against 10.0 µs with 2"
+
+
+def test_a_formula_and_a_run_may_judge_a_link_differently() -> None:
+    assert predictions.verdict(2.0, 1.0) == "both the formula and the run call the interconnect fast enough"
+    assert predictions.verdict(0.7, 1.7) == (
+        "the formula calls the interconnect too slow, the run fast enough"
+    )

@@ -92,7 +92,7 @@ def mode_readings(
             text=not fast,
             axis_labels={0: "each rank"},
             title=f"h = {hidden:,}, {batch} x {sequence:,} tokens, {ranks} ranks on {link}: "
-            f"{number(activations + states, 'B')} a rank",
+            f"keeps {number(activations + states, 'B')} a rank",
         )
         return figure, (
             f"A block by {mode} over {ranks} ranks on {link}"

@@ -229,7 +229,7 @@ def _place(region: NDArray[np.bool_], x: NDArray[np.float64], y: NDArray[np.floa
 
 def _axes(ax: Axes, x: tuple[float, float], y: tuple[float, float], xlabel: str) -> None:
     ax.set(xscale="log", yscale="log", xlim=x, ylim=y, xlabel=xlabel)
-    for axis, (low, high), most in ((ax.xaxis, x, 8), (ax.yaxis, y, 7)):
+    for axis, (low, high), most in ((ax.xaxis, x, 12), (ax.yaxis, y, 9)):
         powers = [2.0**k for k in range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)]
         set_ticks(axis, powers[:: max(1, -(-len(powers) // most))], count)
     ax.set_ylabel("hidden size", size=SMALL + 1)

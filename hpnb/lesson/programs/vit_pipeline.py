@@ -424,6 +424,15 @@ def record_graphs(
     return "\n".join([f"{words[0].upper()}{words[1:]}.", *notes])
 
 
+def record_beside_gpipe(steps: Mapping[str, Timeline], schedules: Mapping[str, Schedule]) -> None:
+    """Record the steps of "gpipe" and "1f1b", and the second over the first if both are simulated with the
+    medians of GPipe's stages, which need not be equal."""
+    record("02.ran", dict(steps))
+    costs = Costs.measured(steps["gpipe"])
+    simulated = {name: schedule.simulate(costs).makespan for name, schedule in schedules.items()}
+    record("02.by-medians", simulated["1f1b"] / simulated["gpipe"])
+
+
 def record_sweep(
     steps: Mapping[int, Timeline], parts: Mapping[str, Sequence[float]], predicted: Sequence[float]
 ) -> None:

@@ -17,6 +17,7 @@ from hpnb import theory
 from hpnb.lesson.exercises.vit_tensor_size import TASKS
 from hpnb.lesson.machine_card import MachineCard
 from hpnb.lesson.programs.vit_tensor import ModeSeconds, mean_seconds
+from hpnb.lesson.tables import number
 from hpnb.lesson.values import record
 from hpnb.models import ViTSize
 from hpnb.ranks import usable_cores
@@ -70,15 +71,15 @@ def slower_than_predicted(recorded: Timeline, block: Block, card: MachineCard) -
     """How many times as long a recorded block in 1D took as the card predicts for it.
 
     Returns:
-        "compute", over its matmuls at the card's rate; "latency", what latency makes of the all-reduces'
-        bytes alone; "sums", the recorded all-reduces over those with latency.
+        of computing, over its matmuls at the card's rate; of the all-reduces, what latency makes of their
+        bytes alone, and what was recorded over that.
     """
     messages = theory.block_sent(block, "1d", card.ranks)
     sums = messages.seconds(card.link)
     return {
-        "compute": mean_seconds(recorded, "FIW") * card.ranks * card.matmul / block.training_flops,
-        "latency": sums * card.link.bandwidth / messages.bytes(),
-        "sums": mean_seconds(recorded) / sums,
+        "computing": mean_seconds(recorded, "FIW") * card.ranks * card.matmul / block.training_flops,
+        "latency of all-reduces": sums * card.link.bandwidth / messages.bytes(),
+        "waiting and the rest": mean_seconds(recorded) / sums,
     }
 
 
@@ -91,7 +92,8 @@ def record_race(
 ) -> None:
     """Record how the modes' seconds on four ranks differ from their prediction, and what latency explains.
 
-    Also the tokens of the timed blocks, and seconds of a job of exercise 5.
+    Also the share of each time that does not depend on tokens, the tokens of the timed blocks, and seconds of
+    a job of exercise 5.
 
     Args:
         halves: seconds of an all-reduce, and of its two halves, as `vit_tensor.time_halves` has them.
@@ -100,15 +102,63 @@ def record_race(
     (size, few), (_, many) = min(seconds, key=lambda key: key[1]), max(seconds, key=lambda key: key[1])
     measured, expected = seconds[size, few], predicted[size, few]
     record("03.too-low", {mode: measured[mode] / expected[mode] for mode in measured})
+    growth = {mode: seconds[size, many][mode] / measured[mode] for mode in measured}
+    constant = {mode: 100 * constant_share(growth[mode], many / few) for mode in growth}
+    record("03.constant", constant, "%")
     latencies = four.predicted(0)  # of no bytes: 6 steps of a ring
-    record("03.latency", 100 * 4 * latencies / expected["1d"], "%")
+    record("03.latency", {"all": (4 * latencies, "s"), "share": (400 * latencies / measured["1d"], "%")})
     record("03.norms", latencies, "s")
-    record("03.sp-longer", measured["1d+sp"] - measured["1d"], "s")
-    record("03.alpha", {"first": card.link.latency, "four": four.link.latency}, "s")
-    record("03.tokens", {"few": few * size.tokens, "many": many * size.tokens})
-    record("03.tokens", {"hidden": size.hidden, "even": 12 * size.hidden})  # 2D sends fewer bytes above
+    calls = calls_of_modes(size, ("1d", "2d"))
+    per_call = (measured["2d"] - measured["1d"]) / (calls["2d"] - calls["1d"])
+    record("03.calls", {"more": calls["2d"] - calls["1d"], "seconds": (per_call, "s")})
+    record("03.sp-longer", {"few": difference(measured), "many": difference(seconds[size, many])})
+    record("03.alpha", alphas_in_words(card, four))
+    even = 12 * size.hidden  # 2D sends fewer bytes above
+    tokens = {"few": few * size.tokens, "many": many * size.tokens, "even": even, "hidden": size.hidden}
+    record("03.tokens", tokens)
+    record("03.grid", grid_in_words(seconds[size, many], many * size.tokens > even))
     job = TASKS["few tokens, a slow link"]
     record("03.job", {f"t{t}": job.step_seconds(t) for t in (1, 16)}, "s")
     all_reduce, both_halves = halves.values()
     record("03.four-halves", 4 * (both_halves - all_reduce), "s")
     record("03.rate", core_share(four) * four.matmul, "FLOP/s")
+
+
+def constant_share(growth: float, factor: float) -> float:
+    """The share of a time that is constant, if the rest is proportional to a size and the time grows so.
+
+    Args:
+        growth: the time with `factor` times the size over the time before. Below 1 all of it is constant.
+    """
+    return min(1.0, max(0.0, (factor - growth) / (factor - 1)))
+
+
+def difference(seconds: Mapping[str, float]) -> str:
+    """How much more or less time sequence parallelism takes than 1D, in words."""
+    longer = seconds["1d+sp"] - seconds["1d"]
+    return f"{number(abs(longer), 's')} {'more' if longer > 0 else 'less'}"
+
+
+def alphas_in_words(card: MachineCard, four: MachineCard) -> str:
+    """The latency of the page's first ranks and of the four, which may be the same ranks."""
+    latency = number(four.latency, "s")
+    if card.ranks == four.ranks:
+        return f"{latency}, as on the page's card"
+    waits = ", because ranks wait for cores, too" if core_share(four) < 1 else ""
+    return f"{latency}, against {number(card.latency, 's')} with {card.ranks}{waits}"
+
+
+def grid_in_words(seconds: Mapping[str, float], fewer_bytes: bool) -> str:
+    """What 2D sends and takes beside 1D with the larger number of tokens."""
+    sends = "fewer" if fewer_bytes else "more"
+    joined = "but" if fewer_bytes == (seconds["2d"] > seconds["1d"]) else "and"
+    took, other = (number(seconds[mode], "s") for mode in ("2d", "1d"))
+    return f"2D sends {sends} bytes than 1D, {joined} takes {took} against {other}"
+
+
+def verdict(predicted: float, measured: float) -> str:
+    """Whether a link is fast enough by a predicted and by a measured ratio of computing to communication."""
+    words = ["fast enough" if ratio >= 1 else "too slow" for ratio in (predicted, measured)]
+    if words[0] == words[1]:
+        return f"both the formula and the run call the interconnect {words[0]}"
+    return f"the formula calls the interconnect {words[0]}, the run {words[1]}"

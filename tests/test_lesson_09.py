@@ -137,6 +137,22 @@ def test_a_map_rings_the_fastest_that_fits_and_ends_the_node() -> None:
         figures.layout_map({}, 8)
 
 
+def test_a_map_where_most_are_slow_spreads_its_colours() -> None:
+    slow = {(pp, tp): (2.5 + pp + tp if pp + tp > 2 else 1.0, True) for pp in (1, 2) for tp in (1, 2)}
+    ax = figures.layout_map(slow, 8).axes[0]
+    colors = next(c for c in ax.collections if c.get_label() == "layouts").get_facecolors()  # type: ignore[attr-defined]
+    assert len({tuple(color) for color in colors}) == 2  # all but the fastest take 4 times as long
+    middle = {cut: (3.0 if cut == (1, 2) else seconds, fits) for cut, (seconds, fits) in slow.items()}
+    ax = figures.layout_map(middle, 8).axes[0]
+    colors = next(c for c in ax.collections if c.get_label() == "layouts").get_facecolors()  # type: ignore[attr-defined]
+    assert len({tuple(color) for color in colors}) == 3
+
+
+def test_a_page_that_times_nothing_says_nothing_about_timings() -> None:
+    assert lesson.banner(2, "cpu").timings
+    assert not lesson.banner(2, "cpu", timed=False).timings
+
+
 def test_curves_of_what_failures_leave() -> None:
     above, below = {"a": ([1, 10], [1.0, 0.5])}, {"b": ([5, 50], [0.2, 0.4])}
     figure = figures.goodput(above, below, {"b": ([7], [0.3])}, {"b": 20})

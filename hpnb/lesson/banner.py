@@ -81,6 +81,7 @@ def banner(
     data: str = "",
     *,
     reading: str = "",
+    timed: bool = True,
     sizes: PageSizes | None = None,
 ) -> Banner:
     """Display where this page runs, and return it: `here = lesson.banner(ranks=4)`.
@@ -90,6 +91,7 @@ def banner(
         model: what is trained, such as "ViT, 4 blocks of 64".
         data: where samples come from, such as "generated stand-in for CIFAR-10".
         reading: one more sentence, about how to read this page's numbers.
+        timed: False for a page that measures no time; then nothing is said about what timings mean.
         sizes: what `choose_sizes` chose; on a GPU the banner says why.
 
     Raises:
@@ -122,7 +124,7 @@ def banner(
         model=model,
         data=data,
         timings_mean_something=honest,
-        timings=timings,
+        timings=timings if timed else "",
         reading=reading,
         sizes=str(sizes) if sizes is not None and cuda else "",
     )

@@ -72,7 +72,7 @@ def _readings(
             cut: (sum(cluster_parts(run, cluster, plan).values()), cluster_memory(run, plan) <= _MEMORY)
             for cut, plan in plans.items()
         }
-        title = f"predicted · seconds: {model}, {gpus:,} A100s, {network}"
+        title = f"predicted · seconds of a step: {model}, {gpus:,} A100s, {network}"
         setting = f"{batch:,} samples a step, {'' if run.recompute else 'no '}recomputation, ZeRO {zero}"
         figure = plan_at_scale.layout_map(steps, node, title, setting, text=not fast)
         which = "the fastest that fits" if memory <= _MEMORY else "nothing fits, the fastest"

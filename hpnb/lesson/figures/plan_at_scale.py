@@ -87,14 +87,15 @@ def goodput(
     say = "training, % of time"
     panels = [
         CurvePanel(series(above), say, "x", 1.6,
-                   "saving every sqrt(2 D M) seconds, predicted; dashed: half of the time is lost", "GPUs"),
+                   "saving every √(2DM) seconds, predicted; dashed: half of the time is lost", "GPUs"),
         CurvePanel(series(below) + series(simulated, "simulated: "), say, "x", 1.6,
                    f"{gpus + ': ' if gpus else ''}saving more and less often, predicted and simulated",
-                   "seconds of training between saves; dotted: sqrt(2 D M)"),
+                   "seconds of training between saves; dotted: √(2DM)"),
     ]  # fmt: skip
     fig = curves(panels, title=title, keys=[*keys, simulation], gap=0.75)
-    for ax in fig.axes:
-        ax.set_ylim(0, 104)
+    lowest = min((100 * min(shares) for _, shares in (*below.values(), *simulated.values())), default=0.0)
+    for ax, bottom in zip(fig.axes, (0, 10 * (lowest // 10)), strict=True):
+        ax.set_ylim(bottom, 104 - 0.04 * bottom)
         log_ticks(ax.xaxis, count)
     fig.axes[0].axhline(50, color=INK, linestyle="--", linewidth=1.0, zorder=1, label="half")
     for name, seconds in marks.items():
@@ -106,7 +107,7 @@ Cells = Mapping[tuple[int, int], tuple[float, bool]]
 """{(pp, tp): (seconds of a step, whether it fits)}"""
 
 _FAST, _SLOW, _ABSENT = "#FFF3D6", "#8A3B12", "#FFFFFF"
-_WORST = 2.0  # times the best: whatever is slower has the darkest colour
+_WORST, _FAR = 2.0, 4.0  # times the best: whatever is slower has the darkest colour; _FAR where most are slow
 _ROW = 0.26  # inches
 
 
@@ -138,22 +139,24 @@ def layout_map(
     fitting = {at: seconds for at, (seconds, fits) in cells.items() if fits}
     best = min(fitting, key=lambda at: fitting[at]) if fitting else None
     least = fitting[best] if best else min(seconds for seconds, _ in cells.values())
+    times = [seconds / least for seconds, _ in cells.values()]
+    darkest = _FAR if sum(time > _WORST for time in times) > len(times) / 2 else _WORST
     keys = [
         Key(OpStyle(_FAST, "", "the fastest"), "flat"),
-        Key(OpStyle(_SLOW, "", f"{_WORST:g} times as long, or more"), "flat"),
+        Key(OpStyle(_SLOW, "", f"{darkest:g} times as long, or more"), "flat"),
         Key(OpStyle(SOFT, "////", "out of memory"), "hatch"),
         Key(OpStyle(ALARM, "", f"a node of {node} ends", "--"), "line"),
     ]
     if tied:
         keys[0] = Key(OpStyle(_FAST, "", "the fastest, in a thick frame"), "flat")
-        thin = f"thin frame: within {100 * tied:.0f} % of it"
+        thin = f"thin frame: within {100 * tied:.0f} % of the fastest"
         keys.append(Key(OpStyle(INK, "", thin), "words"))
     fig, (ax,) = new_figure([_ROW * max(4, len(stages))], title=title, legend=keys,
                            head=0.3 if setting else 0.16, left=0.8)  # fmt: skip
     if setting:
         panel_title(ax, setting)
     places = [(widths.index(t), stages.index(p), 1.0, 1.0) for p, t in cells]
-    slowness = [(seconds / least - 1) / (_WORST - 1) for seconds, _ in cells.values()]
+    slowness = [(time - 1) / (darkest - 1) for time in times]
     colors = [mix(_FAST, _SLOW, min(1.0, max(0.0, slow))) for slow in slowness]
     boxes(ax, places, OpStyle(_FAST, "", ""), name="layouts", colors=colors, outline=False, zorder=1)
     full = [place for place, (_, fits) in zip(places, cells.values(), strict=True) if not fits]

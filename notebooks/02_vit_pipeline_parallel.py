@@ -896,9 +896,9 @@ if graphed:
     lesson.claim("CUDA graphs shorten the step with the smallest microbatches", pair)
 
 # %% [markdown]
-# Launched from Python, the step is shortest at m = <data value="02.sweep.best">4</data>; the formula says <data value="02.sweep.formula:.1f">3.9</data>. With more microbatches,
-# launches and small kernels cost more than is saved: the bubble, <data value="02.sweep-bubble.best">?</data> at the best m, is <data value="02.sweep-bubble.most">?</data> at
-# m = <data value="02.sweep.most">16</data>.
+# Launched from Python, the step is shortest at m = <data value="02.sweep.best">4</data>; the formula says <data value="02.sweep.formula:.1f">3.9</data>. With more
+# microbatches, what each one costs adds up to more than is saved. Nor need the bubble shrink: it takes <data value="02.sweep-bubble.best">?</data> at the best m
+# and <data value="02.sweep-bubble.most">?</data> at m = <data value="02.sweep.most">16</data>.
 #
 # Python can launch small kernels more slowly than a GPU runs them. A *CUDA graph* records all kernels of a
 # stage's forward or backward once and launches them with one call. So c falls,

@@ -576,8 +576,8 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 #
 # In the figure below, lines are *predicted* from the machine card of notebook 00: latency, bandwidth and matmul rate.
 # It gives ρ = <data value="10.card.rho">29</data> FLOP a byte, and here H = G = <data value="10.card.heads">8</data>. So by the card, computing covers the forward from
-# <data value="10.card.overlap">115</data> tokens a rank on. Dots are *replayed*: we time a step's computing and the forward's messages alone, and
-# add them up by the same rule. The backward's messages count by their bytes.
+# <data value="10.card.overlap">115</data> tokens a rank on, the dotted line. Dots are *replayed*: we time a step's computing and the forward's messages alone,
+# and add them up alike. The backward's messages count by their bytes.
 #
 # <details><summary>Where ranks share cores or a GPU</summary>
 #

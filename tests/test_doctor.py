@@ -134,11 +134,14 @@ def test_four_gpus_take_up_to_four_ranks() -> None:
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 2, 4])
-@pytest.mark.parametrize("cores", [1, 2, 6, 64])
-def test_the_plan_is_what_launch_will_choose(gpus: int, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (6, 3), (64, 32), (64, 3)])
+def test_the_plan_is_what_launch_will_choose(
+    gpus: int, cores: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(devices, "usable_cores", lambda: cores)
-    machine = with_gpus(*[H100] * gpus, cores=cores)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    machine = dataclasses.replace(with_gpus(*[H100] * gpus, cores=cores), threads=threads)
     for ranks in range(1, 9):
         assert plan_launch(machine, ranks) == choose_device("auto", ranks)
 

@@ -41,6 +41,7 @@ class Machine:
     cpu: str
     cores: int  # that the machine has
     usable: int  # of them, after affinity and the container's quota
+    threads: int | None = None  # that a process computes with
     memory: int | None = None
     memory_available: int | None = None
     shm: int | None = None
@@ -69,6 +70,7 @@ def inspect_machine() -> Machine:
         cpu=_cpu_model(),
         cores=os.cpu_count() or 1,
         usable=usable_cores(),
+        threads=torch.get_num_threads(),
         memory=memory,
         memory_available=available,
         shm=shm,

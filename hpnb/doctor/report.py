@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections import Counter
+from dataclasses import replace
 
 from hpnb.doctor.gpus import Links
 from hpnb.doctor.machine import Machine
@@ -19,7 +20,8 @@ NamedLines = list[tuple[str, str]]  # (name, text)
 
 def plan_launch(machine: Machine, ranks: int) -> DeviceChoice:
     """What `hpnb.launch(..., ranks=ranks, device="auto")` would do on `machine`."""
-    return choose_device("auto", ranks, gpus=len(machine.gpus), cores=machine.usable)
+    choice = choose_device("auto", ranks, gpus=len(machine.gpus), cores=machine.usable)
+    return replace(choice, threads=min(choice.threads, machine.threads or choice.threads))
 
 
 def format_report(machine: Machine) -> str:

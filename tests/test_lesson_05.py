@@ -396,14 +396,72 @@ def test_step_parts() -> None:
     assert len(fig.axes[0].collections) == 4  # before and after the update, filled and hollow
 
 
+def _title(measured: dict[ZeroConfig, dict[str, float]]) -> str:
+    return next(text.get_text() for text in figures.step_parts(measured, measured).texts)
+
+
+def test_the_title_names_stages_that_always_communicate_after_the_update() -> None:
+    early, late = ({"forward": 0.9, "exposed after the update": took} for took in (0.001, 0.1))
+    both = {ZeroConfig(1): late, ZeroConfig(2): late, ZeroConfig(3): early}
+    assert _title(both) == "ZeRO-1 and ZeRO-2 communicate after the update"
+    one = {ZeroConfig(1): early, ZeroConfig(1, -1): late, ZeroConfig(2): late}
+    assert _title(one) == "ZeRO-2 communicates after the update"
+    assert _title({ZeroConfig(1): early}) == "Steps before, in and after the update"
+
+
+def test_what_the_page_says_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: dict[str, Any] = {}
+    monkeypatch.setattr(gpt2_zero, "record", lambda key, value, unit="": recorded.update({key: value}))
+
+    def run(*seconds: float) -> gpt2_zero.StepMeasurement:
+        steps = [{"backward": s - 0.2, "update": 0.1, "exposed after the update": 0.1} for s in seconds]
+        return gpt2_zero.StepMeasurement(tuple(steps), MemoryProfile(()))
+
+    runs = {ZeroConfig(stage): run(1.0, 1.1, 1.2) for stage in range(4)}
+    runs |= {ZeroConfig(stage, -1): run(1.2, 1.3 + stage, 9.0) for stage in range(4)}
+    parts = {c: {"forward": 1.0, "exposed after the update": 0.0} for c in runs}
+    gpt2_zero.record_steps(runs, parts)
+    assert recorded["05.recompute"] == pytest.approx({"least": 0.2, "most": 3.2})
+    assert recorded["05.ranges"].startswith("overlap")
+    assert (recorded["05.off"]["hold"], recorded["05.off"]["highest"]) == (4, "ZeRO-3 + recompute")
+    assert recorded["05.offload"] == "This run does not offload."
+    offloaded = ZeroConfig(3, -1, offload=True)
+    runs |= {offloaded: run(5.0, 6.3, 7.0), ZeroConfig(3): run(1.3, 1.4, 1.5)}
+    gpt2_zero.record_steps(runs, {**parts, offloaded: {"forward": 1.5}})
+    assert recorded["05.ranges"] == "do not overlap"
+    assert "added 2.00 s to" in recorded["05.offload"]
+    assert "predicted as 500 ms" in recorded["05.offload"]
+
+
+def test_doublings_show_a_wall_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: dict[str, Any] = {}
+    monkeypatch.setattr(gradient_noise, "record", lambda key, value, unit="": recorded.update({key: value}))
+    gradient_noise.record_doublings({4: 120.0, 8: 60.0, 16: 40.0, 32: 20.0}, 10.0, 1e9)
+    assert recorded["05.doublings"]["wall"] == "Up to 32 samples, this run shows no wall."
+    assert recorded["05.doublings"]["law-last"] == pytest.approx(2.0)
+    gradient_noise.record_doublings({4: 120.0, 8: 60.0, 16: 50.0}, 40.0, 4.0)
+    assert "wall begins" in recorded["05.doublings"]["wall"]
+    assert recorded["05.fitted"] == 4.0
+    assert (recorded["05.doublings"]["least"], recorded["05.doublings"]["most"]) == (1.2, 2.0)
+
+
+def test_the_deepest_models_say_how_large_and_when_they_are_fullest(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: dict[str, Any] = {}
+    monkeypatch.setattr(gpt2_zero, "record", lambda key, value: recorded.setdefault(key, {}).update(value))
+    config = ZeroConfig(3, -1)
+    gpt2_zero.record_depths(SIZE, 1, torch.bfloat16, {config: 9}, {config: 8}, 2, 25.0, 0.0)
+    assert recorded["05.millions"]["zero-3"] == replace(SIZE, layers=8).parameters() / 1e6
+    assert recorded["05.fullest"]["zero-3"] == "step"
+
+
 def test_launch_floor() -> None:
-    for adds, at_knee, total in (
-        (True, 2.0, "launching + computing"),
-        (False, 1.0, "the longer of both"),
-    ):
+    for adds in (True, False):
         fig = figures.launch_floor({1: [0.9, 1.0, 4.0], 10: [2.0], 100: [11.0]}, 1.0, 0.1, 100, adds)
-        law = next(line for line in fig.axes[0].lines if line.get_label() == total)
-        assert np.interp(10, *law.get_data()) == pytest.approx(at_knee, rel=0.05)
+        lines = {line.get_label(): line for line in fig.axes[0].lines}
+        assert np.interp(10, *lines["computing"].get_data()) == pytest.approx(1.0, rel=0.05)
+        assert ("launching + computing" in lines) is adds
+        if adds:
+            assert np.interp(10, *lines["launching + computing"].get_data()) == pytest.approx(2.0, rel=0.05)
 
 
 def test_launch_floor_of_steps_that_launching_sets_knows_only_how_long_computing_takes_at_most() -> None:

@@ -8,8 +8,10 @@ from statistics import median
 from typing import Any, Literal
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import ScaledTranslation
 
 from hpnb.lesson.programs.gpt2_zero_predictions import gather_timeline
 from hpnb.plot.bars import Bar, BarPanel, bars
@@ -26,7 +28,7 @@ from hpnb.plot.curves import (
     set_ticks,
     write_values,
 )
-from hpnb.plot.grammar import ALARM, CATEGORY, INK, SOFT, STYLE, OpStyle, mix
+from hpnb.plot.grammar import ALARM, CARD, CATEGORY, INK, SOFT, STYLE, OpStyle, mix
 from hpnb.plot.memory import CAPACITY, draw_bands, draw_capacity
 from hpnb.plot.timeline import timeline
 from hpnb.plot.units import byte_count, bytes_unit, number, seconds, time_unit
@@ -44,7 +46,8 @@ def rivers(
 ) -> Figure:
     """Memory over time, one small panel for each configuration, against one capacity.
 
-    All panels share the axis of bytes; each has a clock of its own, because recording slows some down more.
+    All panels share the axis of bytes and the unit of time; each has a clock of its own, because recording
+    slows some down more.
 
     Args:
         profiles: {name of the panel: the memory of one rank}.
@@ -64,20 +67,22 @@ def rivers(
         keys.append(Key(CAPACITY, "line", f"budget {byte_count(capacity)}"))
     heading = title if title is not None else "memory over a step, by category"
     columns = min(2, len(profiles))
+    scale, clock = time_unit(max(p.samples[-1].time - p.samples[0].time for p in profiles.values()))
     fig, axes = new_figure([1.5] * -(-len(profiles) // columns), title=heading, legend=keys, columns=columns,
                            left=0.62, gap=0.72, between=0.3, head=0.3)  # fmt: skip
     for i, (ax, (name, profile)) in enumerate(zip(axes, profiles.items(), strict=False)):
         first, last = profile.samples[0].time, profile.samples[-1].time
-        scale, clock = time_unit(last - first)
         draw_bands(ax, profile, categories, first, scale, size, POINTS)
         if capacity is not None:
             draw_capacity(ax, capacity, size)
         color = ALARM if profile.peak > (capacity or profile.peak) else INK
-        ax.get_lines()[1].set_color(color)  # the mark at the peak
+        mark = ax.get_lines()[1]  # at the peak, lifted so that its tip stands on it
+        mark.set_color(color)
+        mark.set_transform(ax.transData + ScaledTranslation(0, 4 / 72, fig.dpi_scale_trans))
         panel_title(ax, name)
         ax.annotate(byte_count(profile.peak), (1, 1), (0, 4), "axes fraction", "offset points", ha="right",
                     size=SMALL, weight="bold", color=color)  # fmt: skip
-        ax.set(xlim=(0, (last - first) / scale or 1.0), ylim=(0, top / size * 1.12))
+        ax.set(xlim=(0, (last - first) / scale or 1.0), ylim=(0, top / size * 1.15))
         ax.yaxis.set_major_locator(MaxNLocator(4))
         ax.set_xlabel(f"time ({clock})", labelpad=1)
         ax.set_ylabel("" if i % columns else f"memory ({unit})")
@@ -121,7 +126,10 @@ def zero_frontier(
         Key(OpStyle(SOFT, "", "number: ZeRO stage, line: fastest to slowest step"), "words"),
         Key(CAPACITY, "line", f"budget {byte_count(capacity)}"),
     ]
-    panel = CurvePanel(series, f"step ({clock})", height=2.9, xlabel=f"peak memory of a rank ({unit})")
+    low, high = (edge(s for spread in took.values() for s in spread) / scale for edge in (min, max))
+    log: Literal["y", ""] = "y" if high > 3 * low else ""  # else quick steps would lie on each other
+    words = f"step ({clock}), log scale" if log else f"step ({clock})"
+    panel = CurvePanel(series, words, log, 2.9, xlabel=f"peak memory of a rank ({unit})")
     title = f"Peak memory and median step time of every configuration · {source}"
     fig = curves([panel], title=title, more_keys=more, left=0.72, right=0.3)
     (ax,) = fig.axes
@@ -135,7 +143,9 @@ def zero_frontier(
             ax.annotate(str(c.stage), (at, end), offset, "data", "offset points", ha="center", va=side,
                         size=SMALL, color=color, zorder=6)  # fmt: skip
     right = max(*peaks.values(), capacity) / size * 1.1
-    ax.set(xlim=(0, right), ylim=(0, max(slowest for *_, slowest in took.values()) / scale * 1.15))
+    ax.set(xlim=(0, right), ylim=(low / 1.3, high * 1.2) if log else (0, high * 1.15))
+    if log:
+        log_ticks(ax.yaxis, "{:g}".format, (1, 1.5, 2, 3, 5, 7))
     rule(ax, capacity / size, "budget", CAPACITY.color, CAPACITY.line)
     ax.axvspan(capacity / size, right, color="#FBEDE6", zorder=0, linewidth=0)
     ax.annotate("does not fit", (capacity / size, 0.03), (5, 0), ("data", "axes fraction"), "offset points",
@@ -162,8 +172,8 @@ PARTS: Mapping[str, OpStyle] = {
 
 
 def step_parts(
-    predicted: Mapping[object, Mapping[str, float]],
-    measured: Mapping[object, Mapping[str, float]],
+    predicted: Mapping[Any, Mapping[str, float]],
+    measured: Mapping[Any, Mapping[str, float]],
     source: str = "measured",
 ) -> Figure:
     """Seconds of a step before, in and after the update, a row a configuration: predicted, hollow, under
@@ -173,8 +183,10 @@ def step_parts(
     part with forward and backward.
 
     Args:
-        predicted, measured: {configuration: the parts of a `StepMeasurement`}.
+        predicted, measured: {ZeroConfig: the parts of a `StepMeasurement`}.
         source: how `measured` came about.
+
+    The title names the stages that are exposed after every update, for over 2 % of the step.
     """
 
     def joined(parts: Mapping[str, float]) -> dict[str, float]:
@@ -186,8 +198,14 @@ def step_parts(
         for name, parts in measured.items()
     }
     keys = [Key(OpStyle(SOFT, "", f"filled: {source}, hollow: predicted"), "words")]
-    return bars([BarPanel(rows, "s", "a step ({unit})")], PARTS, more_keys=keys,
-                title="Only ZeRO-1 and ZeRO-2 communicate after the update")  # fmt: skip
+    late: dict[int, bool] = {}
+    for config, parts in measured.items():
+        waits = parts.get("exposed after the update", 0.0) > 0.02 * sum(parts.values())
+        late[config.stage] = late.get(config.stage, True) and waits
+    names = [f"ZeRO-{stage}" for stage, waits in late.items() if waits]
+    title = f"{' and '.join(names)} communicate{'s' * (len(names) == 1)} after the update"
+    title = title if names else "Steps before, in and after the update"
+    return bars([BarPanel(rows, "s", "a step ({unit})")], PARTS, more_keys=keys, title=title)
 
 
 def launch_floor(
@@ -200,21 +218,22 @@ def launch_floor(
         floor: seconds to launch all operators, whatever the tokens.
         slope: seconds a token that the device computes.
         chosen: tokens that the page trains with.
-        adds: whether launching and computing add up, as on a CPU; on a GPU the longer one counts.
+        adds: whether launching and computing add up, as on a CPU, where their sum is a line, too; on a GPU
+            the longer one counts, which is the upper line.
     """
     tokens, medians = list(took), [median(seconds) for seconds in took.values()]
     scale, unit = time_unit(max(medians))
     x = np.geomspace(min(tokens), max(tokens), 80)
-    total = "launching + computing" if adds else "the longer of both"
-    fit = Key(OpStyle(SOFT, "", "lines: from the lowest and the last point"), "words")
+    total = "launching + computing"
+    lines = "lines: from the lowest and the last point" + ("" if adds else "; the upper one counts")
+    fit = Key(OpStyle(SOFT, "", lines), "words")
     ranges = Key(OpStyle(SOFT, "", "bars: fastest to slowest repeat"), "words")
-    law = floor + slope * x if adds else np.maximum(floor, slope * x)
     computes = medians[-1] > 2 * floor  # else the last point does not show how long computing takes
     line = "computing" if computes else "computing, at most"
-    look = looks(["measured", "launching", line, total])
+    look = looks(["measured", "launching", line, *([total] if adds else [])])
     series = [
         Series("measured", tokens, [t / scale for t in medians], look["measured"], "dots"),
-        Series(total, x.tolist(), (law / scale).tolist(), look[total]),
+        *([Series(total, x.tolist(), ((floor + slope * x) / scale).tolist(), look[total])] if adds else []),
         Series("launching", x.tolist(), [floor / scale] * len(x), look["launching"]),
         Series(line, x.tolist(), (slope * x / scale).tolist(), look[line]),
     ]
@@ -355,21 +374,27 @@ def batch_wall(
         panels.append(CurvePanel(series, log="xy", height=height, title=words))
     title = f"To a test loss of {target:g}, larger batches take fewer steps and more samples"
     fig = curves(panels, title=title, gap=0.35)
+
+    def beside(ax: Axes, words: str, at: float, height: float, color: str) -> None:
+        """Words left of an upright line if there is room, on paper of their own."""
+        inches = fig.get_figwidth() * ax.get_position().width * log(at / low) / log(high / low)
+        offset, side = ((-5, 0), RIGHT) if inches > text_inches(words, SMALL) + 0.1 else ((5, 0), LEFT)
+        note(ax, words, at, height, offset, side, color)
+        ax.texts[-1].set_bbox({"facecolor": CARD, "edgecolor": "none", "pad": 0.8})
+
     for ax in fig.axes:
         for name, (_, noise) in laws.items():
             if low < noise < high:
                 rule(ax, noise, "fitted noise scale", look[name].color)
-                note(ax, f"fitted noise scale {noise:.3g}", noise, 0.9, (5, 0), color=look[name].color)
+                if ax is fig.axes[0]:
+                    beside(ax, f"fitted noise scale {noise:.3g}", noise, 0.9, look[name].color)
         ax.set_xlim(low, high)
         set_ticks(ax.xaxis, batches, lambda b: number(b) if b % 1 else f"{b:,.0f}")
         log_ticks(ax.yaxis, count, (1, 2, 5))
     above, below = fig.axes
     for name, scale in (estimates or {}).items():
         rule(below, scale, name, SOFT, "--")
-        words = f"{name}: {scale:.3g}"
-        inches = fig.get_figwidth() * below.get_position().width * log(scale / low) / log(high / low)
-        offset, side = ((-5, 0), RIGHT) if inches > text_inches(words, SMALL) + 0.1 else ((5, 0), LEFT)
-        note(below, words, scale, 0.05, offset, side, SOFT)
+        beside(below, f"{name}: {scale:.3g}", scale, 0.05, SOFT)
     above.set_ylim(min(steps) / 1.5, max(steps) * 1.6)
     below.set_ylim(bottom=below.get_ylim()[0] / (1.8 if estimates else 1.0))  # room for their names
     for batch, taken in measured.items():  # on the side of the point that the first law leaves free

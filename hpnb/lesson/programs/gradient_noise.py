@@ -7,6 +7,8 @@ AdamW with a learning rate that grows with the square root of the batch: Malladi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +16,9 @@ import torch
 import hpnb
 from hpnb.lesson.programs.device_timing import all_ranks
 from hpnb.lesson.programs.gpt2_zero import seeded_gpt2
+from hpnb.lesson.values import record
 from hpnb.models import GPT2Size
+from hpnb.theory import steps_at
 
 RATE, ROWS = 1.4e-3, 8  # the learning rate at so many rows
 TEST_EVERY = 5  # steps
@@ -90,3 +94,39 @@ def steps_to_loss(
     """The mean steps of runs that draw their rows in different orders. Every rank calls it."""
     runs = [train_to_loss(size, rows, test, batch, target, seed) for seed in range(1, repeats + 1)]
     return sum(run.steps for run in runs) / repeats
+
+
+def mean_steps(
+    pool: hpnb.Ranks,
+    size: GPT2Size,
+    rows: torch.Tensor,
+    test: torch.Tensor,
+    repeats: Mapping[int, int],
+    target: float,
+) -> dict[int, float]:
+    """{batch: mean steps of its runs to the loss `target`}, for {batch: runs}."""
+    return {
+        batch: pool.run(steps_to_loss, size, rows, test, batch, target, runs)[0]
+        for batch, runs in repeats.items()
+    }
+
+
+def record_doublings(steps: Mapping[int, float], fewest: float, noise: float) -> None:
+    """Record under 05.doublings by what doubled batches divide the steps, the last also by `theory.steps_at`;
+    and in words whether the last one saves less than all others. 05.fitted is the noise scale.
+
+    Args:
+        steps: {batch: steps}, each batch twice the one before; at least two doublings.
+    """
+    saved = [steps[a] / steps[b] for a, b in pairwise(steps)]
+    *_, before, last = steps
+    law = steps_at(before, fewest, noise) / steps_at(last, fewest, noise)
+    wall = "The last doubling saved least: the wall begins."
+    none = f"Up to {max(steps)} samples, this run shows no wall."
+    measured = {
+        "least": min(saved),
+        "most": max(saved),
+        "wall": wall if saved[-1] < min(saved[:-1]) else none,
+    }
+    record("05.fitted", noise, "samples")
+    record("05.doublings", {**measured, "law-last": law})

@@ -359,12 +359,14 @@ lesson.show(figures.skyline(times.smooth, shown, times.kinds, times.loss, title=
 # fast as the uniform one by the median, and <data value="06.faster.sure">2</data> of its <data value="06.repeats">3</data> repeats are faster than all of the
 # uniform cut's.
 #
+# The four steps take {{06.ratio.least:.2f}} to {{06.ratio.most:.2f}} times as long as simulated, because layers take other
+# times in a step than alone. A ratio that all cuts share leaves their order as it is.
+#
+# <details><summary>How large is its bubble?</summary>
 # Of the cut by time, Σ t + (m-1) max t gives a bubble of {{06.idle.formula}}, as only whole layers move. The simulation,
 # which keeps the order of all actions, gives <data value="06.idle.simulated">28.7 %</data>, and the run <data value="06.idle.run.by-time">32.6 %</data>. Bubbles vary: the
 # uniform cut's was <data value="06.bubble">46.2 %</data> above and is <data value="06.idle.run.uniform">43.3 %</data> here.
-#
-# The four steps take {{06.ratio.least:.2f}} to {{06.ratio.most:.2f}} times as long as simulated, because layers take other
-# times in a step than alone. A ratio that all cuts share leaves their order as it is.
+# </details>
 #
 # FLOPs {{06.error.word}} the head, by {{06.error.head:.1f}} blocks. Their cut leaves <data value="06.beside.by-flops">0</data> blocks beside it and the cut by time <data value="06.beside.by-time">0</data>:
 # <data value="06.flops">it is one cut, which ran once, so the run cannot tell the two apart</data>. What does the error cost on other numbers of ranks?
@@ -768,11 +770,15 @@ lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 #
 # In the median repeats, 1F1B has a bubble of <data value="06.style.1f1b.bubble">31.7 %</data>. ZB-H1 has
 # <data value="06.style.zb-h1.bubble">27.5 %</data>, a difference <data value="06.fastest.zb-h1">beyond the spread of the repeats</data>, and ZB-V <data value="06.style.zb-v.bubble">20.1 %</data>, <data value="06.fastest.zb-v">beyond the spread of the repeats</data>.
-# If 2p stages were equal, each would take {{06.chunks.equal:.1f}} blocks. The head alone takes <data value="06.head.head-and-loss.measured">4.04 blocks</data>, {{06.chunks.words}}.
-# Interleaving's bubble is <data value="06.style.interleaved.bubble">36.1 %</data>. ZB-V also splits backwards, and its W fill gaps.
+# Interleaving's is <data value="06.style.interleaved.bubble">36.1 %</data>.
 #
 # ZB-H1's step takes <data value="06.h1.run:.2f">1.06</data> times as long as 1F1B's by the median, a difference <data value="06.h1.spread">within the spread of the repeats</data>. Simulated, they take
 # <data value="06.style.zb-h1.simulated">181 ms</data> and <data value="06.style.1f1b.simulated">211 ms</data>, if all schedules compute equally long and W takes as long as I.
+#
+# <details><summary>Why two stages a rank don't balance by themselves</summary>
+# If 2p stages were equal, each would take {{06.chunks.equal:.2f}} blocks. The head alone takes
+# <data value="06.head.head-and-loss.measured">4.04 blocks</data>, {{06.chunks.words}}. ZB-V also splits backwards, and its W fill gaps.
+# </details>
 #
 # <details><summary>How the run differs from these assumptions</summary>
 # The figure draws 1F1B and ZB-H1, because they have the same stages. ZB-H1 computed for <data value="06.style.zb-h1.compute-per-rank">153 ms</data> per rank on average, 1F1B for

@@ -109,9 +109,9 @@ def loss_bytes(counted: Mapping[int, Sequence[float]], ranks: int, title: str | 
     for k, way in enumerate(predicted):
         dots = [row[k] for row in counted.values()]
         series.append(Series(way, [*counted], dots, look[way], "dots", f"{way}, counted"))
-    keys = [Key(OpStyle(INK, "", "counted; lines are predicted"), "dot")]
-    panel = CurvePanel(series, "bytes per token that leave a rank", "xy", xlabel="vocabulary size")
-    fig = curves([panel], title=title or "", more_keys=keys, left=0.85, head=0.3)
+    panel = CurvePanel(series, "bytes per token that leave a rank", "xy", xlabel="vocabulary size",
+                       title="lines: predicted, marks: counted")  # fmt: skip
+    fig = curves([panel], title=title or "", left=0.85, head=0.3)
     (ax,) = fig.axes
     values = [value for way in predicted.values() for value in way]
     ax.set(xlim=(sizes[0] / 1.2, sizes[-1] * 1.2), ylim=(min(values) / 3, max(values) * 2))
@@ -216,7 +216,7 @@ def dropped(
             if np.shape(pair.first) != np.shape(pair.second) or np.ndim(pair.first) != 2:
                 shapes = f"{np.shape(pair.first)} and {np.shape(pair.second)}"
                 raise ValueError(f"{name}, {place}: masks of shapes {shapes}; two equal (n, m)")
-    keys = [Key(OpStyle(_COLORS[2], "", "dropped")), Key(OpStyle(_APART[2], "", "dropped by one of the two")),
+    keys = [Key(OpStyle(_COLORS[2], "", "dropped")), Key(OpStyle(_APART[2], "", "dropped by one rank alone")),
             Key(OpStyle(ALARM, "", "not as it should be"), "hollow")]  # fmt: skip
     columns = 3 * len(places)
     side = (7.0 - 1.15 - 0.15 - 0.1 * (columns - 1)) / columns
@@ -261,7 +261,9 @@ def _verdict(pair: MaskPair) -> str:
 
 def _judge(ax: Axes, pair: MaskPair) -> None:
     """How many differ, beneath the XOR; a frame where that is wrong."""
-    ax.set_xlabel(_verdict(pair), size=SMALL, color=INK if pair.right else ALARM, labelpad=2)
+    ax.set_xlabel(
+        _verdict(pair).removesuffix(" differ"), size=SMALL, color=INK if pair.right else ALARM, labelpad=2
+    )
     if not pair.right:
         ax.xaxis.label.set_fontweight("bold")
         for spine in ax.spines.values():

@@ -5,8 +5,9 @@ Every rank calls what is here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import hpnb
 from hpnb import comm, theory
 from hpnb.hybrid import recompute
-from hpnb.lesson.programs import vit_tensor
+from hpnb.lesson.programs import gpt2_pipeline, vit_tensor
 from hpnb.lesson.programs.device_timing import all_ranks, random_tokens, timing_gpt2
 from hpnb.lesson.programs.step_timing import relative_distance
 from hpnb.mesh import Axis
@@ -31,6 +32,19 @@ def cpu_ranks(pool: hpnb.Ranks, ranks: int = 4) -> hpnb.Ranks:
     """So many ranks on the CPU: `pool` if it is that, and new ones otherwise."""
     right = pool.choice.device == "cpu" and pool.size == ranks
     return pool if right else hpnb.Ranks(ranks, device="cpu")
+
+
+def nearer_in_words(fullest: float, formula: float, repeats: Mapping[str, Sequence[float]]) -> str:
+    """For prose: whether the fullest rank over the mean is nearer to the formula or to 1.
+
+    Args:
+        repeats: {heads: seconds}; where they overlap, the run decides neither.
+    """
+    if any(gpt2_pipeline.overlap(a, b) for a, b in combinations(repeats.values(), 2)):
+        return "Here the repeats overlap, so this run doesn't decide whether a head more costs time"
+    if abs(fullest - formula) <= abs(fullest - 1):
+        return "This run is nearer to the formula than to 1"
+    return "This run is nearer to 1: the time of kernels doesn't follow their FLOPs here"
 
 
 def random_values(*shape: int, seed: int = 0) -> torch.Tensor:

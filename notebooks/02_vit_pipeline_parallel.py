@@ -163,7 +163,7 @@ lesson.claim("One rank works at a time", (walked.bubble_fraction, ">", 0.95 - 1 
 # backwards.
 #
 # Who does what is a *schedule*: a list of actions for each rank. `1F0` is the forward of stage 1 on microbatch 0, and
-# `1B0` its backward. In the printed lists below, a column is one action, however long it takes.
+# `1B0` its backward. In the printed lists, a column is one action.
 #
 # Let every stage need t seconds for forward and backward of one microbatch. The last stage starts p - 1 forwards late,
 # then works
@@ -253,12 +253,10 @@ lesson.show(lesson.Parity.worst_of([distances for _, distances in trained]))
 # %%
 steps = pool.run(vit_pipeline.time_schedules, SIZE, IMAGES, DTYPE, {"gpipe": gpipe})
 recorded, formula = steps[0]["gpipe"], 100 * theory.bubble(N, M)
-title = f"GPipe keeps {M} in flight"
-lesson.show(recorded, in_flight=True, key="02.gpipe", title=title)
+lesson.show(recorded, in_flight=True, key="02.gpipe", title=f"GPipe has {M} in flight")
 simulated = gpipe.simulate(Costs.measured(recorded))  # a stage's medians of F and B
 lesson.record("02.medians", simulated)
-stages = vit_pipeline.stage_seconds(recorded)  # of one microbatch, F + B
-lesson.record("02.slowest", max(stages) / statistics.mean(stages))
+lesson.record("02.slowest", vit_pipeline.slowest_over_mean(recorded))
 bubble = 100 * recorded.bubble_fraction
 lesson.reveal("02.bubble", bubble, predicted=formula, source=RAN)
 lesson.claim("Microbatches help", (bubble, "<", 100 * walked.bubble_fraction))

@@ -168,3 +168,6 @@ def test_unequal_stages_make_gpipe_take_longer_than_1f1b(monkeypatch: pytest.Mon
         vit_pipeline.record_beside_gpipe(steps, made)
         assert recorded["02.by-medians"] == pytest.approx(ratio, abs=0.01)
         assert recorded["02.ran"] == steps
+        assert vit_pipeline.slowest_over_mean(steps["gpipe"]) == pytest.approx(
+            (forward[0] + 2) / (sum(forward) / 4 + 2)
+        )

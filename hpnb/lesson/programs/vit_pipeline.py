@@ -375,6 +375,12 @@ def stage_seconds(tl: Timeline) -> list[float]:
     return [costs.seconds(Action(s, "F", 0)) + costs.seconds(Action(s, "B", 0)) for s in range(stages)]
 
 
+def slowest_over_mean(tl: Timeline) -> float:
+    """How many times as long as the mean stage the slowest takes for a microbatch, by medians."""
+    stages = stage_seconds(tl)
+    return max(stages) / statistics.mean(stages)
+
+
 def peak_in_flight(tl: Timeline, chunks: int = 1) -> float:
     """The most in-flight microbatches of any rank; a chunk counts as its share of one."""
     return max(tl.peak_in_flight(rank) for rank in tl.ranks) / chunks

@@ -268,12 +268,12 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 # - Megatron-Core: `--use-distributed-optimizer` is ZeRO-1; `--recompute-granularity full --recompute-method uniform` recomputes blocks.
 # - transformers: `model.gradient_checkpointing_enable()`.
 #
-# *Offloading* saves bytes even on one GPU; this page runs it only where there is one. Optimizer state stays in CPU memory, gradients go there, the CPU updates, and weights come back. With ZeRO-3, hpnb keeps weight shards there, too, and sends them up for each gather.
+# *Offloading* saves bytes even on one GPU; this page runs it only where there are GPUs. Optimizer state stays in CPU memory, gradients go there, the CPU updates, and weights come back. With ZeRO-3, hpnb keeps weight shards there, too, and sends them up for each gather.
 # What should it take? For XL in bf16 on one GPU, gradients and weights are 4 bytes a parameter. Over 25 GB/s of PCIe they take
 # 0.25 s. With the gradient cast to float32, AdamW reads 16 and writes 12 bytes a parameter, which takes 0.44 s at 100 GB/s of
 # CPU memory. Together that is 0.69 s,
-# as long as a GPU with 400 TFLOP/s computes on 29,000 tokens. On N ranks with ZeRO-1 or 2, transfer and update take 1/N of that if each rank has these rates for itself. Ranks of one node share them. {{05.offload}}
-# So shard first, and offload where there are too few ranks.
+# as long as a GPU with 400 TFLOP/s computes on 29,000 tokens. On N ranks with ZeRO-1 or 2, transfer and update take 1/N of that if each rank has these rates for itself. Ranks of one node share them.
+# So shard first, and offload where there are too few ranks. {{05.offload}}
 # </details>
 #
 # **Takeaway.** ZeRO splits the all-reduce into its two halves and updates in between.
@@ -531,10 +531,7 @@ links = gpt2_zero.BANDWIDTHS  # 1 GB/s to 1 TB/s
 fast = gpt2_zero.gather_bandwidth(XL, 8, 8)  # B/s: a block's gather takes its forward
 lesson.show(figures.exposed_by_link(links, exposed, fast))
 less = [two > three for _, two, three in zip(*exposed.values(), strict=True)]
-apart = next(b for b, zero, two, _ in zip(links, *exposed.values(), strict=True)
-             if two > 1.05 * zero)
-lesson.record("05.link", {"crossing": links[less.index(True)], "fast": fast,
-                          "apart": apart}, "B/s")
+gpt2_zero.record_links(links, exposed, fast)  # where curves cross
 lesson.reveal("05.exposed", {z: s[-1] for z, s in exposed.items()}, source="simulated")
 # False on slow links, True on fast ones: in this order if the curves cross once
 lesson.claim("ZeRO-3 exposes less than ZeRO-2 on fast links only", less == sorted(less))

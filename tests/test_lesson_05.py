@@ -493,6 +493,14 @@ def test_links_of_the_page() -> None:
     assert max(slope, key=slope.__getitem__) == pytest.approx(fast, rel=0.1)
 
 
+def test_links_at_which_curves_cross_and_come_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: dict[str, Any] = {}
+    monkeypatch.setattr(gpt2_zero_predictions, "record", lambda key, value, unit="": recorded.update(value))
+    exposed = {"ZeRO-0": [9.0, 4.0, 1.0], "ZeRO-2": [9.0, 5.0, 4.0], "ZeRO-3": [12.0, 6.0, 2.0]}
+    gpt2_zero.record_links([1e9, 1e10, 1e11], exposed, 4e10)
+    assert recorded == {"crossing": 1e11, "apart": 1e10, "fast": 4e10}
+
+
 def test_peaks_of_the_page_line_by_line() -> None:
     """Its fold has these formulas."""
 

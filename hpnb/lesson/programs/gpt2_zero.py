@@ -41,6 +41,7 @@ from hpnb.lesson.programs.gpt2_zero_predictions import gather_bandwidth as gathe
 from hpnb.lesson.programs.gpt2_zero_predictions import predict_memories as predict_memories
 from hpnb.lesson.programs.gpt2_zero_predictions import predict_parts as predict_parts
 from hpnb.lesson.programs.gpt2_zero_predictions import price_of_bytes as price_of_bytes
+from hpnb.lesson.programs.gpt2_zero_predictions import record_links as record_links
 from hpnb.lesson.programs.gpt2_zero_predictions import record_prices as record_prices
 from hpnb.lesson.tables import number
 from hpnb.lesson.values import record

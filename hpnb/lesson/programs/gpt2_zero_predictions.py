@@ -219,6 +219,20 @@ def gather_bandwidth(size: GPT2Size, rows: int, ranks: int, flops: float = 400e1
     return 2 * block.parameters * (ranks - 1) / ranks * flops / block.forward_flops
 
 
+def record_links(bandwidths: Sequence[float], exposed: Mapping[str, Sequence[float]], fast: float) -> None:
+    """Record under 05.link bytes/s at which ZeRO-3 begins to expose less than ZeRO-2, "crossing", and ZeRO-2
+    to expose over 5 % more than ZeRO-0, "apart".
+
+    Args:
+        exposed: {ZeRO stage: seconds at each bandwidth}, of the stages 0, 2 and 3.
+        fast: what `gather_bandwidth` returned.
+    """
+    rows = list(zip(bandwidths, *exposed.values(), strict=True))
+    crossing = next(bandwidth for bandwidth, _, two, three in rows if two > three)
+    apart = next(bandwidth for bandwidth, zero, two, _ in rows if two > 1.05 * zero)
+    record("05.link", {"crossing": crossing, "apart": apart, "fast": fast}, "B/s")
+
+
 def record_prices(size: GPT2Size, rows: int, ranks: int, link: Link, flops: float = 400e12) -> None:
     """Record under 05.xl-price what sharding, recomputation and offloading save and add: simulated, in
     bfloat16.

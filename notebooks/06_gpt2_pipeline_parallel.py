@@ -191,9 +191,7 @@ lesson.show(predicted={"head's matmuls": law, "head and loss": law}, unit="block
             measured={"head's matmuls": matmuls, "head and loss": times.head},
             key="06.head", title="FLOPs and time disagree about the head")  # fmt: skip
 lesson.record("06.repeats", len(steps["uniform"].timelines))
-lesson.record("06.head.ratio", matmuls / law)
-limits = {"flops": (SIZE.layers + law) / law, "time": times.best_speedup()}
-lesson.record("06.limit", limits)
+lesson.record("06.head", {"ratio": matmuls / law, "limit": (SIZE.layers + law) / law})
 lesson.record("06.chunks", times.chunks_in_words(2 * N))
 lesson.claim("A ratio is over a tenth away from 1", (times.misjudged(law), ">", 0.1))
 
@@ -204,7 +202,7 @@ lesson.claim("A ratio is over a tenth away from 1", (times.misjudged(law), ">", 
 #
 # FLOPs err in two directions, and the errors can cancel. Norms, GELU, softmax and launches make a block longer, so the
 # head counts fewer blocks. The loss and an odd vocabulary make the head longer. For the banner's
-# model, the last column is {{06.limit.flops:.1f}} by FLOPs and {{06.limit.time:.1f}} by the measured layers.
+# model, the last column is {{06.head.limit:.1f}} by FLOPs and {{06.chunks.limit:.1f}} by the measured layers.
 #
 # ### Why 50,257 is a bad size
 #

@@ -567,8 +567,9 @@ lesson.field_guide.show()
 # last. Wrong masks change the test loss by <data value="07.faults.a-seed-each.test-loss-minus-rank-states:.5f">-0.00001</data> and <data value="07.faults.one-seed.test-loss-minus-rank-states:.5f">0.00022</data> on average,
 # with standard errors of <data value="07.faults.a-seed-each.standard-error:.5f">0.00053</data> and <data value="07.faults.one-seed.standard-error:.5f">0.00009</data>. Nobody sees such a change.
 #
-# Three instruments see the fault. With rank states the copies of the residual stream are equal bit for bit, and even in the last step their
-# relative distance is at least <data value="07.faults.a-seed-each.last-residual-stream-lowest:.3f">0.265</data> with a seed each and <data value="07.faults.one-seed.last-residual-stream-lowest:.3f">0.265</data> with one seed.
+# Three instruments see the fault. With rank states the copies of the residual stream are equal bit for bit. With a
+# seed each, their relative distance in the last step is still at least
+# <data value="07.faults.a-seed-each.last-residual-stream-lowest:.3f">0.265</data>, and with one seed <data value="07.faults.one-seed.last-residual-stream-lowest:.3f">0.265</data>.
 #
 # After the first wrong mask, each rank has its own residual stream, and the backward
 # assumes that all ranks have the same one. So it does not compute the gradient of this loss, and the check gives at most <data value="07.faults.a-seed-each.gradient-check-highest:.3f">0.958</data> with a seed each and <data value="07.faults.one-seed.gradient-check-highest:.3f">0.981</data> with one seed, instead of 1. The table's 30 tensors are replicated weights and their gradients. In the first run,
@@ -742,16 +743,17 @@ lesson.ledger.add("07", Layout(tp=N), model, quantities, vit_pipeline.hardware(N
 
 # %% [markdown]
 # A tensor-parallel rank keeps <data value="07.kept">34.2 %</data> of the layer, not <data value="07.kept.rule-of-thumb">25.0 %</data>: 10 of the 34 + 80 don't depend on t, and
-# rank 0 has most heads. All six predictions hold, if we add what the published formula leaves out, drawn in red.
+# rank 0 has most heads. All six predictions hold, if we add what the published formula leaves out,
+# in red where it can be seen.
 #
 # <details><summary>What is beyond the published formula?</summary>
 #
-# Everywhere, the statistics of LayerNorm, too few to see in the figure. On a CPU, masks of 2 bytes instead of 1. Under sequence
-# parallelism, the inputs of the pairs: this library keeps them complete, while Megatron-Core keeps a shard and gathers it
-# again in the backward.
+# LayerNorm keeps statistics, too few to see in the figure. On a CPU, masks take 2 bytes instead of 1. Under sequence
+# parallelism, this library keeps the inputs of the pairs complete, while Megatron-Core keeps a shard and gathers it again
+# in the backward.
 # </details>
 #
-# The table counts FLOPs of a small model on the CPU. There, one prediction fails. Recomputing attention adds <data value="07.again.attention.counted">1.61 %</data> of the FLOPs, and the formula says <data value="07.again.attention.predicted">3.21 %</data>.
+# The table counts FLOPs of a small model on the CPU, where one prediction fails. Recomputing attention adds <data value="07.again.attention.counted">1.61 %</data> of the FLOPs, and the formula says <data value="07.again.attention.predicted">3.21 %</data>.
 # PyTorch stops recomputing as soon as it has the softmax and the masks that the backward needs, so the product with v
 # is never recomputed.
 #
@@ -851,8 +853,7 @@ lesson.check(exercises.activation_bytes, kept)
 question = "megatron, ulysses, ring: which sends the fewest bytes of activations?"
 rule = "ring", "ulysses", "megatron"
 lesson.predict("07.ways", question, kind="ranking", rule_of_thumb=rule)
-gradients = 8 * 192**2 * 3 / 4 * 8  # of weights, all-reduced on 4 ranks, in float64
-lesson.record("07.gradients", gradients, "B")
+lesson.record("07.gradients", 8 * 192**2 * 3 / 4 * 8, "B")  # of weights, in float64
 
 
 def megatron(x_r, qkv, out, heads, axis):  # (s/t, h)

@@ -327,9 +327,10 @@ def step_bill(
     heading = title if title is not None else "a step in bytes and in seconds"
     most, words = max(total, capacity or 0.0), f"memory of a rank at its fullest, {byte_count(total)}"
     panels = [
-        BarPanel({"": [Bar(usage, words="")]}, "B", title=words, reach=most, inside="share", named=False),
-        BarPanel({"": [Bar(spent, words="")]}, "s", title=f"seconds of a step, {seconds(took)}",
+        BarPanel({"": [Bar(usage, words="")]}, "B", "memory ({unit})", title=words, reach=most,
                  inside="share", named=False),
+        BarPanel({"": [Bar(spent, words="")]}, "s", "time ({unit})", inside="share", named=False,
+                 title=f"seconds of a step, {seconds(took)}"),
     ]  # fmt: skip
     fig = bars(panels, {**CATEGORY, **SPENT}, title=heading, more_keys=keys, left=0.25, right=0.2, text=text)
     memory = fig.axes[0]

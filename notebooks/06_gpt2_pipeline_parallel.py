@@ -360,7 +360,7 @@ lesson.show(figures.skyline(times.smooth, shown, times.kinds, times.loss, title=
 # The four steps take {{06.ratio.least:.2f}} to {{06.ratio.most:.2f}} times as long as simulated, because layers take other
 # times in a step than alone. A ratio that all cuts share leaves their order as it is.
 #
-# <details><summary>How large is its bubble?</summary>
+# <details><summary>How large is the bubble of the cut by time?</summary>
 # Of the cut by time, Σ t + (m-1) max t gives a bubble of {{06.idle.formula}}, as only whole layers move. The simulation,
 # which keeps the order of all actions, gives <data value="06.idle.simulated">28.7 %</data>, and the run <data value="06.idle.run.by-time">32.6 %</data>. Bubbles vary: the
 # uniform cut's was <data value="06.bubble">46.2 %</data> above and is <data value="06.idle.run.uniform">43.3 %</data> here.
@@ -376,7 +376,7 @@ lesson.show(figures.skyline(times.smooth, shown, times.kinds, times.loss, title=
 
 # %%
 lesson.show(columns=slowest, title="Slowest stages of the two cuts")
-lesson.claim("In blocks, its slowest stage grows by at most what FLOPs misjudge",
+lesson.claim("In blocks, FLOPs' slowest stage grows by at most their error",
              (lost["excess"], "<=", lost["ends"]))  # fmt: skip
 positions = {blocks: steps[counts] for blocks, counts in slid.items()}
 seconds = {blocks: repeats.seconds for blocks, repeats in positions.items()}

@@ -83,7 +83,7 @@ lesson.record("00.ran", {"ranks": N, "backend": here.backend + counting})
 # between GPUs, gloo on CPUs. This page ran <data value="00.ran.ranks">4</data> ranks over <data value="00.ran.backend">gloo</data>.
 #
 # The cell magic `%%ranks` runs a cell on every rank. The first such cell starts the processes, and they stay for the
-# cells that follow. Here each rank fills a tensor with its own number.
+# cells that follow.
 
 # %%
 # %%ranks $N --device $DEVICE
@@ -521,15 +521,15 @@ sources = {"predicted": predicted, "measured": measured}
 lesson.show(**sources, unit="s", key="00.calls", title="slowest rank, 5 turns")
 (expected, expected_100), (took, took_100) = predicted.values(), measured.values()
 lesson.record("00.off", {"one": took / expected, "hundred": took_100 / expected_100})
-latency = 100 * 2 * (N - 1) * card.latency  # in % of a call of 1 s
-lesson.record("00.latency", {"one": latency / expected, "small": latency / expected_100 * 100}, "%")
+lesson.record("00.latency", 2 * (N - 1) * card.latency, "s")
 lesson.reveal("00.many-calls", took_100 / took, predicted=expected_100 / expected)
 lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">", took))
 
 # %% [markdown]
 # One call took <data value="00.calls.1-call-of-8-mb.measured">74.7 ms</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">1.09 s</data>:
-# <data value="00.many-calls:.1f">14.6</data> times as long for the same bytes. By the formula {{00.latency.one}} of the one call is latency, and {{00.latency.small}} of a small one.
-# That is why notebook 01 collects gradients in *buckets*, each of many tensors that go in one call.
+# <data value="00.many-calls:.1f">14.6</data> times as long for the same bytes. By the formula every call pays {{00.latency}} of latency:
+# the one call once in its <data value="00.calls.1-call-of-8-mb.predicted">52.5 ms</data>, the hundred a hundred times in their <data value="00.calls.100-calls-of-80-kb.predicted">732 ms</data>. That is why notebook 01
+# collects gradients in *buckets*, each of many tensors that go in one call.
 #
 # The formula says <data value="00.many-calls.predicted:.1f">13.9</data>. The one call took <data value="00.off.one:.2f">1.42</data> times its prediction, and the hundred took <data value="00.off.hundred:.2f">1.49</data> times
 # theirs. The predicted ratio is right only if these two are equal. So trust the formula for which of the two is slower, and
@@ -777,7 +777,7 @@ lesson.check(exercises.straggler, straggler)
 # ```
 #
 # Both groups contain all ranks. Every rank waits for a call that comes later in another rank's program: a
-# *deadlock*. With one group nothing would hang, and the sums would be wrong, which is worse.
+# *deadlock*. With one group nothing would hang, and the sums would be wrong.
 #
 # <details><summary>The wrong sums</summary>
 #
@@ -787,7 +787,7 @@ lesson.check(exercises.straggler, straggler)
 #
 # The next cell makes the deadlock. One Layout lays all ranks along `dp`, which gives `gradients`. Another lays the same
 # ranks along `tp`, which gives `metrics`; notebook 03 uses this axis to split single layers over ranks. `comm.all_reduce`
-# is `dist.all_reduce` in a group, on a copy. After 3 seconds the launch stops the ranks and raises a `RankError`, on purpose.
+# is `dist.all_reduce` in a group, on a copy. After 3 seconds the launch stops the ranks and raises a `RankError`.
 
 
 # %% tags=["raises-exception"]
@@ -825,7 +825,7 @@ lesson.field_guide.add(
 lesson.field_guide.show()
 
 # %% [markdown]
-# The order does not match. Every notebook adds a row to the *field guide*, where you look up a symptom to find its cause.
+# Every notebook adds a row to the *field guide*, where you look up a symptom to find its cause.
 #
 # <details><summary>In your tools: hangs</summary>
 #

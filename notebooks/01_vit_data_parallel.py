@@ -61,17 +61,18 @@ sizes, wide = lesson.choose_sizes("01", pool), lesson.choose_sizes("01.wide", po
 SIZE, DTYPE, BUCKET_MB = sizes.size, sizes.dtype, sizes.bucket_mb
 PARAMETERS, SMALL = SIZE.parameters(classes=3), SIZES["laptop"]
 leaves = hpnb.data.beans("train", size=48, image_size=32)
-model_name = f"ViT, {SIZE.layers} blocks of {SIZE.hidden}, {PARAMETERS} parameters"
+model_name = lesson.page_sizes.model_name(SIZE)
 here = lesson.banner(N, model=model_name, data=leaves.describe(), sizes=sizes)
-lesson.record("01.ranks", N)
+lesson.record("01.page", {"ranks": N, "tokens": SIZE.tokens, "image": SIZE.image})
 
 # %% [markdown]
 # ## What one step costs on one device
 #
 # A ViT (vision transformer) cuts an image into patches. Each patch becomes one *token*, a vector of h numbers, which
-# passes through *blocks* of attention and an MLP. Our images show bean leaves, healthy or with one of two diseases:
-# three classes. With 32 x 32 pixels, 16 patches of 8 x 8 and one token for the class make 17 tokens. We time the ViT
-# `SIZE` of the banner, and quick checks use `SMALL`, 8 blocks of width 64.
+# passes through *blocks* of attention and an MLP. We time the ViT `SIZE` of the banner on random images of {{01.page.image}} x
+# {{01.page.image}} pixels, which make {{01.page.tokens}} tokens each. Quick checks use `SMALL`, 8 blocks of width 64. Its images show bean
+# leaves, healthy or with one of two diseases: three classes. With 32 x 32 pixels, 16 patches of 8 x 8 and one token for
+# the class make 17 tokens.
 #
 # Two numbers describe the cost:
 #
@@ -81,7 +82,8 @@ lesson.record("01.ranks", N)
 #   8 for two moments. With 16-bit weights they are 2 + 2, and 12 for the moments and the *master
 #   weight*, a float32 copy.
 #
-# We measure the machine card of notebook 00 for <data value="01.ranks">2</data> ranks, and record the memory of one step.
+# We measure the machine card of notebook 00 for {{01.page.ranks}} ranks, and record the memory of one step.
+
 
 # %%
 def record_one_step():
@@ -113,7 +115,9 @@ lesson.record("01.few", {"images": sizes.few, "tokens": sizes.few * SIZE.tokens}
 # %% [markdown]
 # The states take <data value="01.cost.model-states.counted">51.4 MB</data>, as 16 bytes per parameter say.
 #
-# Activations pile up in the forward. The backward frees them and leaves gradients behind. The peak of <data value="01.memory.peak">59.1 MB</data> is a short spike of temporary tensors where the backward begins.
+# Activations pile up in the forward. The backward frees them and leaves gradients behind. The peak of
+# <data value="01.memory.peak">59.1 MB</data> comes where the backward begins and all activations are alive. The optimizer's step
+# needs temporary tensors, too.
 #
 # **Takeaway.** States grow with the parameters, activations with the tokens. Data parallelism divides the tokens.
 #
@@ -187,19 +191,16 @@ def compare_with_one_process():
 parity = lesson.Parity.worst_of(pool.run(compare_with_one_process))
 lesson.show(parity, title="Ranks differ from one process by rounding",
             note="Compare the two rows of one precision.")  # fmt: skip
-lesson.record("01.distance", parity.distances)
 by_hand, in_parts = (parity.distances[f"fp64, {way}"]["gradients"]
                      for way in ("by hand", "one process, in parts"))  # fmt: skip
 lesson.claim("in fp64 only rounding is left", (by_hand, "<", 100 * in_parts + 1e-15))
 
 # %% [markdown]
-# In float64 the gradients averaged by hand are <data value="01.distance.fp64-by-hand.gradients:.0e">6e-15</data> away, in bf16
-# <data value="01.distance.bf16-by-hand.gradients:.0e">4e-02</data>. With two ranks the table's rows are equal, because
-# a + b and b + a round alike. A distance above a hundred times the yardstick is a bug. Test in float64, because
-# rounding in bf16 can conceal one.
+# The two rows of a precision differ by rounding at most; with two ranks they are equal. A distance above a hundred times the yardstick is a bug.
+# Test in float64, because rounding in bf16 can conceal one.
 #
-# When `hpnb.DataParallel(model, axis)` is created, it copies rank 0's weights to all ranks. Then it averages the
-# gradients inside each `backward()`.
+# `hpnb.DataParallel(model, axis)` copies rank 0's weights to all ranks. Then it averages the gradients inside each
+# `backward()`.
 #
 # **In your tools.** `accelerator.prepare(model)` of Accelerate uses this wrapper of PyTorch:
 #
@@ -265,6 +266,7 @@ lesson.check(exercises.ragged_mean, ragged_loss)
 # %%
 values = SMALL.parameters(classes=3)
 lesson.record("01.small", values)
+lesson.record("01.factor", 2 * (N - 1) / N)
 expected = theory.bytes_sent("all_reduce", 8 * values, N)
 lesson.predict("01.step-bytes", "How many bytes does each rank send in a step?",
                unit="B", kind="identity", rule_of_thumb=8 * values)  # fmt: skip
@@ -291,7 +293,7 @@ def wait_and_unpack(in_flight, ranks):
 
 # %% [markdown]
 # `all_reduce(flat)` will be `dist.all_reduce` with `async_op=True`. It returns at once, and `work.wait()` waits for the
-# result. We put 16 tensors into each bucket and train for three steps.
+# result. We put 16 tensors into each bucket.
 
 
 # %%
@@ -322,8 +324,8 @@ lesson.show(buckets, title="Buckets give the same gradients")
 lesson.reveal("01.step-bytes", sent[0].bytes["dp"] / 3, "B", expected, source="counted")
 
 # %% [markdown]
-# The gradients are right. Each rank sent <data value="01.step-bytes">3.31 MB</data> per step, 2(d-1)/d times the
-# gradient's <data value="01.step-bytes.rule-of-thumb">3.31 MB</data>. For two ranks this factor is 1.
+# Each rank sent <data value="01.step-bytes">3.31 MB</data> per step, 2(d-1)/d times the
+# gradient's <data value="01.step-bytes.rule-of-thumb">3.31 MB</data>. With d = {{01.page.ranks}} this factor is {{01.factor:g}}.
 #
 # We record a forward and backward of `SIZE` in three versions. A sends every tensor alone after the backward, B sends
 # buckets after it, and C sends buckets during it. To predict them, we time a step without messages, note when each bucket
@@ -352,9 +354,9 @@ def record_versions():
 # rounds the true median lies in it with 95 % confidence. The *verdict* on a
 # ratio is *slower* if its range lies above 1, *faster* if below, and otherwise *cannot tell*.
 #
-# The first figure is the prediction. The second is the round that is nearest to the median times of A, B and C. The
-# *makespan* is the time from the first start to the last end. The titles give the exposed time of all ranks together, as
-# a share of the number of ranks times the makespan.
+# The first figure is the prediction. The second is the round that is nearest to the median times of A, B and C. Their
+# titles give the exposed time of all ranks as a share of ranks × *makespan*, the time from the first start to the last
+# end.
 
 # %%
 alone, rounds = pool.run(record_versions)[0]
@@ -374,31 +376,32 @@ lesson.show(figures.versions(timelines, c_over_b))
 lesson.show(predicted=predicted, measured=steps, unit="s", key="01.step",
             columns={"measured, exposed (s)": exposed},
             title="Forward and backward, medians of nine rounds",
-            note="Exposed: the mean over ranks.")  # fmt: skip
+            note="Exposed: mean over ranks, with waits for slower ones.")  # fmt: skip
 lesson.reveal("01.overlap", c_over_b.median, predicted=predicted[c] / predicted[b])
 lesson.claim("buckets beat single tensors", b_over_a.verdict == "faster")
-lesson.record("01.c-over-b", c_over_b._asdict())
-by_formula = {"predicted": predicted[b] / predicted[a]}
-lesson.record("01.b-over-a", {**b_over_a._asdict(), **by_formula})
+for key, ratio, by_formula in (("01.b-over-a", b_over_a, predicted[b] / predicted[a]),
+                               ("01.c-over-b", c_over_b, predicted[c] / predicted[b])):
+    lesson.record(key, figures.describe_ratio(ratio, by_formula))
 lesson.record("01.messages", figures.count_messages(timelines))
-lesson.record("01.backward", figures.backward_seconds(timelines), "s")
+lesson.record("01.handling", figures.handling_seconds(timelines), "s")
 
 # %% [markdown]
 # <details><summary>How to read the figures</summary>
 #
 # The thin lane `dp` under a rank has its messages. Dark grey is the work for them: copying gradients into buckets (C does
-# that inside the backward), and unpacking at the end. It counts as computing, so a message beside it is not exposed. The
-# prediction has no such work, so more of its messages can be exposed. Ranks that share a GPU compute by turns and send
-# through its memory, so their exposed times say nothing about a link.
+# that inside the backward), and unpacking at the end. It counts as computing, so a message beside it is not exposed. A
+# message of an early rank includes the wait for the last one, as in notebook 00. The prediction has neither this work
+# nor these waits. Ranks that share a GPU compute by turns and send through its memory, so their exposed times say
+# nothing about a link.
 # </details>
 #
-# **Buckets.** Every all-reduce pays 2(d-1) α. A sends <data value="01.messages.a">72</data> messages and B <data value="01.messages.b">10</data>. B takes <data value="01.b-over-a.median:.2f">0.63</data> times as long as A, with the range
-# <data value="01.b-over-a.low:.2f">0.44</data> to <data value="01.b-over-a.high:.2f">0.97</data>. We predicted <data value="01.b-over-a.predicted:.2f">0.65</data>.
+# **Buckets.** Every all-reduce pays 2(d-1) α. A sends <data value="01.messages.a">72</data> messages and B <data value="01.messages.b">10</data>. B takes <data value="01.b-over-a.median:.2f">0.63</data> times as long as A, with the
+# range <data value="01.b-over-a.low:.2f">0.44</data> to <data value="01.b-over-a.high:.2f">0.97</data>. We predicted <data value="01.b-over-a.predicted:.2f">0.65</data>, without the
+# work for messages, dark grey in the second figure: the slowest rank needs {{01.handling.a}} for it in A and {{01.handling.b}} in B.
 #
-# **Overlap.** C takes <data value="01.overlap:.2f">0.73</data> times as long as B (<data value="01.c-over-b.low:.2f">0.51</data> to <data value="01.c-over-b.high:.2f">1.27</data>). We predicted <data value="01.overlap.predicted:.2f">0.77</data>. In the median, B has <data value="01.step.b-buckets-after.measured-exposed">38.9 ms</data>
-# exposed and C <data value="01.step.c-buckets-during.measured-exposed">21.1 ms</data>. In the second figure, the backward of the slower rank takes <data value="01.backward.b-long">166 ms</data> in B and <data value="01.backward.c-long">131 ms</data> in C. In
-# C it fills the buckets, and an all-reduce beside it may slow it. The prediction leaves out these two costs. The next
-# section measures them.
+# **Overlap.** C takes <data value="01.overlap:.3f">0.733</data> times as long as B (<data value="01.c-over-b.low:.3f">0.506</data> to <data value="01.c-over-b.high:.3f">1.267</data>): the verdict is *{{01.c-over-b.verdict}}*. The prediction of
+# <data value="01.overlap.predicted:.3f">0.770</data> lies {{01.c-over-b.predicted-is}}. It leaves
+# out that C's backward also fills the buckets, and that an all-reduce beside it may slow it. The next section measures both.
 #
 # **In your tools.** DDP always overlaps.
 #
@@ -479,9 +482,8 @@ lesson.check(exercises.reducer, reducer)
 # We call this inequality *the law*, and the smallest such T the *law's knee*. The size of the model cancels.
 #
 # A step is *free* if communication makes it less than 1.1 times as long as the step alone. By the law that happens from
-# 0.87 of the knee on if the step reduces during the backward, and from 6.7 times the knee on if it reduces *after* it. The
-# block below derives both. We call a measured size free if the upper end of its range of step / step alone is below 1.1,
-# and if the same holds at all larger sizes.
+# 0.87 of the knee on if the step reduces during the backward, and from 6.7 times the knee on if it reduces *after* it. We call a measured size free if its whole range of step / step alone is
+# below 1.1, at all larger sizes as well, and not free if its whole range is above.
 #
 # <details><summary>The law's two curves, which the next figure has as lines</summary>
 #
@@ -490,12 +492,13 @@ lesson.check(exercises.reducer, reducer)
 # $1 + \frac{2(1-x)}{3x}$ times as long up to the knee, and from there on as long as without communication. The first
 # ratio falls to 1.1 at x = 20/3 = 6.7, the second at x = 20/23 = 0.87.
 #
-# A very small step computes more slowly than at the rate R. Then the same communication is a smaller part of the step,
-# and the ratio lies below the line.
+# A step that computes more slowly than at the rate R is longer. Then the same communication is a smaller part of it, and
+# the ratio lies below the line. This concerns small steps most.
 # </details>
 #
-# At each batch size we run nine rounds with the model `wide`, on a CPU a quarter of the blocks of `SIZE`. A round times a step alone, one that reduces after the backward, one that reduces
-# during it, and an all-reduce by itself.
+# The model is now `wide`, with a depth of {{01.wide.blocks}} and a width of {{01.wide.width:,}}. It has {{01.wide.parameters:,}} parameters
+# and gradients of {{01.wide.gradient}}. At each batch size we run nine rounds. A round times a step alone, one that reduces after
+# the backward, one that reduces during it, and an all-reduce by itself.
 
 # %%
 law_knee = theory.dp_tokens_to_hide(card.rho, N, DTYPE.itemsize)
@@ -528,13 +531,12 @@ times = {wide.size.tokens * n: pool.run(time_steps, n)[0] for n in batches}
 after = {tokens: divide_rounds(t[AFTER], t[ALONE]) for tokens, t in times.items()}
 during = {tokens: divide_rounds(t[DURING], t[ALONE]) for tokens, t in times.items()}
 overlap = {tokens: divide_rounds(t[DURING], t[AFTER]) for tokens, t in times.items()}
-free_during, free_after = (
-    step_timing.measured_knee({t: r.high for t, r in ratios.items()}, limit=1.1)
-    for ratios in (during, after))  # fmt: skip
-versus = figures.law_words(law["during"], free_during, [*times])
+free_during = step_timing.measured_knee({t: r.high for t, r in during.items()})
+versus = figures.law_words(law["during"], during)
 lesson.show(figures.step_ratios(after, during, law_knee, {
     "law, during: free from": law["during"],
-    "measured, during: free from": free_during}, versus))  # fmt: skip
+    "measured, during: free from": free_during,
+    "law, after: free from": law["after"]}, versus))  # fmt: skip
 lesson.show(columns=figures.spread_columns({
     "after / alone": after, "during / alone": during, "during / after": overlap}),
     title="Overlap pays where the range of during / after lies below 1")
@@ -542,24 +544,27 @@ least, most = (during[tokens].median for tokens in (max(times), min(times)))
 lesson.claim("with most tokens communication adds least", (least, "<", most))
 if free_during:  # else no size that we timed is free, and no answer can be scored
     lesson.reveal("01.free", free_during, predicted=law["during"])
-words = partial(figures.limit_words, measured=[*times])
-lesson.record("01.measured", {"during": words(free_during), "after": words(free_after),
-                              "versus-law": versus})  # fmt: skip
+words = {"during": figures.free_words(during), "after": figures.free_words(after)}
+words |= {"versus-law": versus, "score": figures.answer_words(free_during)}
+lesson.record("01.measured", words)
 lesson.record("01.verdicts", figures.count_verdicts(overlap) | {"sizes": len(times)})
 lesson.record("01.alone", median(times[middle][ALONE]), "s")
 lesson.record("01.middle", during[middle]._asdict())
 lesson.record("01.extra", figures.cost_of_overlap(times[middle]), "s")
+lesson.record("01.wide", figures.describe_wide(wide.size, DTYPE, card))
 
 # %% [markdown]
-# **When is it free here?** With the all-reduce during the backward, the limit is <data value="01.measured.during">more than 2,176</data> tokens per rank; the
-# law says <data value="01.law.during:,.0f">48</data>. With the all-reduce after it, the limit is <data value="01.measured.after">more than 2,176</data> tokens, and the law says <data value="01.law.after:,.0f">370</data>.
+# **When is it free here?** Steps that reduce during the backward are <data value="01.measured.during">more than 2,176</data>; by the law they are free from <data value="01.law.during:,.0f">48</data> on.
+# Steps that reduce after it are <data value="01.measured.after">more than 2,176</data>; by the law they are free from <data value="01.law.after:,.0f">370</data> on. {{01.measured.score}}.
 #
 # Overlap is faster than reducing after the backward at <data value="01.verdicts.faster">0</data> of the <data value="01.verdicts.sizes">5</data> sizes, slower at <data value="01.verdicts.slower">0</data>, and undecided at <data value="01.verdicts.undecided">5</data>.
-# With <data value="01.law.tokens">272</data> tokens a step with overlap takes by the law <data value="01.law.middle:.2f">1.00</data> times as long as the step alone. Measured, it takes <data value="01.extra.median">14.9 ms</data> longer,
-# with the range <data value="01.extra.low">2.71 ms</data> to <data value="01.extra.high">29.6 ms</data>. The all-reduce by itself takes <data value="01.extra.all-reduce">4.95 ms</data>.
 #
-# The law assumes that the backward keeps its speed while an all-reduce runs, and that filling buckets takes no time. To
-# test the first, we run a backward beside an *unrelated* all-reduce of as many bytes, and stop the clock when the backward
+# By the law a step with overlap and {{01.law.tokens:,}} tokens takes {{01.law.middle:.2f}} times as long as alone. We measure <data value="01.middle.median:.2f">1.19</data>
+# (<data value="01.middle.low:.2f">1.05</data> to <data value="01.middle.high:.2f">1.55</data>), or <data value="01.extra.median">14.9 ms</data> more. The all-reduce alone takes <data value="01.extra.all-reduce">4.95 ms</data>, and
+# {{01.wide.all-reduce}} by α and B. The step alone takes <data value="01.alone">69.1 ms</data>, and {{01.wide.at-rate}} at the rate R.
+#
+# Besides these two times, the law assumes that the backward keeps its speed while an all-reduce runs, and that filling
+# buckets takes no time. To test the first, we run a backward beside an *unrelated* all-reduce of as many bytes, and stop the clock when the backward
 # is done. To test the second, we make each rank a data-parallel group of one: it fills buckets and has nobody to send to.
 # We count a cost as shown only if its verdict is *slower*.
 
@@ -585,19 +590,15 @@ lesson.show(measured={name: median(s) for name, s in causes.items()}, unit="s",
             columns={"factor": {way: f.median for way, f in factors.items()},
                      "range": {way: f.range for way, f in factors.items()},
                      "verdict": {way: f.verdict for way, f in factors.items()}},
-            title="Two things that the law leaves out, at 16 images a rank",
+            title="Two costs that the law leaves out, at 16 images a rank",
             key="01.cause")  # fmt: skip
 last = theory.seconds("all_reduce", BUCKET_MB * 2**20, N, card.link)
-lesson.record("01.last-bucket", last, "s")
-lesson.record("01.together", figures.multiply(factors) + last / median(causes[ALONE]))
+lesson.record("01.together", figures.explain_step(
+    factors, last, median(causes[ALONE]), during[middle]))  # fmt: skip
 
 # %% [markdown]
-# - *Sharing*: factor <data value="01.cause.beside-an-unrelated-all-reduce.factor:.2f">1.08</data>, verdict *<data value="01.cause.beside-an-unrelated-all-reduce.verdict">cannot tell</data>*.
-# - *Filling buckets*: factor <data value="01.cause.with-buckets-nothing-sent.factor:.2f">1.04</data>, verdict *<data value="01.cause.with-buckets-nothing-sent.verdict">cannot tell</data>*.
-# - *The last bucket*, by α and B: at most <data value="01.last-bucket">8.69 ms</data> exposed.
-#
-# The two factors multiplied, plus the last bucket's share of the step alone, give <data value="01.together:.2f">1.18</data>. In the sweep, the step with
-# overlap took <data value="01.middle.median:.2f">1.19</data> times as long as the step alone, with the range <data value="01.middle.low:.2f">1.05</data> to <data value="01.middle.high:.2f">1.55</data>.
+# The last bucket, which no backward can overlap, takes {{01.together.last-bucket}} by α and B. Its share of the step alone, added to the product of
+# the two factors, gives {{01.together.ratio:.2f}}. The range of the sweep was <data value="01.middle.low:.2f">1.05</data> to <data value="01.middle.high:.2f">1.55</data>, and this number lies {{01.together.lies}}.
 #
 # <details><summary>The same step, two times</summary>
 #
@@ -606,11 +607,12 @@ lesson.record("01.together", figures.multiply(factors) + last / median(causes[AL
 # either: its recorder looks at every operation.
 # </details>
 #
-# <details><summary>Why sharing can cost time, here and on GPUs</summary>
+# <details><summary>Why sharing can cost time, on CPUs and on GPUs</summary>
 #
-# An all-reduce also adds and copies numbers, and its threads occupy cores. In seconds this cost stays when the backward
-# gets longer. As a share of the step it shrinks. Would overlap pay if an idle core did the sending? With a rank on every
-# core none is idle, so such a run cannot say.
+# An all-reduce also adds and copies numbers. A longer backward has no more bytes to reduce, so this cost becomes a smaller share of the step.
+#
+# On a CPU the threads of an all-reduce occupy cores. Would overlap pay if an idle core did the sending? A run with a rank
+# on every core cannot say.
 #
 # On GPUs the kernels of an all-reduce occupy memory bandwidth and *multiprocessors*, the units
 # that compute the backward. In one node, `hpnb.DataParallel(model, axis, copy_engines=True)` reduces without
@@ -618,9 +620,9 @@ lesson.record("01.together", figures.multiply(factors) + last / median(causes[AL
 # its memory, which their backwards need as well.
 # </details>
 #
-# **Takeaway.** In this run, <data value="01.measured.versus-law">a free step needs more tokens than the law says</data>. Overlap need not help if sending takes what computing needs.
+# **Takeaway.** In this run, <data value="01.measured.versus-law">a free step needs more tokens than the law says</data>.
 #
-# **Challenge.** The explorer, a figure with knobs, simulates a ViT-L/16 (24 blocks of width 1,024) on 64 ranks with Ethernet 100 Gb. Expose
+# **Challenge.** The explorer, a figure with knobs, simulates a ViT-L/16 on 64 ranks with Ethernet 100 Gb. Expose
 # less than 6.5 % of the step with at most 50,000 tokens per rank.
 #
 # <details><summary>Hint</summary>
@@ -656,7 +658,7 @@ lesson.ledger.add("01", Layout(dp=N), model, quantities, card.hardware)
 # ## Accumulation, 16 bits, and a silent failure
 #
 # *Gradient accumulation* splits the rank's batch into microbatches, adds up their gradients, and reduces once. All
-# microbatches but the last run inside `no_sync()`, as with PyTorch's DDP.
+# microbatches but the last run inside `no_sync()`.
 
 
 # %%
@@ -743,15 +745,13 @@ lesson.field_guide.show()
 # <data value="01.drift.distance:.0e">2e-02</data> apart. A rank that skipped lacks an update, and has halved its scale. Weights and Adam's moments stay
 # different from then on, because replicas never exchange them.
 #
-# <details><summary>Why the distance can fall at a second overflow</summary>
+# <details><summary>If the distance falls at a later overflow</summary>
 #
-# Take two ranks. After the first overflow one rank has halved its scale. The other has now taken `growth_interval` steps without overflow, so
-# its scale doubles, and it overflows in the next step. Then each of two ranks has skipped one step, but not the same one.
-# So the replicas are closer and not equal. Their scales still differ by a factor of two. From then on the all-reduce adds
-# gradients with different scales, and each rank divides the sum by its scale.
+# Then another rank has skipped a step, but not the same one. The replicas are closer and not equal, and from then on their
+# scales may differ. The all-reduce adds gradients with different scales, and each rank divides the sum by its scale.
 # </details>
 #
-# The instrument is the distance between replicas. In a healthy run it is exactly 0. The cure is to base the decision on
+# The distance between replicas is exactly 0 in a healthy run. The cure is to base the decision on
 # a number that is equal on all ranks, as `hpnb.precision.step(optimizer, [axis], scaler=scaler)` does.
 #
 # **Takeaway.** Every decision that changes weights, such as skip, clip or stop, needs numbers that are equal on all ranks.
@@ -807,7 +807,7 @@ lesson.check(exercises.sampler, diagnose)
 # ```
 #
 # ZeRO stage 1 shards the optimizer states, stage 2 also the gradients, and stage 3 also the weights, which it gathers
-# block by block in the forward and in the backward.
+# block by block in the forward and in the backward. Only bytes matter here, so this cell's ranks use CPUs.
 
 
 # %%
@@ -906,7 +906,7 @@ lesson.check(exercises.zero1, Zero1)
 #
 # - A step costs 6 FLOPs per parameter and token, and 16 bytes per parameter.
 # - Send gradients in buckets. Measure whether overlap pays: an all-reduce can slow the backward beside it.
-# - By the law the all-reduce fits under the backward from ρ(d-1)/d g/2 tokens per rank on. Measure whether it does.
+# - By the law the all-reduce fits under the backward from ρ(d-1)/d g/2 tokens per rank on.
 # - Measure the distance between replicas.
 #
 # **When not to use this.** If the model states or the activations of one image do not fit a device, use another kind of

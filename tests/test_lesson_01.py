@@ -47,20 +47,39 @@ def test_the_round_that_is_drawn_is_typical_of_every_version() -> None:
 
 
 def test_page_01_puts_its_results_into_words() -> None:
-    sizes = (17, 1088, 2176)
-    limits = [figures.limit_words(first_free, sizes) for first_free in (17, 2176, None)]
-    assert limits == ["at most 17", "between 1,088 and 2,176", "more than 2,176"]
-    cases = ((1088, 2176), (51, None), (1089, 2176), (9000, None), (2177, 2176), (20, 17), (5, 17))
-    said = [figures.law_words(law, first_free, sizes).split(" than ")[0] for law, first_free in cases]
-    more, fewer = "a free step needs more tokens", "a free step needs fewer tokens"
-    undecided = "the measured sizes do not contradict the law"
-    assert said == [more, more, undecided, undecided, fewer, fewer, undecided]
+    free, unclear, slow = (step_timing.Spread(1.1, *ends) for ends in ((1.0, 1.05), (1.05, 1.15), (1.1, 1.2)))
+    ways = (
+        (slow, unclear, free),
+        (free, free, free),
+        (slow, slow, unclear),
+        (slow, slow, slow),
+        (unclear,) * 3,
+    )
+    runs = [dict(zip((17, 1088, 2176), spreads, strict=True)) for spreads in ways]
+    assert [figures.free_words(run) for run in runs] == [
+        "free from 2,176 tokens on, not free at 17",
+        "free from 17 tokens on",
+        "not free at 1,088 tokens, undecided above",
+        "not free even at 2,176 tokens",
+        "undecided at all sizes",
+    ]
+    cases = ((17, 0), (18, 0), (2177, 0), (20, 1), (17, 1), (1088, 2), (1089, 2), (5, 4))
+    said = [figures.law_words(law, runs[run]) for law, run in cases]
+    words = {"more": "needs more", "fewer": "needs fewer", "agree": "do not contradict"}
+    wanted = ["more", "agree", "fewer", "fewer", "agree", "more", "agree", "agree"]
+    assert all(words[want] in text for want, text in zip(wanted, said, strict=True)), said
+    assert ["not scored" in figures.answer_words(first) for first in (None, 17)] == [True, False]
+    steps = [figures.explain_step({"sharing": free}, last, 2.0, unclear) for last in (-0.2, 0.0, 0.2)]
+    assert [step["ratio"] for step in steps] == pytest.approx([1.0, 1.1, 1.2])
+    assert [str(step["lies"]).split(" ")[0] for step in steps] == ["below", "within", "above"]
     slower, unclear = step_timing.Spread(1.2, 1.1, 1.3), step_timing.Spread(1.2, 0.9, 1.3)
     assert figures.multiply({"sharing": slower, "filling": unclear}) == pytest.approx(1.44)
     alone = step_timing.Backward(1.0, 3.0, (2.0, 3.0), (10.0, 10.0))
     equal = step_timing.Backward(2.0, 8.0, (4.0, 6.0, 8.0), (1.0, 1.0, 1.0)).as_long_as(alone)
     assert equal == step_timing.Backward(1.0, 3.0, (1.5, 2.25, 3.0), (1.0, 1.0, 1.0))
     assert figures.count_messages({"B: buckets": alone.on(Link(0.0, 10.0), 2)}) == {"b": 2}
+    work = (Event(0, -1, "compute", -1, 0.0, 1.0), Event(1, -1, "compute", -1, 0.0, 3.0))
+    assert figures.handling_seconds({"A: tensors": Timeline(work)}) == {"a": 3.0}
     assert figures.count_verdicts({17: slower, 34: slower, 68: unclear}) == {
         "faster": 0,
         "slower": 2,

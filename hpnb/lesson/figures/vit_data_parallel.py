@@ -8,9 +8,18 @@ from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 
+import torch
 from matplotlib.figure import Figure
 
-from hpnb.lesson.programs.step_timing import Spread, divide_rounds, exposed_seconds, subtract_rounds
+from hpnb.lesson.machine_card import MachineCard
+from hpnb.lesson.programs.step_timing import (
+    Spread,
+    divide_rounds,
+    exposed_seconds,
+    measured_knee,
+    subtract_rounds,
+)
+from hpnb.models import ViTSize
 from hpnb.plot.bars import Bar, BarPanel, bars
 from hpnb.plot.canvas import SMALL, WIDTH, Key, text_inches
 from hpnb.plot.curves import CurvePanel, Series, count, curves, looks, rule, set_ticks
@@ -21,6 +30,7 @@ from hpnb.theory import exposed_share
 
 ALONE, ALL_REDUCE = "step alone", "all-reduce alone"
 AFTER, DURING = "reduced after the backward", "reduced during the backward"
+MIDDLE = 16  # images of a rank
 LIMIT = 1.1  # below this ratio communication counts as free
 FOR_MESSAGES = "work for messages"
 _LAW_POINTS = 300
@@ -89,32 +99,78 @@ def count_messages(timelines: Mapping[str, Timeline]) -> dict[str, int]:
     }
 
 
-def backward_seconds(timelines: Mapping[str, Timeline]) -> dict[str, float]:
-    """{"b-short": the backward of the faster rank of version B, "b-long": of the slower one, ...}."""
-    seconds: dict[str, float] = {}
-    for name, tl in timelines.items():
-        # a backward is recorded in pieces, with the work for messages between them
-        ranks = [sum(e.end - e.start for e in tl.by_rank[rank] if e.op == "B") for rank in tl.ranks]
-        seconds |= {f"{name[0].lower()}-short": min(ranks), f"{name[0].lower()}-long": max(ranks)}
-    return seconds
+def handling_seconds(timelines: Mapping[str, Timeline]) -> dict[str, float]:
+    """{"a": seconds that the slowest rank of version A works for messages, ...}."""
+    worked = {name[0].lower(): _name_work(tl) for name, tl in timelines.items()}
+    return {
+        name: max(sum(e.duration for e in tl.by_rank[rank] if e.op == FOR_MESSAGES) for rank in tl.ranks)
+        for name, tl in worked.items()
+    }
 
 
-def limit_words(first_free: int | None, measured: Sequence[int]) -> str:
-    """Between which of the `measured` tokens a step becomes free, in words; None is above all of them."""
-    if first_free is None:
-        return f"more than {max(measured):,}"
-    below = [tokens for tokens in measured if tokens < first_free]
-    return f"between {max(below):,} and {first_free:,}" if below else f"at most {first_free:,}"
+def range_words(value: float, measured: Spread) -> str:
+    """Where a predicted ratio lies."""
+    side = "below" if value < measured.low else "above" if value > measured.high else "within"
+    return f"{side} this range"
 
 
-def law_words(law: float, first_free: int | None, measured: Sequence[int]) -> str:
-    """Whether a step becomes free where the law says, in words; as far as the `measured` tokens show."""
-    below = max((n for n in measured if first_free is None or n < first_free), default=0)
-    if law <= below:
-        return "a free step needs more tokens than the law says"
+def describe_ratio(measured: Spread, predicted: float) -> dict[str, float | str]:
+    """A measured ratio, its verdict, and where the predicted one lies."""
+    words = {"verdict": measured.verdict, "predicted-is": range_words(predicted, measured)}
+    return {**measured._asdict(), "predicted": predicted, **words}
+
+
+def explain_step(
+    factors: Mapping[str, Spread], last: float, alone: float, measured: Spread
+) -> dict[str, float | str | tuple[float, str]]:
+    """Whether factors, and `last` seconds on top of `alone`, explain the `measured` ratio of a step."""
+    ratio = multiply(factors) + last / alone
+    words = range_words(ratio, measured)
+    meaning = {
+        "below": "so something else costs time as well",
+        "within": "so these costs can explain it",
+        "above": "so these costs do not simply add up",
+    }[words.split()[0]]
+    return {"ratio": ratio, "lies": f"{words}, {meaning}", "last-bucket": (last, "s")}
+
+
+def free_words(ratios: Mapping[int, Spread]) -> str:
+    """At which tokens a step is free, is not, or may be either, in words."""
+    first_free, not_free = _surely_free(ratios), _surely_not_free(ratios)
+    if first_free is not None:
+        words = f"free from {first_free:,} tokens on"
+        return f"{words}, not free at {not_free:,}" if not_free else words
+    if not not_free:
+        return "undecided at all sizes"
+    if not_free == max(ratios):
+        return f"not free even at {not_free:,} tokens"
+    return f"not free at {not_free:,} tokens, undecided above"
+
+
+def law_words(law: float, ratios: Mapping[int, Spread]) -> str:
+    """Whether a step with overlap becomes free where the law says, in words; as far as the ranges show."""
+    first_free = _surely_free(ratios)
+    if law <= _surely_not_free(ratios):
+        return "with overlap a free step needs more tokens than the law says"
     if first_free is not None and law > first_free:
-        return "a free step needs fewer tokens than the law says"
-    return "the measured sizes do not contradict the law"
+        return "with overlap a free step needs fewer tokens than the law says"
+    return "the steps with overlap do not contradict the law"
+
+
+def answer_words(first_free: int | None) -> str:
+    """How the question for the first free size is scored."""
+    if first_free is None:
+        return "No size is surely free with overlap, so the question is not scored"
+    return f"So the question is scored with {first_free:,} tokens"
+
+
+def _surely_free(ratios: Mapping[int, Spread]) -> int | None:
+    return measured_knee({tokens: spread.high for tokens, spread in ratios.items()}, LIMIT)
+
+
+def _surely_not_free(ratios: Mapping[int, Spread]) -> int:
+    """The most tokens whose whole range is at the limit or above; 0 if there are none."""
+    return max((tokens for tokens, spread in ratios.items() if spread.low >= LIMIT), default=0)
 
 
 def count_verdicts(ratios: Mapping[int, Spread]) -> dict[str, int]:
@@ -128,6 +184,20 @@ def cost_of_overlap(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Seconds that DURING takes longer than ALONE, with the range, and what ALL_REDUCE takes by itself."""
     extra = subtract_rounds(times[DURING], times[ALONE])
     return {**extra._asdict(), "all-reduce": median(times[ALL_REDUCE])}
+
+
+def describe_wide(size: ViTSize, dtype: torch.dtype, card: MachineCard) -> dict[str, object]:
+    """The model of the sweep, the bytes of its gradients, and what α, B and R say at MIDDLE images a rank."""
+    parameters = size.parameters(classes=3)
+    gradient = dtype.itemsize * parameters
+    return {
+        "blocks": size.layers,
+        "width": size.hidden,
+        "parameters": parameters,
+        "gradient": (gradient, "B"),
+        "all-reduce": (card.predicted(gradient), "s"),
+        "at-rate": (size.training_flops(MIDDLE, classes=3) / card.matmul, "s"),
+    }
 
 
 def spread_columns(spreads: Mapping[str, Mapping[int, Spread]]) -> dict[str, dict[str, float | str]]:
@@ -165,7 +235,7 @@ def step_ratios(
         raise ValueError(f"step_ratios() needs ratios above 0 and has {sorted(ratios)[:1] or 'none'}")
     knees = {words: tokens for words, tokens in free.items() if tokens is not None}
     low = min(tokens[0], law_knee / 2) / 1.2
-    high = max(tokens[-1], 2.5 * max([law_knee, *knees.values()])) * 1.1
+    high = 1.3 * max([tokens[-1], 1.5 * law_knee, *knees.values()])
     line = [low * (high / low) ** (i / _LAW_POINTS) for i in range(_LAW_POINTS + 1)]
     aside = {AFTER: 0.95, DURING: 1.05} if after and during else {AFTER: 1.0, DURING: 1.0}
     look, series = looks(measured), []
@@ -185,13 +255,13 @@ def step_ratios(
     fig = curves([panel], title=title[:1].upper() + title[1:], more_keys=keys)
     (ax,) = fig.axes
     bottom = min(0.9, 0.95 * min(ratios))
-    top = 1.15 * max(1.5, *ratios, *(y for s in series for y in s.y))
+    top = 1.3 * max(1.5, *ratios)  # the law may leave the figure: the decision is at the bottom
     for name, points in measured.items():
         ends = [(spread.low, spread.high) for spread in points.values()]
         for t, (lowest, highest) in zip(points, ends, strict=True):
             ax.vlines(t * aside[name], lowest, highest, look[name].color, zorder=2.2)
     ax.set_ylim(bottom, top)
-    ratios_drawn = [y for y in (1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0) if y < top]
+    ratios_drawn = [y for y in (1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0) if y < top]
     set_ticks(ax.yaxis, ratios_drawn, "{:g}".format)
     ax.set_xlim(low, high)
     ax.axhline(LIMIT, color=INK, linestyle=":", linewidth=1.2, zorder=1.8, label="limit")
@@ -204,7 +274,9 @@ def step_ratios(
                 zorder=6, ha="right" if at_right else "left", transform=ax.get_xaxis_transform(),
                 bbox={"facecolor": CARD, "edgecolor": "none", "pad": 1.0})  # fmt: skip
     fig.set_label("; ".join(labels))
-    set_ticks(ax.xaxis, _fitting_ticks(low, high, ax.get_position().width * WIDTH), count)
+    inches = ax.get_position().width * WIDTH
+    sizes = tokens if _have_room(tokens, low, high, inches) else _fitting_ticks(low, high, inches)
+    set_ticks(ax.xaxis, sizes, count)
     return fig
 
 
@@ -214,11 +286,16 @@ def _fitting_ticks(low: float, high: float, inches: float) -> list[float]:
     every = [step * 10.0**k for k in decades for step in (1, 2, 5)]
     for thinned in (every, *(every[:: 3 * n] for n in range(1, len(decades)))):
         ticks = [tick for tick in thinned if low <= tick <= high]
-        wide = [text_inches(count(tick)) / 2 + 0.06 for tick in ticks]
-        apart = [math.log(b / a) / math.log(high / low) * inches for a, b in pairwise(ticks)]
-        if all(a + b <= room for (a, b), room in zip(pairwise(wide), apart, strict=True)):
+        if _have_room(ticks, low, high, inches):
             return ticks
     return []
+
+
+def _have_room(ticks: Sequence[float], low: float, high: float, inches: float) -> bool:
+    """Whether the labels of these ticks do not touch on a logarithmic axis of `inches`."""
+    wide = [text_inches(count(tick)) / 2 + 0.06 for tick in ticks]
+    apart = [math.log(b / a) / math.log(high / low) * inches for a, b in pairwise(ticks)]
+    return all(a + b <= room for (a, b), room in zip(pairwise(wide), apart, strict=True))
 
 
 Kept = Mapping[str, Mapping[str, float]]  # {name: {category: bytes}}

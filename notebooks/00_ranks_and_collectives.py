@@ -481,11 +481,11 @@ question = "100 all-reduces of 80 kB instead of one of 8 MB: how many times as l
 lesson.predict("00.many-calls", question, guess=None, rule_of_thumb=1)
 
 # %% [markdown]
-# On <data value="00.card.hardware">2 CPU cores</data> the fit gives a latency of <data value="00.card.latency">1.14 ms</data>, a bandwidth of <data value="00.card.bandwidth">263 MB/s</data> and a
-# knee at <data value="00.card.knee">1.20 MB</data>. On average the dots are at <data value="00.fit.left:.2f">1.15</data> times the curve left of the knee, and at
-# <data value="00.fit.right:.2f">1.37</data> times the curve right of it.
+# On <data value="00.card.hardware">2 CPU cores</data> the fit gives a latency of <data value="00.card.latency">904 µs</data>, a bandwidth of <data value="00.card.bandwidth">881 MB/s</data> and a
+# knee at <data value="00.card.knee">3.19 MB</data>. On average the dots are at <data value="00.fit.left:.2f">1.03</data> times the curve left of the knee, and at
+# <data value="00.fit.right:.2f">1.03</data> times the curve right of it.
 #
-# A byte costs <data value="00.card.rho:,.0f">39</data> FLOP here, at measured rates. At published rates a byte costs an H200
+# A byte costs <data value="00.card.rho:,.0f">54</data> FLOP here, at measured rates. At published rates a byte costs an H200
 # <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data> over NVLink and <data value="00.rho.ethernet-10-gb.at-published-rates">791,000 FLOP/B</data> over 10 Gb Ethernet. Measured rates are lower than published ones, so do not compare the two.
 # With 16,384 tokens on each rank, $2\rho / (3T)$ at published rates is <data value="00.share.nvlink-4:.2f">0.09</data> over NVLink and <data value="00.share.ethernet-10-gb:.0f">32</data> over Ethernet.
 #
@@ -526,12 +526,12 @@ lesson.reveal("00.many-calls", took_100 / took, predicted=expected_100 / expecte
 lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">", took))
 
 # %% [markdown]
-# One call took <data value="00.calls.1-call-of-8-mb.measured">74.7 ms</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">1.09 s</data>:
-# <data value="00.many-calls:.1f">14.6</data> times as long for the same bytes. By the formula every call pays {{00.latency}} of latency:
-# the one call once in its <data value="00.calls.1-call-of-8-mb.predicted">52.5 ms</data>, the hundred a hundred times in their <data value="00.calls.100-calls-of-80-kb.predicted">732 ms</data>. That is why notebook 01
+# One call took <data value="00.calls.1-call-of-8-mb.measured">19.2 ms</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">593 ms</data>:
+# <data value="00.many-calls:.1f">30.9</data> times as long for the same bytes. By the formula every call pays <data value="00.latency">5.43 ms</data> of latency:
+# the one call once in its <data value="00.calls.1-call-of-8-mb.predicted">19.0 ms</data>, the hundred a hundred times in their <data value="00.calls.100-calls-of-80-kb.predicted">556 ms</data>. That is why notebook 01
 # collects gradients in *buckets*, each of many tensors that go in one call.
 #
-# The formula says <data value="00.many-calls.predicted:.1f">13.9</data>. The one call took <data value="00.off.one:.2f">1.42</data> times its prediction, and the hundred took <data value="00.off.hundred:.2f">1.49</data> times
+# The formula says <data value="00.many-calls.predicted:.1f">29.2</data>. The one call took <data value="00.off.one:.2f">1.01</data> times its prediction, and the hundred took <data value="00.off.hundred:.2f">1.07</data> times
 # theirs. The predicted ratio is right only if these two are equal. So trust the formula for which of the two is slower, and
 # measure how much slower it is.
 #
@@ -701,18 +701,18 @@ waiting, moving = wait["rank 1 late"], move["rank 1 late"]
 lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", moving))
 
 # %% [markdown]
-# Rank 1 slept 100 ms longer, so the others waited <data value="00.bar.rank-1-late.measured-wait">99.2 ms</data> in an all-reduce. The move, which begins when
-# rank 1 arrives, took <data value="00.bar.rank-1-late.measured-move">42.2 ms</data>. Another link changes only the move: it takes <data value="00.replay.ethernet-10-gb.move">9.90 ms</data> replayed on 10 Gb
+# Rank 1 slept 100 ms longer, so the others waited <data value="00.bar.rank-1-late.measured-wait">99.9 ms</data> in an all-reduce. The move, which begins when
+# rank 1 arrives, took <data value="00.bar.rank-1-late.measured-move">15.3 ms</data>. Another link changes only the move: it takes <data value="00.replay.ethernet-10-gb.move">9.90 ms</data> replayed on 10 Gb
 # Ethernet and <data value="00.replay.nvlink-4.move">44.7 µs</data> on NVLink. The wait stays at <data value="00.replay.ethernet-10-gb.wait">100 ms</data>, because a replay keeps the recorded compute times.
 #
-# The formula says <data value="00.bar.at-once.predicted-move">52.5 ms</data> for every move. The three cases took <data value="00.bar.at-once.measured-move">39.3 ms</data>, <data value="00.bar.after-a-pause.measured-move">33.7 ms</data> and <data value="00.bar.rank-1-late.measured-move">42.2 ms</data>.
-# Does the pause matter? We pair each step at once with each step with rank 1 late: in {{00.pause.longer}} of {{00.pause.pairs}}
-# pairs the late one's move is longer. Noise alone seldom gives more than 22 or fewer than 3, so {{00.pause.words}}.
+# The formula says <data value="00.bar.at-once.predicted-move">19.0 ms</data> for every move. The three cases took <data value="00.bar.at-once.measured-move">13.9 ms</data>, <data value="00.bar.after-a-pause.measured-move">15.1 ms</data> and <data value="00.bar.rank-1-late.measured-move">15.3 ms</data>.
+# Does the pause matter? We pair each step at once with each step with rank 1 late: in <data value="00.pause.longer">18</data> of <data value="00.pause.pairs">25</data>
+# pairs the late one's move is longer. Noise alone seldom gives more than 22 or fewer than 3, so <data value="00.pause.words">this run shows no effect of the pause</data>.
 #
 # <details><summary>How long does an 8 MB all-reduce take, then?</summary>
 #
 # The formula counts until the slowest rank is done. Counted like that, the one call of the previous section took
-# <data value="00.calls.1-call-of-8-mb.measured">74.7 ms</data>, and the 8.4 MB of the fit took <data value="00.fit.large">59.1 ms</data>. The moves of the table are medians over ranks, and the slowest rank
+# <data value="00.calls.1-call-of-8-mb.measured">19.2 ms</data>, and the 8.4 MB of the fit took <data value="00.fit.large">20.1 ms</data>. The moves of the table are medians over ranks, and the slowest rank
 # takes at least as long. A move that is longer than the fit's time contains something besides the link, because
 # the fit used the same link.
 #

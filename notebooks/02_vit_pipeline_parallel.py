@@ -151,7 +151,7 @@ lesson.claim("One rank works at a time", (walked.bubble_fraction, ">", 0.95 - 1 
 # would send <data value="02.sent.dp">153 MB</data>.
 # By counting, ranks are
 # idle for 1 - 1/p =
-# <data value="02.walk-idle">75.0 %</data> of the time. The run had <data value="02.walk.bubble">79.1 %</data>. We call this idle share the *bubble*: idle time over
+# <data value="02.walk-idle">75.0 %</data> of the time. The run had <data value="02.walk.bubble">76.4 %</data>. We call this idle share the *bubble*: idle time over
 # ranks × *makespan*, where the makespan is the time from the first start to the last end.
 #
 # **Takeaway.** A pipeline sends only what crosses its cuts, and only between neighbours. With one microbatch, p ranks
@@ -266,7 +266,7 @@ trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")
 # %% [markdown]
 # The formula assumes equal stages and predicts a bubble of <data value="02.bubble.predicted">27.3 %</data>. But stage 0 also has the embedding, the last stage the
 # head, and times are noisy: by medians, the slowest stage takes <data value="02.slowest:.2f">1.08</data> times as long as the mean one. Simulated with these
-# medians, the bubble is <data value="02.medians.bubble">30.7 %</data>. The step in the figure has <data value="02.bubble">33.6 %</data>. It also has unequal microbatches
+# medians, the bubble is <data value="02.medians.bubble">30.8 %</data>. The step in the figure has <data value="02.bubble">31.8 %</data>. It also has unequal microbatches
 # and, where they take time, messages.
 #
 # <details><summary>Why the rule of thumb may come nearer</summary>
@@ -400,10 +400,10 @@ lesson.claim("1F1B takes about as long as GPipe", (change, "<", 0.15))
 # But they do not shrink with the number of ranks: p microbatches in a p-th of the layers are as much as one microbatch in all
 # layers.
 #
-# Timed again, beside 1F1B, GPipe's step takes <data value="02.ran.gpipe.makespan">178 ms</data> with a bubble of
-# <data value="02.ran.gpipe.bubble">29.9 %</data>. 1F1B's step takes <data value="02.ran.1f1b.makespan">175 ms</data> with <data value="02.ran.1f1b.bubble">28.8 %</data>. With equal stages both have
+# Timed again, beside 1F1B, GPipe's step takes <data value="02.ran.gpipe.makespan">164 ms</data> with a bubble of
+# <data value="02.ran.gpipe.bubble">34.5 %</data>. 1F1B's step takes <data value="02.ran.1f1b.makespan">158 ms</data> with <data value="02.ran.1f1b.bubble">27.6 %</data>. With equal stages both have
 # the same bubble, because filling and draining take as long. Unequal stages can separate them: simulated with the
-# median times of GPipe's stages, 1F1B's step takes <data value="02.by-medians:.3f">1.000</data> times as long as GPipe's.
+# median times of GPipe's stages, 1F1B's step takes <data value="02.by-medians:.3f">0.973</data> times as long as GPipe's.
 #
 # **Takeaway.** 1F1B keeps at most p microbatches instead of m, and with equal stages it has GPipe's bubble.
 #
@@ -632,17 +632,17 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 
 # %% [markdown]
 # All four idle less than 1F1B. If we count only differences above the larger of two
-# spreads, <data value="02.race.faster">zb-v is faster than zb-h1; all other pairs are undecided</data>. The prediction puts
-# <data value="02.race.first.predicted">zb-v</data> first, the run <data value="02.race.first.run">zb-v</data>. It takes I = W and equal chunks, so it cannot
+# spreads, <data value="02.race.faster">interleaved is faster than 1f1b; all other pairs are undecided</data>. The prediction puts
+# <data value="02.race.first.predicted">zb-v</data> first, the run <data value="02.race.first.run">interleaved</data>. It takes I = W and equal chunks, so it cannot
 # decide between schedules that are nearly as fast.
 #
 # Does a split backward also take more computing? We time one rank alone, with a stage's layers: backwards in one piece and
 # split, fifteen rounds in turn. Split, the step takes
-# <data value="02.split.split-in-one-piece.factor:.3f">1.063</data> times as long, with the range <data value="02.split.split-in-one-piece.range">0.98 to 1.26</data> and the verdict *<data value="02.split.split-in-one-piece.verdict">cannot tell</data>*.
+# <data value="02.split.split-in-one-piece.factor:.3f">1.078</data> times as long, with the range <data value="02.split.split-in-one-piece.range">1.046 to 1.132</data> and the verdict *<data value="02.split.split-in-one-piece.verdict">slower</data>*.
 #
 # <details><summary>I and W are not equal</summary>
 #
-# Our prediction takes I and W as equal. In the run, I takes <data value="02.race.zb-h1.i-w:.2f">1.69</data> times as long as
+# Our prediction takes I and W as equal. In the run, I takes <data value="02.race.zb-h1.i-w:.2f">1.53</data> times as long as
 # W. Among the causes: softmax, GELU and the matmuls inside attention have no weights, hence no W. By the formulas above, a larger I
 # makes ZB-H1 idle longer and leaves ZB-H2 as it is.
 # </details>
@@ -657,8 +657,8 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 # likewise for I and W. In the figure below the table, weight gradients have no numbers, because many are short.
 #
 # The formulas for idle time hold with equal stages, W ≤ F and W ≤ I ≤ 2W. With I = W, they make ZB-H1 and ZB-H2 equally fast.
-# The predictions also take I = W, but the stages of the 1F1B step are not equal, and half a backward takes <data value="02.race.half-backward:.2f">1.00</data> times as
-# long as a forward. So here they are <data value="02.race.zb-h1.predicted">171 ms</data> for ZB-H1 and <data value="02.race.zb-h2.predicted">171 ms</data> for ZB-H2.
+# The predictions also take I = W, but the stages of the 1F1B step are not equal, and half a backward takes <data value="02.race.half-backward:.2f">0.84</data> times as
+# long as a forward. So here they are <data value="02.race.zb-h1.predicted">120 ms</data> for ZB-H1 and <data value="02.race.zb-h2.predicted">116 ms</data> for ZB-H2.
 # </details>
 #
 # <details><summary>Do the additional messages matter?</summary>
@@ -672,8 +672,8 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 # slow links (notebook 04). With h = 1,024 and six blocks in each stage, the ratio is 110,592/ρ. At notebook 00's published rates
 # of an H200 that is 50 over NVLink, where ρ is <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data>, and 0.14 over 10 Gb Ethernet, where ρ is <data value="00.rho.ethernet-10-gb.at-published-rates">791,000 FLOP/B</data>.
 #
-# The race's predictions leave messages out. Steps took <data value="02.race.over-predicted.interleaved:.2f">1.10</data> times their prediction under interleaving and
-# <data value="02.race.over-predicted.zb-h1:.2f">1.21</data> times under ZB-H1, which sends as few messages as 1F1B. So such a ratio alone does not show what messages cost.
+# The race's predictions leave messages out. Steps took <data value="02.race.over-predicted.interleaved:.2f">0.96</data> times their prediction under interleaving and
+# <data value="02.race.over-predicted.zb-h1:.2f">1.22</data> times under ZB-H1, which sends as few messages as 1F1B. So such a ratio alone does not show what messages cost.
 # </details>
 #
 # <details><summary>In your tools: interleaving and zero bubble</summary>
@@ -792,7 +792,7 @@ lesson.claim("A heavy stage costs time", (took["heavy"] / took["uniform"], ">", 
 
 # %% [markdown]
 # The uniform partition takes
-# <data value="02.cut.uniform">1.04 s</data>, the heavy one <data value="02.cut.heavy">1.28 s</data>. Balancing by time gives <data value="02.cut.by-time">1.04 s</data> with the partition <data value="02.cut-step.by-time.blocks-of-each-stage">[2, 2, 2, 2]</data>. A ViT's
+# <data value="02.cut.uniform">168 ms</data>, the heavy one <data value="02.cut.heavy">202 ms</data>. Balancing by time gives <data value="02.cut.by-time">168 ms</data> with the partition <data value="02.cut-step.by-time.blocks-of-each-stage">[2, 2, 2, 2]</data>. A ViT's
 # blocks are equal. So "uniform" is hard to beat, unless the embedding or the head takes longer than a block.
 #
 # <details><summary>May we compare these steps with the race's?</summary>
@@ -809,7 +809,7 @@ lesson.claim("A heavy stage costs time", (took["heavy"] / took["uniform"], ">", 
 # | slow link | ranks are free and their inputs were computed long ago | such waits above 5 % of ranks × makespan |
 # | few microbatches | ranks wait mostly while the pipeline fills and drains | neither of these |
 #
-# In the figure, rank 1 works <data value="02.heavy-work:.2f">1.50</data> times as long as the median rank.
+# In the figure, rank 1 works <data value="02.heavy-work:.2f">1.48</data> times as long as the median rank.
 #
 # ### Exercise 4: what is wrong with this step?
 #
@@ -894,9 +894,9 @@ if graphed:
     lesson.claim("CUDA graphs shorten the step with the smallest microbatches", pair)
 
 # %% [markdown]
-# Launched from Python, the step is shortest at m = <data value="02.sweep.best">4</data>; the formula says <data value="02.sweep.formula:.1f">3.9</data>. With more
-# microbatches, what each one costs adds up to more than is saved. Nor need the bubble shrink: it takes <data value="02.sweep-bubble.best">?</data> at the best m
-# and <data value="02.sweep-bubble.most">?</data> at m = <data value="02.sweep.most">16</data>.
+# Launched from Python, the step is shortest at m = <data value="02.sweep.best">4</data>; the formula says <data value="02.sweep.formula:.1f">3.6</data>. With more
+# microbatches, what each one costs adds up to more than is saved. Nor need the bubble shrink: it takes <data value="02.sweep-bubble.best">63.2 ms</data> at the best m
+# and <data value="02.sweep-bubble.most">55.2 ms</data> at m = <data value="02.sweep.most">16</data>.
 #
 # Python can launch small kernels more slowly than a GPU runs them. A *CUDA graph* records all kernels of a
 # stage's forward or backward once and launches them with one call. So c falls,
@@ -911,14 +911,14 @@ if graphed:
 #
 # T and c come from the work alone. The formula adds the bubble of equal stages, and takes c as the same at every m. In the
 # replay, a rank also waits wherever actions take unequally long, as short ones do, so the bubble can grow with m. The line is
-# furthest from the bars at m = <data value="02.sweep.furthest">16</data>, where the step takes <data value="02.sweep.over:.2f">1.00</data> times as long as by the formula.
+# furthest from the bars at m = <data value="02.sweep.furthest">4</data>, where the step takes <data value="02.sweep.over:.2f">0.85</data> times as long as by the formula.
 # </details>
 #
 # <details><summary>Has this pipeline paid?</summary>
 #
-# At m = 1 only one rank works at a time. So that step, <data value="02.sweep-step.alone">206 ms</data>, is what one rank would
-# need for all stages, one after the other: T + p c. The best step without graphs takes <data value="02.sweep-step.best">166 ms</data>, which is <data value="02.sweep-share">80.7 %</data> of that; without bubble and launches
-# it would be 1/p. At this m the ranks compute for <data value="02.sweep-step.work">365 ms</data> in all. Where they share cores or a GPU, the real step takes at
+# At m = 1 only one rank works at a time. So that step, <data value="02.sweep-step.alone">248 ms</data>, is what one rank would
+# need for all stages, one after the other: T + p c. The best step without graphs takes <data value="02.sweep-step.best">143 ms</data>, which is <data value="02.sweep-share">57.9 %</data> of that; without bubble and launches
+# it would be 1/p. At this m the ranks compute for <data value="02.sweep-step.work">321 ms</data> in all. Where they share cores or a GPU, the real step takes at
 # least this sum, divided by the number of cores or GPUs.
 # </details>
 #

@@ -361,7 +361,7 @@ lesson.show(columns=columns, key="03.slower", title="What the formula leaves out
 lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 
 # %% [markdown]
-# The bytes are exact: <data value="03.block-bytes">4.46 MB</data> leave each rank. On <data value="03.hardware">2 CPU cores</data> the block took <data value="03.block.makespan">305 ms</data>; <data value="03.exposed.share">10.3 %</data> of that is exposed communication. Computing covered <data value="03.overlapped">59.0 %</data> of the communication, all of it in the backward.
+# The bytes are exact: <data value="03.block-bytes">4.46 MB</data> leave each rank. On <data value="03.hardware">2 CPU cores</data> the block took <data value="03.block.makespan">93.7 ms</data>; <data value="03.exposed.share">26.2 %</data> of that is exposed communication. Computing covered <data value="03.overlapped">34.3 %</data> of the communication, all of it in the backward.
 #
 # <details><summary>How to read the figure</summary>
 #
@@ -371,14 +371,14 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # The thin slices of forward after the last all-reduce are a bias and the residual. The last slices of input gradient are attention's norm.
 # </details>
 #
-# The formula is for 2-byte numbers; with v bytes it gives 2/v times as much. With attention's scores it predicts <data value="03.ratio.predicted">55.1</data>.
-# The run has <data value="03.ratio">3.17</data>. A ratio of 1 is enough: <data value="03.verdict">both the formula and the run call the interconnect fast enough</data>. The formula leaves out costs of both.
+# The formula is for 2-byte numbers; with v bytes it gives 2/v times as much. With attention's scores it predicts <data value="03.ratio.predicted">7.30</data>.
+# The run has <data value="03.ratio">1.77</data>. A ratio of 1 is enough: <data value="03.verdict">both the formula and the run call the interconnect fast enough</data>. The formula leaves out costs of both.
 #
 # <details><summary>Three factors between the formula and the run</summary>
 #
-# - Computing took <data value="03.slower.computing.factor">1.10</data> times as long as its matrix products would at the card's rate. That includes norms, GELU, residuals and slower products; the run does not separate them.
-# - Latency makes the all-reduces <data value="03.slower.latency-of-all-reduces.factor">1.51</data> times as long as their bytes alone.
-# - Waiting and other costs multiply that by <data value="03.slower.waiting-and-the-rest.factor">12.6</data>. A part is that ranks which come early wait for the others; the run does not explain the rest.
+# - Computing took <data value="03.slower.computing.factor">2.19</data> times as long as its matrix products would at the card's rate. That includes norms, GELU, residuals and slower products; the run does not separate them.
+# - Latency makes the all-reduces <data value="03.slower.latency-of-all-reduces.factor">1.84</data> times as long as their bytes alone.
+# - Waiting and other costs multiply that by <data value="03.slower.waiting-and-the-rest.factor">4.91</data>. A part is that ranks which come early wait for the others; the run does not explain the rest.
 #
 # The rule of thumb, 4.5 h/ρ, leaves out t - 1 as well. Where it is nearer to the run than the formula, that is an accident: too few bytes
 # make up for too little computing.
@@ -395,7 +395,7 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 #
 # A GPU of 400 TFLOP/s has ρ = 890 on NVLink 4, whose nominal bandwidth is 450 GB/s. So eight of them want h above 7 · 890/4.5 = 1,400.
 # On InfiniBand NDR with 50 GB/s, ρ is 8,000, and they want h above 12,400. These are nominal rates. With the ρ that this page's card
-# measured, <data value="03.rho">10.6 FLOP/B</data>, eight such ranks would want h above <data value="03.wide:,.0f">?</data>.
+# measured, <data value="03.rho">79.8 FLOP/B</data>, eight such ranks would want h above <data value="03.wide:,.0f">248</data>.
 # </details>
 #
 # Call the ratio r. Without overlap a rank computes r/(1+r) of the time, half of it at r = 1. Weight gradients are a third of the computing time, so overlap hides at most that much communication. At r = 1 a step then takes 1 + 1 - 1/3 = 5/3 of the computing time, and a rank computes 60 % of it.
@@ -550,7 +550,7 @@ lesson.claim("SP keeps less", counted["1D+SP keeps (B)"] < counted["1D keeps (B)
 
 # %% [markdown]
 # With sequence parallelism a rank keeps <data value="03.sp.1d+sp-keeps.counted">9.90 MB</data> instead of <data value="03.sp.1d-keeps.counted">11.0 MB</data>. Beside 1D's <data value="03.sp.1d-sends.counted">4.39 MB</data> it sends
-# <data value="03.sp-more">?</data> more, because of padding and a small all-reduce of norm gradients.
+# <data value="03.sp-more">8.19 kB</data> more, because of padding and a small all-reduce of norm gradients.
 #
 # <details><summary>Which bytes are sharded?</summary>
 #
@@ -775,34 +775,34 @@ lesson.claim("SP is slower than 1D with few tokens", (small["1d+sp"], ">", small
 vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 
 # %% [markdown]
-# With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">63.4 ms</data>, with sequence parallelism <data value="03.race.1d+sp.measured">92.7 ms</data>, and 2D <data value="03.race.2d.measured">163 ms</data>. These are
-# <data value="03.too-low.1d">1.53</data>, <data value="03.too-low.1d+sp">1.96</data> and <data value="03.too-low.2d">1.69</data> times their predictions. Predictions leave out norms, launches and waiting.
-# 2D makes <data value="03.calls.more">49</data> more calls than 1D; divided among them, its additional time is <data value="03.calls.seconds">?</data> a call.
+# With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">36.5 ms</data>, with sequence parallelism <data value="03.race.1d+sp.measured">64.9 ms</data>, and 2D <data value="03.race.2d.measured">90.2 ms</data>. These are
+# <data value="03.too-low.1d">1.23</data>, <data value="03.too-low.1d+sp">1.86</data> and <data value="03.too-low.2d">1.36</data> times their predictions. Predictions leave out norms, launches and waiting.
+# 2D makes <data value="03.calls.more">49</data> more calls than 1D; divided among them, its additional time is <data value="03.calls.seconds">1.10 ms</data> a call.
 #
 # <details><summary>Which rates do we predict with?</summary>
 #
-# The four ranks run on <data value="03.hardware">2 CPU cores</data>. Their latency α is <data value="03.alpha">?</data>.
+# The four ranks run on <data value="03.hardware">2 CPU cores</data>. Their latency α is <data value="03.alpha">904 µs, against 433 µs with 2, because ranks wait for cores, too</data>.
 #
 # On GPUs, the matmul rate is the card's. On a CPU, a card times one product of a few milliseconds, during which a rank mostly keeps a core. A block lasts longer, and ranks take turns if cores are fewer.
-# So there we multiply the card's rate by cores over ranks, if that is below 1. Here we take <data value="03.rate">10.7 GFLOP/s</data>.
+# So there we multiply the card's rate by cores over ranks, if that is below 1. Here we take <data value="03.rate">23.6 GFLOP/s</data>.
 # </details>
 #
-# With few tokens, sequence parallelism took <data value="03.sp-longer.few">?</data> than 1D, and latency alone predicts <data value="03.norms">5.69 ms</data>. With eight times the tokens it took <data value="03.sp-longer.many">?</data>.
+# With few tokens, sequence parallelism took <data value="03.sp-longer.few">28.4 ms more</data> than 1D, and latency alone predicts <data value="03.norms">5.43 ms</data>. With eight times the tokens it took <data value="03.sp-longer.many">21.3 ms more</data>.
 #
 # <details><summary>Why can sequence parallelism be slower?</summary>
 #
 # By theory the two halves of an all-reduce take as long as the all-reduce. In a ring of four, both take 2 (4 - 1) = 6 steps, and each step one latency α. So the prediction adds only the latencies of the all-reduce of norm gradients.
 #
-# Timed alone, an all-reduce took <data value="03.halves.all-reduce.measured">8.69 ms</data>, its two halves <data value="03.halves.reduce-scatter-all-gather.measured">10.5 ms</data>. A block has four such pairs, so this makes <data value="03.four-halves">7.09 ms</data>. The run does not explain the rest.
+# Timed alone, an all-reduce took <data value="03.halves.all-reduce.measured">6.90 ms</data>, its two halves <data value="03.halves.reduce-scatter-all-gather.measured">10.1 ms</data>. A block has four such pairs, so this makes <data value="03.four-halves">12.8 ms</data>. The run does not explain the rest.
 # </details>
 #
-# Eight times the tokens took <data value="03.race.2d.measured-growth:.2f">2.62</data> times as long in 2D, where <data value="03.race.2d.predicted-growth:.2f">2.55</data> was predicted, and <data value="03.race.1d.measured-growth:.2f">4.18</data> times in 1D, where <data value="03.race.1d.predicted-growth:.2f">4.15</data> was predicted. If the rest is proportional, <data value="03.constant.2d">?</data> of 2D's time with few tokens does not depend on tokens, and <data value="03.constant.1d">?</data> of 1D's. So larger batches do help.
+# Eight times the tokens took <data value="03.race.2d.measured-growth:.2f">1.61</data> times as long in 2D, where <data value="03.race.2d.predicted-growth:.2f">1.90</data> was predicted, and <data value="03.race.1d.measured-growth:.2f">2.39</data> times in 1D, where <data value="03.race.1d.predicted-growth:.2f">2.86</data> was predicted. If the rest is proportional, <data value="03.constant.2d">91.3 %</data> of 2D's time with few tokens does not depend on tokens, and <data value="03.constant.1d">80.2 %</data> of 1D's. So larger batches do help.
 #
-# On four ranks 2D sends fewer bytes than 1D above 12 h tokens, here <data value="03.tokens.even">3,072</data>. With our <data value="03.tokens.many">1,088</data>, <data value="03.grid">?</data>.
+# On four ranks 2D sends fewer bytes than 1D above 12 h tokens, here <data value="03.tokens.even">3,072</data>. With our <data value="03.tokens.many">1,088</data>, <data value="03.grid">2D sends more bytes than 1D, and takes 145 ms against 87.1 ms</data>.
 #
 # <details><summary>Which costs are constant, and what would help?</summary>
 #
-# A block in 1D makes four all-reduces of six steps, so 24 latencies α, <data value="03.latency.all">?</data>. That is <data value="03.latency.share">?</data> of 1D's time with few tokens. A link of lower latency
+# A block in 1D makes four all-reduces of six steps, so 24 latencies α, <data value="03.latency.all">21.7 ms</data>. That is <data value="03.latency.share">59.5 %</data> of 1D's time with few tokens. A link of lower latency
 # shortens them. A larger batch makes them count less: compute grows with tokens, and latency does not. Launching kernels takes constant time, too. Where it takes longest, a faster link does not help: such a block is *launch-bound*. This run does not measure launches.
 # </details>
 #

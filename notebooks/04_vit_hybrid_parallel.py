@@ -378,23 +378,23 @@ lesson.claim("Yet dp's step is shorter", (measured["dp"], "<", measured["pp"]))
 vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 
 # %% [markdown]
-# On a hundredth of the bandwidth, the simulated step along tp takes <data value="04.added.tp">823 ms</data> longer than on this link, along dp <data value="04.added.dp">192 ms</data> and along pp <data value="04.added.pp">25.7 ms</data>. On a tenth, these are <data value="04.tenth-added.tp">74.9 ms</data>, <data value="04.tenth-added.dp">2.01 ms</data> and <data value="04.tenth-added.pp">2.34 ms</data>. A curve keeps the compute recorded along its axis on every link,
+# On a hundredth of the bandwidth, the simulated step along tp takes <data value="04.added.tp">820 ms</data> longer than on this link, along dp <data value="04.added.dp">273 ms</data> and along pp <data value="04.added.pp">50.8 ms</data>. On a tenth, these are <data value="04.tenth-added.tp">74.6 ms</data>, <data value="04.tenth-added.dp">5.23 ms</data> and <data value="04.tenth-added.pp">4.24 ms</data>. A curve keeps the compute recorded along its axis on every link,
 # so the added seconds come from messages alone.
 #
-# Bytes alone do not decide. pp sends fewest, but on this link its step takes longer than dp's: <data value="04.axes.pp.measured">530 ms</data> against <data value="04.axes.dp.measured">323 ms</data>. Where is pp's time, and where is tp's?
+# Bytes alone do not decide. pp sends fewest, but on this link its step takes longer than dp's: <data value="04.axes.pp.measured">96.9 ms</data> against <data value="04.axes.dp.measured">71.0 ms</data>. Where is pp's time, and where is tp's?
 #
 # | a step | compute of the busiest rank | the rest | together |
 # |---|---|---|---|
-# | pp, predicted | <data value="04.predicted.share">243 ms</data> | {{04.rest.pp.predicted.rest}} | {{04.rest.pp.predicted.step}} |
-# | pp, simulated on this link | <data value="04.busy.pp">440 ms</data> | {{04.rest.pp.simulated.rest}} | {{04.rest.pp.simulated.step}} |
-# | pp, <data value="04.source">measured</data> | <data value="04.busy.pp">440 ms</data> | {{04.rest.pp.measured.rest}} | <data value="04.axes.pp.measured">530 ms</data> |
-# | tp, predicted | <data value="04.predicted.share">243 ms</data> | {{04.rest.tp.predicted.rest}} | {{04.rest.tp.predicted.step}} |
-# | tp, simulated on this link | <data value="04.busy.tp">243 ms</data> | {{04.rest.tp.simulated.rest}} | {{04.rest.tp.simulated.step}} |
-# | tp, <data value="04.source">measured</data> | <data value="04.busy.tp">243 ms</data> | {{04.rest.tp.measured.rest}} | <data value="04.axes.tp.measured">310 ms</data> |
+# | pp, predicted | <data value="04.predicted.share">68.8 ms</data> | <data value="04.rest.pp.predicted.rest">9.60 ms</data> | <data value="04.rest.pp.predicted.step">78.4 ms</data> |
+# | pp, simulated on this link | <data value="04.busy.pp">81.1 ms</data> | <data value="04.rest.pp.simulated.rest">12.1 ms</data> | <data value="04.rest.pp.simulated.step">93.2 ms</data> |
+# | pp, <data value="04.source">measured</data> | <data value="04.busy.pp">81.1 ms</data> | <data value="04.rest.pp.measured.rest">15.8 ms</data> | <data value="04.axes.pp.measured">96.9 ms</data> |
+# | tp, predicted | <data value="04.predicted.share">68.8 ms</data> | <data value="04.rest.tp.predicted.rest">22.1 ms</data> | <data value="04.rest.tp.predicted.step">91.0 ms</data> |
+# | tp, simulated on this link | <data value="04.busy.tp">89.6 ms</data> | <data value="04.rest.tp.simulated.rest">42.5 ms</data> | <data value="04.rest.tp.simulated.step">132 ms</data> |
+# | tp, <data value="04.source">measured</data> | <data value="04.busy.tp">89.6 ms</data> | <data value="04.rest.tp.measured.rest">27.5 ms</data> | <data value="04.axes.tp.measured">117 ms</data> |
 #
-# Along pp the rest is the bubble, predicted as (N-1)/m of the compute, which is {{04.rest.bubble}}, and sending and waiting. Along tp it is all-reduces and waiting.
+# Along pp the rest is the bubble, predicted as (N-1)/m of the compute, which is <data value="04.rest.bubble">8.60 ms</data>, and sending and waiting. Along tp it is all-reduces and waiting.
 #
-# Compared with a step that sends nothing, the busiest rank computes <data value="04.longer.pp:.2f">1.81</data> times as long along pp, <data value="04.longer.tp:.2f">1.00</data> times along tp and <data value="04.longer.dp:.2f">1.29</data> times along dp.
+# Compared with a step that sends nothing, the busiest rank computes <data value="04.longer.pp:.2f">1.18</data> times as long along pp, <data value="04.longer.tp:.2f">1.30</data> times along tp and <data value="04.longer.dp:.2f">0.98</data> times along dp.
 #
 # <details><summary>Why the curves differ</summary>
 #
@@ -406,22 +406,22 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 #
 # <details><summary>How far to trust the curves</summary>
 #
-# Bytes are predicted exactly, times are not. As <data value="04.source">measured</data>, the step is <data value="04.ratio.tp:.2f">1.19</data> times the predicted one for tp, <data value="04.ratio.dp:.2f">1.33</data> for dp and
-# <data value="04.ratio.pp:.2f">1.94</data> for pp. In a ratio, two errors of opposite sign can cancel. Along tp, compute is off by {{04.rest.tp.off.compute}} and the rest by {{04.rest.tp.off.rest}}, along pp by {{04.rest.pp.off.compute}} and {{04.rest.pp.off.rest}}; below 0 is less than predicted.
+# Bytes are predicted exactly, times are not. As <data value="04.source">measured</data>, the step is <data value="04.ratio.tp:.2f">1.29</data> times the predicted one for tp, <data value="04.ratio.dp:.2f">1.01</data> for dp and
+# <data value="04.ratio.pp:.2f">1.24</data> for pp. In a ratio, two errors of opposite sign can cancel. Along tp, compute is off by <data value="04.rest.tp.off.compute">20.7 ms</data> and the rest by <data value="04.rest.tp.off.rest">5.33 ms</data>, along pp by <data value="04.rest.pp.off.compute">12.3 ms</data> and <data value="04.rest.pp.off.rest">6.20 ms</data>; below 0 is less than predicted.
 # The prediction leaves out fixed costs, such as calling an operation, which come with every microbatch and shard. On a CPU it also leaves out
 # that ranks send with the cores that compute. Where the rest is shorter than predicted, messages took less than the link's latency and bandwidth say, or were not entirely exposed.
 #
 # Compute longer than predicted can have several causes. Along pp a rank computes in small microbatches. tp has none, but
 # its ranks repeat the norms, and each operation has a fixed cost. The run does not separate them.
 #
-# Each step is the median of three, recorded in turn. "This link" is <data value="04.link.from">measured as in notebook 00</data>. Its latency is <data value="04.link.latency">276 µs</data> and its bandwidth <data value="04.link.bandwidth">1.07 GB/s</data>.
+# Each step is the median of three, recorded in turn. "This link" is <data value="04.link.from">measured as in notebook 00</data>. Its latency is <data value="04.link.latency">433 µs</data> and its bandwidth <data value="04.link.bandwidth">1.08 GB/s</data>.
 # Along dp, simulation and prediction start from the same step that sends nothing, so they are near each other on this link. Along pp and tp the simulated step contains the
 # compute recorded along its axis. It also
 # contains waiting: at each all-reduce or message, ranks that come first wait for the last. The prediction has no such waiting, because it lets all ranks compute equally fast.
 #
 # So a curve need not begin at its dot. On this link, simulated over <data value="04.source">measured</data>
-# is <data value="04.near.tp:.2f">1.02</data> for tp, <data value="04.near.dp:.2f">0.75</data> for dp and <data value="04.near.pp:.2f">0.92</data> for pp. The shortest step here
-# is along <data value="04.near.fastest">tp</data>; on a tenth of the bandwidth the shortest step simulated is along <data value="04.tenth">dp</data>.
+# is <data value="04.near.tp:.2f">1.13</data> for tp, <data value="04.near.dp:.2f">0.98</data> for dp and <data value="04.near.pp:.2f">0.96</data> for pp. The shortest step here
+# is along <data value="04.near.fastest">dp</data>; on a tenth of the bandwidth the shortest step simulated is along <data value="04.tenth">dp</data>.
 # Do not ask the figure which of two close curves is lower.
 # </details>
 #

@@ -126,7 +126,7 @@ lesson.predict("06.bubble", question, unit="%", rule_of_thumb=formula)
 # %% [markdown]
 # Now the time. With equal stages, notebook 02 predicts a bubble of $(p-1)/(m+p-1)$, here <data value="06.bubble.rule-of-thumb">27.3 %</data>.
 # `time_steps` runs real steps. Where ranks share cores or a GPU, it times each action alone and *replays* the step
-# from these times, in the schedule's order; here steps are {{06.run.source}}. Its variants share one set of weights and **take turns**, A B C A B C, so that a busy second slows all of
+# from these times, in the schedule's order; here steps are <data value="06.run.source">replayed</data>. Its variants share one set of weights and **take turns**, A B C A B C, so that a busy second slows all of
 # them. It keeps all <data value="06.repeats">3</data> repeats, because a difference smaller than their spread is no
 # finding. Later we also *simulate* steps: the same order, with the times of layers that we measure one by one.
 
@@ -159,9 +159,9 @@ lesson.claim("The last rank takes longest, ms", (last, ">", max(others)), FEW_TO
 lesson.record("06.run", gpt2_pipeline.unequal_ranks(SOURCE, busy))
 
 # %% [markdown]
-# The bubble is <data value="06.bubble">46.2 %</data> instead. The formula assumes equal stages, but the last rank works
-# {{06.run.slower:.1f}} times as long as the others on average, and they wait for it. More microbatches
-# don't cure that. By Σ t + (m-1) max t with these times, a bubble of {{06.run.endless}} stays, however many there are.
+# The bubble is <data value="06.bubble">47.5 %</data> instead. The formula assumes equal stages, but the last rank works
+# <data value="06.run.slower:.1f">1.9</data> times as long as the others on average, and they wait for it. More microbatches
+# don't cure that. By Σ t + (m-1) max t with these times, a bubble of <data value="06.run.endless">36.4 %</data> stays, however many there are.
 #
 # **Takeaway.** A uniform cut gives the exact result, but slowly: the stage with the head sets the pace.
 #
@@ -197,12 +197,12 @@ lesson.claim("A ratio is over a tenth away from 1", (times.misjudged(law), ">", 
 
 # %% [markdown]
 # FLOPs predict <data value="06.head.head-s-matmuls.predicted">4.91 blocks</data> for the head. Its matmuls really take
-# <data value="06.head.head-s-matmuls.measured">3.37 blocks</data>, <data value="06.head.ratio:.2f">0.69</data> times as much. With the loss,
-# which FLOPs leave out, the head takes <data value="06.head.head-and-loss.measured">4.04 blocks</data>.
+# <data value="06.head.head-s-matmuls.measured">2.41 blocks</data>, <data value="06.head.ratio:.2f">0.49</data> times as much. With the loss,
+# which FLOPs leave out, the head takes <data value="06.head.head-and-loss.measured">3.01 blocks</data>.
 #
 # FLOPs err in two directions, and the errors can cancel. Norms, GELU, softmax and launches make a block longer, so the
 # head counts fewer blocks. The loss and an odd vocabulary make the head longer. For the banner's
-# model, the last column is {{06.head.limit:.1f}} by FLOPs and {{06.chunks.limit:.1f}} by the measured layers.
+# model, the last column is <data value="06.head.limit:.1f">3.6</data> by FLOPs and <data value="06.chunks.limit:.1f">5.4</data> by the measured layers.
 #
 # ### Why 50,257 is a bad size
 #
@@ -237,8 +237,8 @@ lesson.claim("Padded, the median is not beyond the slowest odd one, ms",
              (1e3 * statistics.median(padded), "<=", 1e3 * max(odd)))  # fmt: skip
 
 # %% [markdown]
-# Here the odd size takes <data value="06.padding.gain:.2f">1.41</data> times as long by the median, a difference <data value="06.padding.spread">within the spread of the repeats</data>.
-# If our head gained as much, head and loss would take {{06.padding.head}}; FLOPs say <data value="06.head.head-and-loss.predicted">4.91 blocks</data>.
+# Here the odd size takes <data value="06.padding.gain:.2f">1.14</data> times as long by the median, a difference <data value="06.padding.spread">beyond the spread of the repeats</data>.
+# If our head gained as much, head and loss would take <data value="06.padding.head">2.72 blocks</data>; FLOPs say <data value="06.head.head-and-loss.predicted">4.91 blocks</data>.
 # On GPUs, pad before you cut. Our model stays unpadded, as GPT-2 was published, because this page needs a long head.
 #
 # <details><summary>On a laptop</summary>
@@ -353,21 +353,21 @@ title = "The cut by time leaves fewer blocks beside the head"
 lesson.show(figures.skyline(times.smooth, shown, times.kinds, times.loss, title=title))
 
 # %% [markdown]
-# Bars are layers timed alone, with blocks at their median; by these times, each cut's largest stage is in bold. The cut by time is <data value="06.faster.gain:.2f">1.09</data> times as
-# fast as the uniform one by the median, and <data value="06.faster.sure">2</data> of its <data value="06.repeats">3</data> repeats are faster than all of the
+# Bars are layers timed alone, with blocks at their median; by these times, each cut's largest stage is in bold. The cut by time is <data value="06.faster.gain:.2f">1.01</data> times as
+# fast as the uniform one by the median, and <data value="06.faster.sure">1</data> of its <data value="06.repeats">3</data> repeats are faster than all of the
 # uniform cut's.
 #
-# The four steps take {{06.ratio.least:.2f}} to {{06.ratio.most:.2f}} times as long as simulated, because layers take other
+# The four steps take <data value="06.ratio.least:.2f">0.90</data> to <data value="06.ratio.most:.2f">1.18</data> times as long as simulated, because layers take other
 # times in a step than alone. A ratio that all cuts share leaves their order as it is.
 #
 # <details><summary>How large is the bubble of the cut by time?</summary>
-# Of the cut by time, Σ t + (m-1) max t gives a bubble of {{06.idle.formula}}, as only whole layers move. The simulation,
-# which keeps the order of all actions, gives <data value="06.idle.simulated">28.7 %</data>, and the run <data value="06.idle.run.by-time">32.6 %</data>. Bubbles vary: the
-# uniform cut's was <data value="06.bubble">46.2 %</data> above and is <data value="06.idle.run.uniform">43.3 %</data> here.
+# Of the cut by time, Σ t + (m-1) max t gives a bubble of <data value="06.idle.formula">28.6 %</data>, as only whole layers move. The simulation,
+# which keeps the order of all actions, gives <data value="06.idle.simulated">28.9 %</data>, and the run <data value="06.idle.run.by-time">37.7 %</data>. Bubbles vary: the
+# uniform cut's was <data value="06.bubble">47.5 %</data> above and is <data value="06.idle.run.uniform">47.6 %</data> here.
 # </details>
 #
-# FLOPs {{06.error.word}} the head, by {{06.error.head:.1f}} blocks. Their cut leaves <data value="06.beside.by-flops">0</data> blocks beside it and the cut by time <data value="06.beside.by-time">0</data>:
-# <data value="06.flops">it is one cut, which ran once, so the run cannot tell the two apart</data>. What does the error cost on other numbers of ranks?
+# FLOPs <data value="06.error.word">overrate</data> the head, by <data value="06.error.head:.1f">1.9</data> blocks. Their cut leaves <data value="06.beside.by-flops">0</data> blocks beside it and the cut by time <data value="06.beside.by-time">1</data>:
+# <data value="06.flops">the step cut by FLOPs takes 1.08 times as long, a difference within the spread of the repeats</data>. What does the error cost on other numbers of ranks?
 #
 # ### Slide the last cut
 #
@@ -386,12 +386,12 @@ lesson.record("06.last", last)
 lesson.claim("Too many blocks on the last stage slow each repeat", (last["by"], ">", 1))
 
 # %% [markdown]
-# On 2 to 8 ranks, the slowest stage of the cut by FLOPs takes at most {{06.error.ratio:.2f}} times as long as that of the cut by time. The
-# difference is never larger than FLOPs' errors on head and embedding together, here {{06.error.ends:.1f}} blocks. The error
+# On 2 to 8 ranks, the slowest stage of the cut by FLOPs takes at most <data value="06.error.ratio:.2f">1.20</data> times as long as that of the cut by time. The
+# difference is never larger than FLOPs' errors on head and embedding together, here <data value="06.error.ends:.1f">2.1</data> blocks. The error
 # weighs nothing once both cuts leave the head alone.
 #
-# By the median, the best number of blocks beside the head is <data value="06.last.first">0</data>; <data value="06.last.others">1, 3, 2</data>. {{06.last.by-time}}.
-# Even the fastest repeat with <data value="06.last.most">4</data> blocks takes <data value="06.last.by:.2f">1.03</data> times as long as the slowest with the best number.
+# By the median, the best number of blocks beside the head is <data value="06.last.first">1</data>; <data value="06.last.others">repeats of 3, 0 overlap with its own, so the run doesn't decide</data>. <data value="06.last.by-time">The cut by time leaves as many</data>.
+# Even the fastest repeat with <data value="06.last.most">6</data> blocks takes <data value="06.last.by:.2f">1.22</data> times as long as the slowest with the best number.
 #
 # While another stage is the slowest, a block more beside the head can make that stage shorter. Once the last stage is the
 # slowest, each further block there delays every microbatch.
@@ -563,11 +563,11 @@ lesson.field_guide.show()
 
 # %% [markdown]
 # Without the sum the model has one more table to train. After the last step, the last batch's loss is
-# {{06.ends.trained}} than with the sum: <data value="06.loss.never-summed.loss-as-trained:.2f">5.20</data> against
-# <data value="06.loss.summed.loss-as-trained:.2f">5.26</data>. But the distance should be 0 and has grown to <data value="06.distance:.2f">0.84</data> of the table's
+# <data value="06.ends.trained">0.04 lower</data> than with the sum: <data value="06.loss.never-summed.loss-as-trained:.2f">5.29</data> against
+# <data value="06.loss.summed.loss-as-trained:.2f">5.33</data>. But the distance should be 0 and has grown to <data value="06.distance:.2f">0.60</data> of the table's
 # norm. A GPT-2 checkpoint has one table, so whoever loads it keeps one of the copies. Then the loss is
-# <data value="06.loss.never-summed.loaded-with-wte-s-copy:.2f">5.99</data> with wte's copy or <data value="06.loss.never-summed.loaded-with-lm_head-s-copy:.2f">5.27</data> with lm_head's, both worse than as
-# trained. But the second is close to the summed model's, and {{06.ends.lm}}, so by itself it doesn't show the mistake.
+# <data value="06.loss.never-summed.loaded-with-wte-s-copy:.2f">5.97</data> with wte's copy or <data value="06.loss.never-summed.loaded-with-lm_head-s-copy:.2f">5.34</data> with lm_head's, both worse than as
+# trained. But the second is close to the summed model's, and <data value="06.ends.lm">0.01 higher</data>, so by itself it doesn't show the mistake.
 #
 # <details><summary>In your tools: tied weights</summary>
 #
@@ -763,31 +763,31 @@ lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 # besides weights and their gradients. A microbatch is *in flight* from its F to the end of its backward, and counts half
 # on one of two stages of a rank.
 #
-# By the median, <data value="06.fastest.first">zb-v</data> is fastest, and <data value="06.fastest.others">the repeats of 1f1b and zb-h1 and interleaved overlap with its own</data>. In {{06.fastest.decided}} pairs of schedules no
+# By the median, <data value="06.fastest.first">zb-v</data> is fastest, and <data value="06.fastest.others">the repeats of zb-h1 overlap with its own</data>. In <data value="06.fastest.decided">4 of the 6</data> pairs of schedules no
 # repeats overlap, so the run decides their order.
 #
-# In the median repeats, 1F1B has a bubble of <data value="06.style.1f1b.bubble">31.7 %</data>. ZB-H1 has
-# <data value="06.style.zb-h1.bubble">27.5 %</data>, a difference <data value="06.fastest.zb-h1">beyond the spread of the repeats</data>, and ZB-V <data value="06.style.zb-v.bubble">20.1 %</data>, <data value="06.fastest.zb-v">beyond the spread of the repeats</data>.
-# Interleaving's is <data value="06.style.interleaved.bubble">36.1 %</data>.
+# In the median repeats, 1F1B has a bubble of <data value="06.style.1f1b.bubble">31.6 %</data>. ZB-H1 has
+# <data value="06.style.zb-h1.bubble">24.1 %</data>, a difference <data value="06.fastest.zb-h1">beyond the spread of the repeats</data>, and ZB-V <data value="06.style.zb-v.bubble">19.6 %</data>, <data value="06.fastest.zb-v">beyond the spread of the repeats</data>.
+# Interleaving's is <data value="06.style.interleaved.bubble">38.0 %</data>.
 #
-# ZB-H1's step takes <data value="06.h1.run:.2f">1.06</data> times as long as 1F1B's by the median, a difference <data value="06.h1.spread">within the spread of the repeats</data>. Simulated, they take
-# <data value="06.style.zb-h1.simulated">181 ms</data> and <data value="06.style.1f1b.simulated">211 ms</data>, if all schedules compute equally long and W takes as long as I.
+# ZB-H1's step takes <data value="06.h1.run:.2f">0.91</data> times as long as 1F1B's by the median, a difference <data value="06.h1.spread">beyond the spread of the repeats</data>. Simulated, they take
+# <data value="06.style.zb-h1.simulated">187 ms</data> and <data value="06.style.1f1b.simulated">217 ms</data>, if all schedules compute equally long and W takes as long as I.
 #
 # <details><summary>Why two stages a rank don't balance by themselves</summary>
-# If 2p stages were equal, each would take {{06.chunks.equal:.2f}} blocks. The head alone takes
-# <data value="06.head.head-and-loss.measured">4.04 blocks</data>, {{06.chunks.words}}. ZB-V also splits backwards, and its W fill gaps.
+# If 2p stages were equal, each would take <data value="06.chunks.equal:.2f">2.02</data> blocks. The head alone takes
+# <data value="06.head.head-and-loss.measured">3.01 blocks</data>, <data value="06.chunks.words">0.99 blocks more, so with two stages a rank the head's stage still takes longest</data>. ZB-V also splits backwards, and its W fill gaps.
 # </details>
 #
 # <details><summary>How the run differs from these assumptions</summary>
-# The figure draws 1F1B and ZB-H1, because they have the same stages. ZB-H1 computed for <data value="06.style.zb-h1.compute-per-rank">153 ms</data> per rank on average, 1F1B for
-# <data value="06.style.1f1b.compute-per-rank">136 ms</data>. Forwards are the same in both schedules; they took <data value="06.style.zb-h1.forward-per-rank">63.8 ms</data> under ZB-H1 and
-# <data value="06.style.1f1b.forward-per-rank">56.4 ms</data> under 1F1B, and rank {{06.apart}} differs most. That does not come from splitting backwards, and we
+# The figure draws 1F1B and ZB-H1, because they have the same stages. ZB-H1 computed for <data value="06.style.zb-h1.compute-per-rank">156 ms</data> per rank on average, 1F1B for
+# <data value="06.style.1f1b.compute-per-rank">154 ms</data>. Forwards are the same in both schedules; they took <data value="06.style.zb-h1.forward-per-rank">64.1 ms</data> under ZB-H1 and
+# <data value="06.style.1f1b.forward-per-rank">66.5 ms</data> under 1F1B, and rank <data value="06.apart">1</data> differs most. That does not come from splitting backwards, and we
 # did not trace it. W, in this library only the weight gradients of matmuls, takes
-# <data value="06.style.zb-h1.w-i:.2f">0.52</data> times as long as I, and the simulation takes both as equally long.
+# <data value="06.style.zb-h1.w-i:.2f">0.51</data> times as long as I, and the simulation takes both as equally long.
 # </details>
 #
 # <details><summary>ZB-H1 keeps more on the last rank</summary>
-# On the last rank, ZB-H1 keeps <data value="06.last-rank.zb-h1">18.9 MB</data> and 1F1B <data value="06.last-rank.1f1b">9.55 MB</data>. Each microbatch stays in flight until its W, and keeps the inputs of all matmuls and the gradients of their outputs.
+# On the last rank, ZB-H1 keeps <data value="06.last-rank.zb-h1">22.7 MB</data> and 1F1B <data value="06.last-rank.1f1b">10.9 MB</data>. Each microbatch stays in flight until its W, and keeps the inputs of all matmuls and the gradients of their outputs.
 # Here these include the logits' gradient. ZB-V's last rank has no head, so its bytes don't compare with ZB-H1's.
 # Interleaving has more in flight than 1F1B, because a rank starts forwards of both its stages before its first backward.
 # </details>

@@ -178,9 +178,9 @@ lesson.record("07.spread", gpt2_pipeline.spread_words(*seconds.values()))
 lesson.record("07.nearer", gpt2_tensor.nearer_in_words(fullest, ratio, seconds))
 
 # %% [markdown]
-# Seven heads take <data value="07.time.7-heads.measured">6.70 ms</data> by the median and six <data value="07.time.6-heads.measured">5.86 ms</data>, a difference <data value="07.spread">within the spread of the repeats</data>.
+# Seven heads take <data value="07.time.7-heads.measured">6.40 ms</data> by the median and six <data value="07.time.6-heads.measured">5.59 ms</data>, a difference <data value="07.spread">beyond the spread of the repeats</data>.
 # From the medians, the fullest rank needs <data value="07.attention:.2f">1.10</data> times the mean; the formula, which counts only FLOPs, says
-# <data value="07.attention.predicted:.2f">1.12</data>. The output's verdict allows 25 %, too wide to tell this from 1. {{07.nearer}}.
+# <data value="07.attention.predicted:.2f">1.12</data>. The output's verdict allows 25 %, too wide to tell this from 1. <data value="07.nearer">This run is nearer to the formula than to 1</data>.
 #
 # <details><summary>In your tools: uneven heads</summary>
 #
@@ -573,7 +573,7 @@ lesson.field_guide.show()
 #
 # After the first wrong mask, each rank has its own residual stream, and the backward
 # assumes that all ranks have the same one. So it does not compute the gradient of this loss, and the check gives at most <data value="07.faults.a-seed-each.gradient-check-highest:.3f">0.958</data> with a seed each and <data value="07.faults.one-seed.gradient-check-highest:.3f">0.981</data> with one seed, instead of 1. The table's 30 tensors are replicated weights and their gradients. In the first run,
-# {{07.faults.a-seed-each.differ-of-30-tensors}} differ with a seed each, so the saved
+# <data value="07.faults.a-seed-each.differ-of-30-tensors">20</data> differ with a seed each, so the saved
 # model depends on which rank saves it. None of these is a norm's bias: the five norms' biases and their gradients are the other 10.
 #
 # <details><summary>Why do the norms' biases stay equal?</summary>
@@ -908,7 +908,7 @@ lesson.claim("All are exact", (max(off for off, _ in compared.values()), "<", 1e
 #
 # Under Ulysses and ring every rank also has all weights and all-reduces their gradients, which the table leaves out:
 # 8h²·(t-1)/t numbers for each attention layer, however many tokens there are. For our 64 tokens these are
-# {{07.gradients}}, so with them Megatron's method sends least. So take tensor parallelism while weights are the
+# <data value="07.gradients">1.77 MB</data>, so with them Megatron's method sends least. So take tensor parallelism while weights are the
 # problem. For long sequences take Ulysses; on more ranks than heads only the ring is left.
 #
 # <details><summary>In your tools: long sequences</summary>

@@ -188,7 +188,7 @@ lesson.claim("The hybrid step is exact up to rounding", exact.equal)
 #
 # What decides is the ratio of computing time to sending time. Per token, a block on two tp ranks computes 36 h² FLOPs and
 # sends 4 h values of v bytes. Let ρ be the FLOPs that a rank computes while it sends a byte. Then the ratio is 9 h/(v ρ).
-# Here it is <data value="08.balance:.2f">0.41</data>. For GPT-2 XL with v = 2, at 400 TFLOP/s and 50 GB/s between nodes, it is
+# Here it is <data value="08.balance:.2f">0.36</data>. For GPT-2 XL with v = 2, at 400 TFLOP/s and 50 GB/s between nodes, it is
 # 4.5 · 1,600 · 50e9/400e12 = 0.9. Below 1, sending takes longer than computing.
 # </details>
 #
@@ -325,17 +325,17 @@ lesson.claim("tp 8 has the most exposed tp", max(exposed, key=exposed.get) == "t
 lesson.claim("zb-h1 has a shorter bubble than 1F1B", bubble["zb-h1"] < bubble["1f1b"])
 
 # %% [markdown]
-# **Can we rank layouts from one rank? Mostly.** Of the <data value="08.pairs.all">66</data> pairs of layouts, the prediction has <data value="08.pairs.right">60</data> in the right order. In
-# the others, the layout that was predicted to be faster takes at most <data value="08.pairs.gap">38.1 %</data> longer. The prediction's first
-# choice takes <data value="08.cost.prediction">0 %</data> longer than the fastest, and replicas alone <data value="08.cost.replicas">21.6 %</data>. Last is <data value="08.pairs.last">tp 8</data>; we
-# predicted <data value="08.pairs.predicted-last">tp 8</data>. Times are less exact: without tp a step took <data value="08.short.no-tp.least:.2f">0.93</data> to
-# <data value="08.short.no-tp.most:.2f">1.15</data> times as long as predicted, with tp <data value="08.short.with-tp.least:.2f">1.10</data> to <data value="08.short.with-tp.most:.2f">1.51</data> times.
+# **Can we rank layouts from one rank? Mostly.** Of the <data value="08.pairs.all">66</data> pairs of layouts, the prediction has <data value="08.pairs.right">61</data> in the right order. In
+# the others, the layout that was predicted to be faster takes at most <data value="08.pairs.gap">15.2 %</data> longer. The prediction's first
+# choice takes <data value="08.cost.prediction">0 %</data> longer than the fastest, and replicas alone <data value="08.cost.replicas">36.8 %</data>. Last is <data value="08.pairs.last">tp 8</data>; we
+# predicted <data value="08.pairs.predicted-last">tp 8</data>. Times are less exact: without tp a step took <data value="08.short.no-tp.least:.2f">0.88</data> to
+# <data value="08.short.no-tp.most:.2f">1.07</data> times as long as predicted, with tp <data value="08.short.with-tp.least:.2f">1.13</data> to <data value="08.short.with-tp.most:.2f">1.29</data> times.
 #
-# Why does <data value="08.fastest">dp 2 x pp 4, zb-h1</data> win? Of its step, computing takes <data value="08.winner.share.computing">53.0 %</data>, the bubble
-# <data value="08.winner.share.bubble">34.3 %</data>, exposed tp <data value="08.winner.share.exposed-tp">0 %</data> and exposed dp <data value="08.winner.share.exposed-dp">11.5 %</data>. Under 1F1B dp 2 x pp 4 has a bubble of
-# <data value="08.bubble.1f1b">63.5 ms</data>, under zb-h1 of <data value="08.bubble.zb-h1">36.8 ms</data>. Its ranks have a quarter of the gradient, and an all-reduce of d = 2 replicas sends 2(d-1)/d = 1 times that.
+# Why does <data value="08.fastest">dp 2 x pp 4, zb-h1</data> win? Of its step, computing takes <data value="08.winner.share.computing">50.6 %</data>, the bubble
+# <data value="08.winner.share.bubble">32.9 %</data>, exposed tp <data value="08.winner.share.exposed-tp">0 %</data> and exposed dp <data value="08.winner.share.exposed-dp">15.2 %</data>. Under 1F1B dp 2 x pp 4 has a bubble of
+# <data value="08.bubble.1f1b">47.9 ms</data>, under zb-h1 of <data value="08.bubble.zb-h1">32.8 ms</data>. Its ranks have a quarter of the gradient, and an all-reduce of d = 2 replicas sends 2(d-1)/d = 1 times that.
 #
-# <data value="08.pairs.last">tp 8</data> loses most by *<data value="08.by.part">exposed tp</data>*, <data value="08.by.share">76.8 %</data> of its step. No layout has more exposed tp than tp 8, with 4 L + 2 all-reduces of the batch's activation.
+# <data value="08.pairs.last">tp 8</data> loses most by *<data value="08.by.part">exposed tp</data>*, <data value="08.by.share">74.1 %</data> of its step. No layout has more exposed tp than tp 8, with 4 L + 2 all-reduces of the batch's activation.
 #
 # ### What the prediction lacks
 #
@@ -373,20 +373,20 @@ lesson.claim("Collectives alone do not explain dp 4 x tp 2",
              spent["dp 4 x tp 2"]["collectives"] < excess["dp 4 x tp 2"])
 
 # %% [markdown]
-# On `dp 4 x tp 2` computing takes <data value="08.why.dp-4-x-tp-2.excess">20.3 ms</data> longer than predicted: <data value="08.why.dp-4-x-tp-2.collectives">6.03 ms</data> in collectives,
-# <data value="08.why.dp-4-x-tp-2.norms">4.01 ms</data> in norms and additions, and <data value="08.why.dp-4-x-tp-2.thin-matmuls">3.70 ms</data> in thin matmuls. The rest is
-# <data value="08.why.dp-4-x-tp-2.rest">6.55 ms</data>. On `dp 8`, which has no tp, it is <data value="08.why.dp-8.rest">128 µs</data>, and with sequence parallelism <data value="08.why.dp-2-x-tp-4-zero-1-sequence-parallel.rest">38.1 ms</data>. We did not trace these rests.
+# On `dp 4 x tp 2` computing takes <data value="08.why.dp-4-x-tp-2.excess">21.9 ms</data> longer than predicted: <data value="08.why.dp-4-x-tp-2.collectives">6.00 ms</data> in collectives,
+# <data value="08.why.dp-4-x-tp-2.norms">3.79 ms</data> in norms and additions, and <data value="08.why.dp-4-x-tp-2.thin-matmuls">5.10 ms</data> in thin matmuls. The rest is
+# <data value="08.why.dp-4-x-tp-2.rest">7.01 ms</data>. On `dp 8`, which has no tp, it is <data value="08.why.dp-8.rest">1.62 ms</data>, and with sequence parallelism <data value="08.why.dp-2-x-tp-4-zero-1-sequence-parallel.rest">21.8 ms</data>. We did not trace these rests.
 # On `dp 8` nothing is thin, so its time for thin matmuls is noise.
 #
 # <details><summary>Bubble, recomputation, optimizer</summary>
 #
-# Recomputation repeats a forward, for which we assumed a third of a block's time. Forwards take <data value="08.forward">42.8 %</data> here, and
-# recomputation made dp 2 x pp 4 compute for <data value="08.again">31.0 %</data> longer. We did not trace
+# Recomputation repeats a forward, for which we assumed a third of a block's time. Forwards take <data value="08.forward">41.8 %</data> here, and
+# recomputation made dp 2 x pp 4 compute for <data value="08.again">55.3 %</data> longer. We did not trace
 # what these two numbers leave open.
 #
 # While a rank waits in the bubble, other stages compute, so the bubble inherits the error of computing. zb-h1's formula also
-# assumes that forward, input gradient and weight gradient take equally long. The optimizer takes up to <data value="08.optimizer:.1f">4.6</data> times as long
-# as predicted, at most <data value="08.most.optimizer">2.45 ms</data> longer.
+# assumes that forward, input gradient and weight gradient take equally long. The optimizer takes up to <data value="08.optimizer:.1f">4.0</data> times as long
+# as predicted, at most <data value="08.most.optimizer">1.51 ms</data> longer.
 # </details>
 #
 # So we give each collective of tp, a *call*, one cost for the whole excess. We fit it to a single layout: the excess of `dp 4 x tp 2` over that of `dp 8`,
@@ -420,10 +420,10 @@ lesson.claim("With calls, computing on 2 x 2 x 2 is nearer",
              (abs(after[cube] - 1), "<", abs(factor[cube] - 1)))
 
 # %% [markdown]
-# A call costs <data value="08.call">590 µs</data>. On 2 x 2 x 2 a rank has half the blocks but four microbatches, hence twice as
-# many calls. Computing there took <data value="08.cube-ratio.before:.2f">1.83</data> times as long as predicted, and <data value="08.cube-ratio.after:.2f">1.16</data> times with calls; on `tp 8` it took
-# <data value="08.cube-ratio.tp-8:.2f">1.12</data> times. One cost for tensors of any size is rough. But with calls the steps of
-# all twelve take <data value="08.with-calls.least:.2f">0.93</data> to <data value="08.with-calls.most:.2f">1.16</data> times as long as predicted.
+# A call costs <data value="08.call">542 µs</data>. On 2 x 2 x 2 a rank has half the blocks but four microbatches, hence twice as
+# many calls. Computing there took <data value="08.cube-ratio.before:.2f">1.33</data> times as long as predicted, and <data value="08.cube-ratio.after:.2f">0.92</data> times with calls; on `tp 8` it took
+# <data value="08.cube-ratio.tp-8:.2f">1.31</data> times. One cost for tensors of any size is rough. But with calls the steps of
+# all twelve take <data value="08.with-calls.least:.2f">0.88</data> to <data value="08.with-calls.most:.2f">1.07</data> times as long as predicted.
 #
 # ### Another interconnect, another winner
 #
@@ -443,7 +443,7 @@ lesson.claim("pp 8 sends least", min(runs, key=lambda n: runs[n].bytes) == "pp 8
 
 # %% [markdown]
 # With ten times the bandwidth <data value="08.links.10-x-bandwidth.fastest-replayed">dp 8</data> is fastest, whose ranks send <data value="08.sends.fast">12.1 MB</data> on average. With a tenth,
-# <data value="08.links.0.1-x-bandwidth.fastest-replayed">pp 8</data> is, with <data value="08.sends.slow">1.05 MB</data>. Least of all sends pp 8: activations and `wte`'s gradient, but no other gradients. On the slow link, replicas alone take <data value="08.links.0.1-x-bandwidth.dp-8-costs">263 %</data> longer than the fastest, and the layout
+# <data value="08.links.0.1-x-bandwidth.fastest-replayed">pp 8</data> is, with <data value="08.sends.slow">1.05 MB</data>. Least of all sends pp 8: activations and `wte`'s gradient, but no other gradients. On the slow link, replicas alone take <data value="08.links.0.1-x-bandwidth.dp-8-costs">271 %</data> longer than the fastest, and the layout
 # predicted to be fastest takes <data value="08.links.0.1-x-bandwidth.prediction-costs">0 %</data> longer.
 #
 # ### The fastest that fits
@@ -479,7 +479,7 @@ lesson.explorers.layout_choice()
 
 # %% [markdown]
 # Bytes are off by <data value="08.error.bytes">1.77 %</data> at most, because norms and biases are whole on every rank of tp. The worst peak, that of
-# <data value="08.worst">dp 2 x pp 4, zb-h1</data>, is off by <data value="08.error.memory">8.41 %</data>. The layouts that fit are the predicted ones, and the fastest of them is <data value="08.choice">pp 8</data>. It takes <data value="08.fit.memory">14.3 %</data> longer than the fastest of all, and the prediction's
+# <data value="08.worst">dp 2 x pp 4, zb-h1</data>, is off by <data value="08.error.memory">8.41 %</data>. The layouts that fit are the predicted ones, and the fastest of them is <data value="08.choice">pp 8</data>. It takes <data value="08.fit.memory">18.7 %</data> longer than the fastest of all, and the prediction's
 # choice takes <data value="08.fit.ours">0 %</data> longer than it.
 #
 # **Takeaway.** Use replicas if they fit and the link is fast; else ZeRO for states, recomputation for activations. On a
@@ -853,16 +853,16 @@ lesson.claim("The prediction is nearer than the rule of thumb",
              abs(ran.seconds / sum(called.values()) - 1) < abs(ran.seconds / naive - 1))
 
 # %% [markdown]
-# We predicted <data value="08.cube.predicted">355 ms</data> a step, and replayed it takes <data value="08.cube">427 ms</data>. The rule of thumb said <data value="08.cube.rule-of-thumb">63.4 ms</data>.
+# We predicted <data value="08.cube.predicted">387 ms</data> a step, and replayed it takes <data value="08.cube">360 ms</data>. The rule of thumb said <data value="08.cube.rule-of-thumb">52.2 ms</data>.
 # Computing and the bubble are the test: prediction and replay model the messages of tp and dp on the same link.
 # The loss fell from <data value="08.cube.loss.first:.2f">6.97</data> to <data value="08.cube.loss.last:.2f">6.40</data> in <data value="08.cube.loss.steps">4</data> steps of text.
 #
 # <details><summary>Part by part</summary>
 #
-# Computing takes <data value="08.cube-parts.computing.replayed">234 ms</data>, including the rank's own time in (4 L + 2) m/p calls. The time of their messages on the link is exposed tp. The bubble takes <data value="08.cube-parts.bubble.replayed">86.4 ms</data>: with p = 2 and m = 4,
+# Computing takes <data value="08.cube-parts.computing.replayed">174 ms</data>, including the rank's own time in (4 L + 2) m/p calls. The time of their messages on the link is exposed tp. The bubble takes <data value="08.cube-parts.bubble.replayed">75.5 ms</data>: with p = 2 and m = 4,
 # equal stages idle for a fifth of the time. The figure draws one pipeline, each action as the median of its ranks. Exposed tp, <data value="08.cube-parts.exposed-tp.replayed">78.3 ms</data>,
-# is inside its boxes. Exposed dp, <data value="08.cube-parts.exposed-dp.replayed">25.0 ms</data> for a quarter of the gradient, and the optimizer,
-# <data value="08.cube-parts.optimizer.replayed">3.31 ms</data>, follow its end and are not drawn.
+# is inside its boxes. Exposed dp, <data value="08.cube-parts.exposed-dp.replayed">29.8 ms</data> for a quarter of the gradient, and the optimizer,
+# <data value="08.cube-parts.optimizer.replayed">3.09 ms</data>, follow its end and are not drawn.
 # </details>
 #
 # ### Your regret
@@ -880,11 +880,11 @@ lesson.claim("Predictions hold more often than rules of thumb",
              score["prediction"].share > score["rule of thumb"].share)
 
 # %% [markdown]
-# Of <data value="08.regret.rule-of-thumb.given">4</data> rules of thumb <data value="08.regret.rule-of-thumb.held">0</data> held, and of <data value="08.regret.prediction.given">4</data> predictions <data value="08.regret.prediction.held">4</data>.
+# Of <data value="08.regret.rule-of-thumb.given">30</data> rules of thumb <data value="08.regret.rule-of-thumb.held">6</data> held, and of <data value="08.regret.prediction.given">27</data> predictions <data value="08.regret.prediction.held">25</data>.
 #
 # ## What to remember
 #
-# - One rank predicts most of the order of layouts: <data value="08.pairs.right">60</data> of <data value="08.pairs.all">66</data> pairs. tp needs the cost of a call,
+# - One rank predicts most of the order of layouts: <data value="08.pairs.right">61</data> of <data value="08.pairs.all">66</data> pairs. tp needs the cost of a call,
 #   from a run of several ranks.
 # - To choose a layout, first fit one replica, by its peak. Then reach the batch, with dp and microbatches. Then compare
 #   speeds, by bubble and exposed communication.
@@ -893,15 +893,15 @@ lesson.claim("Predictions hold more often than rules of thumb",
 #
 # | | question | law | from its run | when not |
 # |---|---|---|---|---|
-# | 00 collectives | What does agreement cost? | latency + bytes/bandwidth a message | 100 small calls: <data value="00.many-calls:.1f">14.6</data> times as long as one | messages too small for bandwidth to matter |
-# | 01 dp | When are replicas free? | tokens a rank above ρ(d-1)/d | free from <data value="01.measured.during">more than 2,176</data> tokens, by the law from <data value="01.law.during:,.0f">48</data>; 01 says why | the batch cannot grow |
-# | 02 pp | Who is idle? | (p-1)/(m+p-1) | <data value="02.bubble">33.6 %</data> for p = 4, m = 8 | fewer microbatches than stages |
-# | 03 tp | How do you split a matrix exactly? | 4 all-reduces of b·s·h a block | computing takes <data value="03.ratio:.1f">3.2</data> times as long as sending | links between nodes |
+# | 00 collectives | What does agreement cost? | latency + bytes/bandwidth a message | 100 small calls: <data value="00.many-calls:.1f">30.9</data> times as long as one | messages too small for bandwidth to matter |
+# | 01 dp | When are replicas free? | tokens a rank above ρ(d-1)/d | free from <data value="01.measured.during">not free at 272 tokens, undecided above</data> tokens, by the law from <data value="01.law.during:,.0f">69</data>; 01 says why | the batch cannot grow |
+# | 02 pp | Who is idle? | (p-1)/(m+p-1) | <data value="02.bubble">31.8 %</data> for p = 4, m = 8 | fewer microbatches than stages |
+# | 03 tp | How do you split a matrix exactly? | 4 all-reduces of b·s·h a block | computing takes <data value="03.ratio:.1f">1.8</data> times as long as sending | links between nodes |
 # | 04 mesh | Which axis deserves the fast link? | tp talks most often, dp least | a ViT on one axis, at a tenth of the bandwidth: <data value="04.tenth">dp</data> is fastest; for this page's GPT-2, <data value="08.links.0.1-x-bandwidth.fastest-replayed">pp 8</data> | one axis is enough |
 # | 05 ZeRO | How far does dp alone go? | 16 bytes a parameter, over d | <data value="05.largest">21 blocks</data> instead of <data value="05.depth.zero-0.measured">8 blocks</data> | the model fits |
-# | 06 cuts | Where do you cut unequal layers? | Σ t + (m-1) max t | cut by time instead of by count, <data value="06.faster.gain:.2f">1.09</data> times as fast | one layer is a stage by itself |
+# | 06 cuts | Where do you cut unequal layers? | Σ t + (m-1) max t | cut by time instead of by count, <data value="06.faster.gain:.2f">1.01</data> times as fast | one layer is a stage by itself |
 # | 07 heads | What refuses to divide? | three sums a token instead of logits for the whole vocabulary | <data value="07.loss.reduced">18 B</data> instead of <data value="07.loss.gathered">151 kB</data> | more ranks than heads |
-# | 08 layouts | Which one, beforehand? | five parts | <data value="08.cube">427 ms</data>, predicted <data value="08.cube.predicted">355 ms</data> | a short run |
+# | 08 layouts | Which one, beforehand? | five parts | <data value="08.cube">360 ms</data>, predicted <data value="08.cube.predicted">387 ms</data> | a short run |
 # | 09 planning | A thousand GPUs from one host? | datasheets, one fitted rate | worst of ten runs <data value="09.worst">9.87 %</data> off | another era of kernels |
 #
 # **When not to use this.** For a short run, any layout that fits will do. If samples differ in length or others

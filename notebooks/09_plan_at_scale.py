@@ -370,8 +370,8 @@ lesson.show(columns={"forty lines (%)": forty,
 lesson.claim("More terms beat any fit", (plan[h100_runs], "<", least))
 
 # %% [markdown]
-# Overlap matters more than the share. With tp and dp free and the A100s' share, the worst error is {{09.unfitted}}. Refitted to
-# 1.7B it is <data value="09.planners.nine-h100-runs.tp-and-dp-free">28.6 %</data>, and refitted to {{09.free-best}} <data value="09.free.least">13.4 %</data>: 1.7B is the odd
+# Overlap matters more than the share. With tp and dp free and the A100s' share, the worst error is <data value="09.unfitted">28.1 %</data>. Refitted to
+# 1.7B it is <data value="09.planners.nine-h100-runs.tp-and-dp-free">28.6 %</data>, and refitted to <data value="09.free-best">7.1B</data> <data value="09.free.least">13.4 %</data>: 1.7B is the odd
 # run. With both exposed, even the best fit is <data value="09.free.exposed">34.2 %</data> off, and the one to 1.7B
 # <data value="09.planners.nine-h100-runs.forty-lines">71.3 %</data>.
 #
@@ -592,8 +592,8 @@ lesson.field_guide.add(
 # <data value="09.halved.right.between.worst-error-on-the-ten-runs">10.6 %</data> by the right one. So they have not tested the network. The links inside nodes are tested, though only just, with
 # <data value="09.halved.right.inside.worst-error-on-the-ten-runs">14.3 %</data>. The last column cannot warn the colleague, whose planner
 # believes that a step of its layout takes only
-# {{09.halved.mistaken.between.step-of-the-layout-that-it-chose-longer-by}} longer. Ours says
-# {{09.halved.right.between.step-of-the-layout-that-it-chose-longer-by}} for its own. The remedy
+# <data value="09.halved.mistaken.between.step-of-the-layout-that-it-chose-longer-by">1.67 %</data> longer. Ours says
+# <data value="09.halved.right.between.step-of-the-layout-that-it-chose-longer-by">25.4 %</data> for its own. The remedy
 # is to measure an all-reduce over two nodes, with `lesson.machine_card` from 00.
 #
 # **Takeaway.** Agreement says nothing about what the known runs did not use.

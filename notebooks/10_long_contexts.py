@@ -575,8 +575,8 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 # </details>
 #
 # In the figure below, lines are *predicted* from the machine card of notebook 00: latency, bandwidth and matmul rate.
-# It gives ρ = <data value="10.card.rho">29</data> FLOP a byte, and here H = G = <data value="10.card.heads">8</data>. So by the card, computing covers the forward from
-# <data value="10.card.overlap">115</data> tokens a rank on, the dotted line. Dots are *replayed*: we time a step's computing and the forward's messages alone,
+# It gives ρ = <data value="10.card.rho">54</data> FLOP a byte, and here H = G = <data value="10.card.heads">8</data>. So by the card, computing covers the forward from
+# <data value="10.card.overlap">214</data> tokens a rank on, the dotted line. Dots are *replayed*: we time a step's computing and the forward's messages alone,
 # and add them up alike. The backward's messages count by their bytes.
 #
 # <details><summary>Where ranks share cores or a GPU</summary>
@@ -637,46 +637,46 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
              (covered["last"], ">", 99.9))  # fmt: skip
 
 # %% [markdown]
-# A ring's last message is always exposed. By its bytes it takes {{10.last-message}} of the time of all messages, at every length. Of
-# the time of the messages before it, computing covers <data value="10.covered.first">22.0 %</data> at <data value="10.lengths.first">64</data> tokens and
+# A ring's last message is always exposed. By its bytes it takes <data value="10.last-message">11.1 %</data> of the time of all messages, at every length. Of
+# the time of the messages before it, computing covers <data value="10.covered.first">32.9 %</data> at <data value="10.lengths.first">64</data> tokens and
 # <data value="10.covered.last">100 %</data> at <data value="10.lengths.last">4,096</data>.
 #
-# In the replay, a step of the forward covers its message {{10.covers}}. The dotted line assumes the card's rates, which short
-# calls don't reach. At <data value="10.lengths.first">64</data> tokens a step computes for <data value="10.parts.computing-of-a-step.replayed">409 µs</data> instead of
-# <data value="10.parts.computing-of-a-step.predicted">6.64 µs</data>. Its message takes <data value="10.parts.message-of-a-ring.replayed">1.48 ms</data>, and by the card
-# <data value="10.parts.message-of-a-ring.predicted">919 µs</data>.
+# In the replay, a step of the forward covers its message <data value="10.covers">from 2,048 tokens on</data>. The dotted line assumes the card's rates, which short
+# calls don't reach. At <data value="10.lengths.first">64</data> tokens a step computes for <data value="10.parts.computing-of-a-step.replayed">399 µs</data> instead of
+# <data value="10.parts.computing-of-a-step.predicted">2.82 µs</data>. Its message takes <data value="10.parts.message-of-a-ring.replayed">943 µs</data>, and by the card
+# <data value="10.parts.message-of-a-ring.predicted">941 µs</data>.
 #
 # No computing covers Ulysses' all-to-alls. At <data value="10.lengths.first">64</data> tokens their number counts more than their bytes: eight take
-# <data value="10.at-first.ulysses">17.9 ms</data>, and packed into four <data value="10.at-first.ulysses-packed">10.0 ms</data>. At <data value="10.lengths.last">4,096</data> tokens they take
-# <data value="10.at-last.ulysses">39.9 ms</data> one by one and <data value="10.at-last.ulysses-packed">51.7 ms</data> packed. The ring exposes <data value="10.at-last.ring">4.89 ms</data>.
+# <data value="10.at-first.ulysses">13.2 ms</data>, and packed into four <data value="10.at-first.ulysses-packed">4.55 ms</data>. At <data value="10.lengths.last">4,096</data> tokens they take
+# <data value="10.at-last.ulysses">26.7 ms</data> one by one and <data value="10.at-last.ulysses-packed">37.7 ms</data> packed. The ring exposes <data value="10.at-last.ring">3.44 ms</data>.
 #
 # <details><summary>Why lines and dots differ</summary>
 #
 # **All three.** Notebook 00 fitted the card's latency and bandwidth to all-reduces. A send or an all-to-all can be faster or
 # slower. Both include the start of a call, and an all-to-all includes copies. At <data value="10.lengths.first">64</data> tokens a ring's
-# message takes {{10.over.first.message-of-a-ring}} times as long as the card says, and an all-to-all
-# {{10.over.first.all-to-all}} times. At <data value="10.lengths.last">4,096</data> tokens it is {{10.over.last.message-of-a-ring}} and
-# {{10.over.last.all-to-all}} times.
+# message takes <data value="10.over.first.message-of-a-ring">1.00</data> times as long as the card says, and an all-to-all
+# <data value="10.over.first.all-to-all">0.604</data> times. At <data value="10.lengths.last">4,096</data> tokens it is <data value="10.over.last.message-of-a-ring">1.05</data> and
+# <data value="10.over.last.all-to-all">0.925</data> times.
 #
-# **The ring** differs by a factor of up to <data value="10.off.ring">4.06</data>, at {{10.farthest}} tokens. There a step computes for
-# {{10.over.worst.computing-of-a-step}} times as long as its FLOPs say, and a message takes
-# {{10.over.worst.message-of-a-ring}} times as long as the card says. A step that computes longer covers more of its message.
+# **The ring** differs by a factor of up to <data value="10.off.ring">2.77</data>, at <data value="10.farthest">128</data> tokens. There a step computes for
+# <data value="10.over.worst.computing-of-a-step">31.0</data> times as long as its FLOPs say, and a message takes
+# <data value="10.over.worst.message-of-a-ring">0.591</data> times as long as the card says. A step that computes longer covers more of its message.
 #
-# **Ulysses** differs by up to <data value="10.off.ulysses">1.55</data>. The card adds up the latencies of the three messages of an all-to-all, but
+# **Ulysses** differs by up to <data value="10.off.ulysses">2.46</data>. The card adds up the latencies of the three messages of an all-to-all, but
 # they start together.
 #
-# **Packed Ulysses** differs by up to <data value="10.off.ulysses-packed">2.65</data>. Two of its four all-to-alls are three times as large, and
+# **Packed Ulysses** differs by up to <data value="10.off.ulysses-packed">2.41</data>. Two of its four all-to-alls are three times as large, and
 # timed ones include the copies that pack q, k and v. We haven't timed these apart.
 # </details>
 #
 # ### Where does Ulysses win?
 #
-# By this machine's card, <data value="10.card-wins">nowhere: the ring's line is lowest at every length</data>. In the replay, packed Ulysses exposes {{10.beside.last.most:.2f}} times what the ring
-# exposes at <data value="10.lengths.last">4,096</data> tokens, and {{10.beside.shorter.least:.2f}} to {{10.beside.shorter.most:.2f}} times at the
-# shorter ones. {{10.beside.shorter.words}}.
+# By this machine's card, <data value="10.card-wins">the ring exposes least at every length</data>. In the replay, packed Ulysses exposes <data value="10.beside.last.most:.2f">10.95</data> times what the ring
+# exposes at <data value="10.lengths.last">4,096</data> tokens, and <data value="10.beside.shorter.least:.2f">0.29</data> to <data value="10.beside.shorter.most:.2f">9.47</data> times at the
+# shorter ones. <data value="10.beside.shorter.words">There the length decides which exposes less, and another run can change the order of close times</data>.
 #
-# Between nodes of H100s, a message's latency is about 10 µs. Here it is <data value="10.card.latency">872 µs</data> by the card, and a ring's message
-# takes <data value="10.parts.message-of-a-ring.replayed">1.48 ms</data> at <data value="10.lengths.first">64</data> tokens. Ulysses wins where bytes decide and computing is too short to cover a ring's
+# Between nodes of H100s, a message's latency is about 10 µs. Here it is <data value="10.card.latency">904 µs</data> by the card, and a ring's message
+# takes <data value="10.parts.message-of-a-ring.replayed">943 µs</data> at <data value="10.lengths.first">64</data> tokens. Ulysses wins where bytes decide and computing is too short to cover a ring's
 # messages, because it sends less. The less time a message needs to start, the more lengths are of this kind. By the same
 # formulas, with 8 ranks over InfiniBand and G = H, the ring exposes less only from <data value="10.wins.32-kv-heads">17,178</data> tokens a rank on.
 # With 8 of 32 kv heads it does so from <data value="10.wins.8-kv-heads">2,848</data> on. The rule w·ρ·G/H gives 16,000 and 4,000 instead.
@@ -817,18 +817,18 @@ lesson.field_guide.add(
 lesson.field_guide.show()
 
 # %% [markdown]
-# Both losses fall, to <data value="10.fault.positions-of-shard_batch.last-loss:.2f">5.31</data> and
-# <data value="10.fault.positions-that-restart.last-loss:.2f">5.30</data>. They differ most in step {{10.gap.step}}, by {{10.gap.most:.2f}}. Each ran
+# Both losses fall, to <data value="10.fault.positions-of-shard_batch.last-loss:.2f">5.35</data> and
+# <data value="10.fault.positions-that-restart.last-loss:.2f">5.36</data>. They differ most in step <data value="10.gap.step">11</data>, by <data value="10.gap.most:.2f">0.02</data>. Each ran
 # once, and with one curve alone you would see nothing. The causal mask still tells the model which tokens come first.
 #
 # But somebody will load the checkpoint in one process, with positions 0 to 63. From the first run, that process computes the logits
 # of training, up to rounding in float32. From the second, logits are off by
-# <data value="10.fault.positions-that-restart.reloaded-logits-are-off-by:.4f">0.0056</data> of their norm.
+# <data value="10.fault.positions-that-restart.reloaded-logits-are-off-by:.4f">0.0101</data> of their norm.
 #
 # The instrument is the gradient of `wpe`. With right positions, <data value="10.fault.positions-of-shard_batch.rows-of-wpe-with-a-gradient-of-64">63</data>
 # of 64 rows get one: the last token has no target. With positions that restart, only
 # <data value="10.fault.positions-that-restart.rows-of-wpe-with-a-gradient-of-64">16</data> do. Don't compare sizes: in both runs, the norm of row 0 varies by a factor of
-# <data value="10.varies:.1f">29.7</data> or more within ten steps. Many models have no such table. There, check the cause itself: gather `position_ids` from all ranks of cp and sort them. They should be 0 to s - 1, each once.
+# <data value="10.varies:.1f">2.7</data> or more within ten steps. Many models have no such table. There, check the cause itself: gather `position_ids` from all ranks of cp and sort them. They should be 0 to s - 1, each once.
 #
 # **Takeaway.** Shard tokens together with their positions and with their labels, which are shifted before: the target of a
 # rank's last token is on another rank.

@@ -281,7 +281,7 @@ lesson.claim("Computing grows as the busiest rank's rows do",
 # %% [markdown]
 # The busiest rank has <data value="11.layer.popular.busiest-rank-s-rows-mean-counted:.2f">2.04</data> times the mean, and
 # with even routing it still had <data value="11.layer.even.busiest-rank-s-rows-mean-counted:.2f">1.03</data>. So we predict the quotient, <data value="11.slower.predicted:.2f">1.98</data>. Replayed,
-# computing takes <data value="11.slower:.2f">1.79</data> times as long. The busiest *rank* counts: two popular
+# computing takes <data value="11.slower:.2f">1.89</data> times as long. The busiest *rank* counts: two popular
 # experts do less harm on two ranks than on one.
 #
 # **Takeaway.** All ranks wait for the busiest one. If it has twice the mean number of rows, experts take about twice as long.
@@ -317,8 +317,8 @@ off = abs(right - shared[0])
 lesson.claim("The library's loss is that of all tokens", (off, "<", 1e-5))
 
 # %% [markdown]
-# The loss of all tokens is <data value="11.balance.all-tokens.loss:.2f">2.26</data>, and the library computes it from sums over all
-# ranks. The mean of the ranks' losses is <data value="11.balance.mean-of-ranks.loss:.2f">2.68</data>: a rank's few tokens
+# The loss of all tokens is <data value="11.balance.all-tokens.loss:.2f">2.36</data>, and the library computes it from sums over all
+# ranks. The mean of the ranks' losses is <data value="11.balance.mean-of-ranks.loss:.2f">2.92</data>: a rank's few tokens
 # are rarely spread evenly, even when all tokens are.
 #
 # Now we train a small DeepSeek-V3 three times for <data value="11.steps">50</data> steps. It weighs the experts' outputs by a sigmoid of each score instead of
@@ -378,12 +378,12 @@ title = "counted · no balancing, on text that it hasn't seen: rows of an expert
 lesson.show(columns=loads, key="11.loads", title=title)
 
 # %% [markdown]
-# In each run an expert becomes popular: in some step, the busiest one has at least {{11.peak:.2f}} times the mean load.
+# In each run an expert becomes popular: in some step, the busiest one has at least <data value="11.peak:.2f">3.59</data> times the mean load.
 # Balancing takes steps to act. In the last ten steps, the busiest expert has
 # <data value="11.run.no-balancing.busiest-expert-mean-counted:.2f">2.91</data> times the mean without balancing,
 # <data value="11.run.balancing-loss.busiest-expert-mean-counted:.2f">1.76</data> times with the balancing loss, and
 # <data value="11.run.selection-bias.busiest-expert-mean-counted:.2f">1.50</data> times with the bias. Without balancing, the experts of a layer compute
-# {{11.run.no-balancing.computing-of-a-layer-of-one-with-even-loads-replayed:.2f}} times as long as with even loads. These are
+# <data value="11.run.no-balancing.computing-of-a-layer-of-one-with-even-loads-replayed:.2f">1.89</data> times as long as with even loads. These are
 # means over both blocks, which can differ: on new text, the busiest expert of block 1 has
 # <data value="11.loads.block-1.busiest:.2f">2.14</data> times the mean, and that of block 2 <data value="11.loads.block-2.busiest:.2f">3.82</data> times.
 #
@@ -427,8 +427,8 @@ lesson.claim("Both models need experts", (min(free[0], balanced[0]), ">", 0.02))
 # %% [markdown]
 # With a capacity of 1.25 times the mean, the unbalanced model drops <data value="11.dropped.free">40.3 %</data> of its rows, the balanced one
 # <data value="11.dropped.bias">2.10 %</data>. If all rows are dropped, the shared expert works alone, and the unbalanced model's loss rises by only
-# <data value="11.rise.all:.3f">0.066</data>, the balanced one's by {{11.rise.bias:.3f}}: after so few steps the experts have learned little. The
-# unbalanced model's <data value="11.dropped.free">40.3 %</data> change its loss by <data value="11.rise.free:+.3f">+0.019</data>, which is {{11.rise.words}} than their share of
+# <data value="11.rise.all:.3f">0.066</data>, the balanced one's by <data value="11.rise.bias:.3f">0.076</data>: after so few steps the experts have learned little. The
+# unbalanced model's <data value="11.dropped.free">40.3 %</data> change its loss by <data value="11.rise.free:+.3f">+0.019</data>, which is <data value="11.rise.words">less</data> than their share of
 # that. Each model was trained once, so changes of a few thousandths mean nothing.
 #
 # With a capacity of 3 times the mean, the unbalanced model still drops <data value="11.dropped.at-3">7.95 %</data> of its rows. More than

@@ -259,7 +259,7 @@ lesson.claim("Padded, the median is not beyond the slowest odd one, ms",
 #
 # The slowest stage counts m times in a step, so a good cut makes the largest stage as small as possible. We choose a *limit* for all stages, fill one after the other, and start a new one whenever the next layer doesn't fit.
 # If p stages suffice, the limit is possible, so bisect. The costs are `times.smooth`: measured, with all blocks at their
-# median, because blocks are equal and their differences are noise or drift.
+# median, because blocks are equal and their differences are noise or drift. Simulated steps keep each block's own time.
 
 
 # %%
@@ -354,16 +354,19 @@ lesson.show(figures.skyline(times.smooth, shown, times.kinds, times.loss, title=
 
 # %% [markdown]
 # Bars are layers timed alone, with blocks at their median; by these times, each cut's largest stage is in bold. The cut by time is <data value="06.faster.gain:.2f">1.01</data> times as
-# fast as the uniform one by the median, and <data value="06.faster.sure">1</data> of its <data value="06.repeats">3</data> repeats are faster than all of the
-# uniform cut's.
+# fast as the uniform one by the median. Of its <data value="06.repeats">3</data> repeats, the number that beat all of the uniform cut's is
+# <data value="06.faster.sure">1</data>; unless all do, the run alone doesn't decide. Simulated, the two take <data value="06.cut.by-time.simulated">217 ms</data> and <data value="06.cut.uniform.simulated">260 ms</data>.
 #
-# The four steps take <data value="06.ratio.least:.2f">0.90</data> to <data value="06.ratio.most:.2f">1.18</data> times as long as simulated, because layers take other
-# times in a step than alone. A ratio that all cuts share leaves their order as it is.
+# The four steps take <data value="06.ratio.least:.2f">0.90</data> to <data value="06.ratio.most:.2f">1.18</data> times as long as simulated. Layers take other
+# times in a step than alone, and the simulation adds up each block's own time, noise included, so the bars don't give its
+# numbers. One ratio for all cuts would keep their order. The more the ratios differ, the less the simulated order is worth.
 #
 # <details><summary>How large is the bubble of the cut by time?</summary>
-# Of the cut by time, Σ t + (m-1) max t gives a bubble of <data value="06.idle.formula">28.6 %</data>, as only whole layers move. The simulation,
-# which keeps the order of all actions, gives <data value="06.idle.simulated">28.9 %</data>, and the run <data value="06.idle.run.by-time">37.7 %</data>. Bubbles vary: the
-# uniform cut's was <data value="06.bubble">47.5 %</data> above and is <data value="06.idle.run.uniform">47.6 %</data> here.
+# For the cut by time, Σ t + (m-1) max t gives a bubble of <data value="06.idle.formula">28.6 %</data>. Equal stages would have
+# <data value="06.bubble.rule-of-thumb">27.3 %</data>; the rest is there because only whole layers move. The simulation, which keeps the order of all actions and
+# each block's own time, gives <data value="06.idle.simulated">28.9 %</data>, and the run <data value="06.idle.run.by-time">37.7 %</data>. How much do bubbles vary? The
+# uniform cut's was <data value="06.bubble">47.5 %</data> above and is <data value="06.idle.run.uniform">47.6 %</data> here. The cut by time runs once more, as 1F1B
+# in the section on schedules, and has <data value="06.style.1f1b.bubble">31.6 %</data> there.
 # </details>
 #
 # FLOPs <data value="06.error.word">overrate</data> the head, by <data value="06.error.head:.1f">1.9</data> blocks. Their cut leaves <data value="06.beside.by-flops">0</data> blocks beside it and the cut by time <data value="06.beside.by-time">1</data>:
@@ -390,7 +393,8 @@ lesson.claim("Too many blocks on the last stage slow each repeat", (last["by"], 
 # difference is never larger than FLOPs' errors on head and embedding together, here <data value="06.error.ends:.1f">2.1</data> blocks. The error
 # weighs nothing once both cuts leave the head alone.
 #
-# By the median, the best number of blocks beside the head is <data value="06.last.first">1</data>; <data value="06.last.others">repeats of 3, 0 overlap with its own, so the run doesn't decide</data>. <data value="06.last.by-time">The cut by time leaves as many</data>.
+# By the median, the best number of blocks beside the head is <data value="06.last.first">1</data>. We compare its repeats with those of other
+# numbers of blocks: <data value="06.last.others">repeats of 3, 0 overlap with its own, so the run doesn't decide</data>. <data value="06.last.by-time">The cut by time leaves as many</data>.
 # Even the fastest repeat with <data value="06.last.most">6</data> blocks takes <data value="06.last.by:.2f">1.22</data> times as long as the slowest with the best number.
 #
 # While another stage is the slowest, a block more beside the head can make that stage shorter. Once the last stage is the
@@ -413,7 +417,7 @@ lesson.claim("Too many blocks on the last stage slow each repeat", (last["by"], 
 # in a `ModuleDict` under their old numbers, names of weights don't change, and a checkpoint of the whole model fits.
 # </details>
 #
-# **Takeaway.** Cut by time, and run the neighbours of that cut, because layers timed alone can misjudge a step. A cut by
+# **Takeaway.** Start from the cut by time, and run its neighbours, because layers timed alone can misjudge a step. A cut by
 # parameters balances only weights.
 #
 # ### Exercise 1: an optimal partition
@@ -760,8 +764,8 @@ lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 
 # %% [markdown]
 # In the first table, W / I is the duration of all W over that of all I. The second has the peak of what a rank keeps
-# besides weights and their gradients. A microbatch is *in flight* from its F to the end of its backward, and counts half
-# on one of two stages of a rank.
+# besides weights and their gradients. A microbatch is *in flight* from its F to the end of its backward. Where a rank
+# has two stages, a microbatch counts half for each stage on which it is in flight.
 #
 # By the median, <data value="06.fastest.first">zb-v</data> is fastest, and <data value="06.fastest.others">the repeats of zb-h1 overlap with its own</data>. In <data value="06.fastest.decided">4 of the 6</data> pairs of schedules no
 # repeats overlap, so the run decides their order.

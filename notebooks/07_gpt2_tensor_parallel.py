@@ -41,9 +41,9 @@
 # </details>
 #
 # **Letters.** t ranks share a model with a heads, hidden size h and vocabulary size V. A batch has b sequences of s
-# tokens. Everything was run on <data value="07.hardware">2 CPU cores</data>; dropout, recomputed FLOPs and the three
-# kinds of sequence parallelism on the CPU of that machine. The rest is predicted by formulas. The banner has the sizes of
-# the GPT-2 that we time.
+# tokens. All measurements and counts were made on <data value="07.hardware">2 CPU cores</data>. Where there are GPUs,
+# dropout, recomputed FLOPs and the three kinds of sequence parallelism still run on the CPU. Predictions come from formulas.
+# The banner has the sizes of the GPT-2 that we time.
 
 # %% tags=["setup"]
 import importlib.util
@@ -180,7 +180,8 @@ lesson.record("07.nearer", gpt2_tensor.nearer_in_words(fullest, ratio, seconds))
 # %% [markdown]
 # Seven heads take <data value="07.time.7-heads.measured">6.40 ms</data> by the median and six <data value="07.time.6-heads.measured">5.59 ms</data>, a difference <data value="07.spread">beyond the spread of the repeats</data>.
 # From the medians, the fullest rank needs <data value="07.attention:.2f">1.10</data> times the mean; the formula, which counts only FLOPs, says
-# <data value="07.attention.predicted:.2f">1.12</data>. The output's verdict allows 25 %, too wide to tell this from 1. <data value="07.nearer">This run is nearer to the formula than to 1</data>.
+# <data value="07.attention.predicted:.2f">1.12</data>. In the output above, "holds" means within 25 %, too wide to tell the formula's number from 1.
+# <data value="07.nearer">This run is nearer to the formula than to 1</data>.
 #
 # <details><summary>In your tools: uneven heads</summary>
 #
@@ -565,14 +566,14 @@ lesson.field_guide.show()
 # %% [markdown]
 # The loss gives no alarm. With one seed, training lowers the training loss by <data value="07.gained:.2f">0.86</data> from the first batch to the
 # last. Wrong masks change the test loss by <data value="07.faults.a-seed-each.test-loss-minus-rank-states:.5f">-0.00001</data> and <data value="07.faults.one-seed.test-loss-minus-rank-states:.5f">0.00022</data> on average,
-# with standard errors of <data value="07.faults.a-seed-each.standard-error:.5f">0.00053</data> and <data value="07.faults.one-seed.standard-error:.5f">0.00009</data>. Nobody sees such a change.
+# with standard errors of <data value="07.faults.a-seed-each.standard-error:.5f">0.00053</data> and <data value="07.faults.one-seed.standard-error:.5f">0.00009</data>.
 #
 # Three instruments see the fault. With rank states the copies of the residual stream are equal bit for bit. With a
 # seed each, their relative distance in the last step is still at least
 # <data value="07.faults.a-seed-each.last-residual-stream-lowest:.3f">0.265</data>, and with one seed <data value="07.faults.one-seed.last-residual-stream-lowest:.3f">0.265</data>.
 #
 # After the first wrong mask, each rank has its own residual stream, and the backward
-# assumes that all ranks have the same one. So it does not compute the gradient of this loss, and the check gives at most <data value="07.faults.a-seed-each.gradient-check-highest:.3f">0.958</data> with a seed each and <data value="07.faults.one-seed.gradient-check-highest:.3f">0.981</data> with one seed, instead of 1. The table's 30 tensors are replicated weights and their gradients. In the first run,
+# assumes a common one. So it does not compute the gradient of this loss, and the check gives at most <data value="07.faults.a-seed-each.gradient-check-highest:.3f">0.958</data> with a seed each and <data value="07.faults.one-seed.gradient-check-highest:.3f">0.981</data> with one seed, instead of 1. The table's 30 tensors are replicated weights and their gradients. In the first run,
 # <data value="07.faults.a-seed-each.differ-of-30-tensors">20</data> differ with a seed each, so the saved
 # model depends on which rank saves it. None of these is a norm's bias: the five norms' biases and their gradients are the other 10.
 #
@@ -583,7 +584,8 @@ lesson.field_guide.show()
 # weight multiplies it by the normalised stream first, and each rank has its own stream.
 # </details>
 #
-# **Takeaway.** Compare replicated activations across ranks: they are equal bit for bit, or something is wrong.
+# **Takeaway.** Compare replicated activations across ranks: they are equal bit for bit, or something is wrong. Compare
+# masks, too, because heads that share one leave them equal.
 #
 # ### Exercise 3: read the masks
 #
@@ -908,7 +910,7 @@ lesson.claim("All are exact", (max(off for off, _ in compared.values()), "<", 1e
 #
 # Under Ulysses and ring every rank also has all weights and all-reduces their gradients, which the table leaves out:
 # 8h²·(t-1)/t numbers for each attention layer, however many tokens there are. For our 64 tokens these are
-# <data value="07.gradients">1.77 MB</data>, so with them Megatron's method sends least. So take tensor parallelism while weights are the
+# <data value="07.gradients">1.77 MB</data>, so with them Megatron's method sends least. Take tensor parallelism while weights are the
 # problem. For long sequences take Ulysses; on more ranks than heads only the ring is left.
 #
 # <details><summary>In your tools: long sequences</summary>
@@ -933,8 +935,8 @@ lesson.claim("All are exact", (max(off for off, _ in compared.values()), "<", 1e
 #
 # - A matrix divides, a head does not. By FLOPs, the fullest rank sets the pace.
 # - A loss from sharded logits needs three numbers per token.
-# - Dropout: equal masks where an activation is replicated, different masks where it is sharded.
-# - Wrong masks show in replicated activations, not in the loss.
+# - Dropout: equal masks where an activation is replicated, different ones where it is sharded.
+# - Wrong masks of replicated activations show when you compare these across ranks, not in the loss.
 # - A layer keeps 34 + 5as/h. Tensor parallelism shards 24 and the scores, sequence parallelism the other 10 (in hpnb 6).
 #
 # **When not to use this.** If the vocabulary is small, a replicated LM head is simpler. If t doesn't divide the heads,

@@ -302,7 +302,7 @@ lesson.claim("A hybrid step is exact in all three ways", exact.equal)
 # | pp | 62 | 6.9 | 1.7 |
 # | tp | 0.74 | 0.082 | 0.021 |
 #
-# Below 1, sending takes longer than the compute that it can overlap with. dp's ratio stays above 1 over InfiniBand, pp's even over Ethernet. Where it does, only dp's last bucket or pp's bubble makes the step longer than its compute.
+# Below 1, sending takes longer than the compute that it can overlap with. dp's ratio stays above 1 over InfiniBand, pp's even over Ethernet. Above 1, dp's step is longer than its compute only by its last bucket, pp's only by its bubble.
 #
 # For tp, 1 is no threshold. Almost nothing overlaps, so a step takes 1 + 1/ratio times its compute: over NVLink 2.35 times on eight ranks, over InfiniBand 13 times.
 #
@@ -407,19 +407,19 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 # <details><summary>How far to trust the curves</summary>
 #
 # Bytes are predicted exactly, times are not. As <data value="04.source">measured</data>, the step is <data value="04.ratio.tp:.2f">1.29</data> times the predicted one for tp, <data value="04.ratio.dp:.2f">1.01</data> for dp and
-# <data value="04.ratio.pp:.2f">1.24</data> for pp. In a ratio, two errors of opposite sign can cancel. Along tp, compute is off by <data value="04.rest.tp.off.compute">20.7 ms</data> and the rest by <data value="04.rest.tp.off.rest">5.33 ms</data>, along pp by <data value="04.rest.pp.off.compute">12.3 ms</data> and <data value="04.rest.pp.off.rest">6.20 ms</data>; below 0 is less than predicted.
+# <data value="04.ratio.pp:.2f">1.24</data> for pp. A ratio contains two errors. Compute takes longer than predicted by <data value="04.rest.tp.off.compute">20.7 ms</data> along tp and by <data value="04.rest.pp.off.compute">12.3 ms</data> along pp, the rest by <data value="04.rest.tp.off.rest">5.33 ms</data> along tp and by <data value="04.rest.pp.off.rest">6.20 ms</data> along pp. A number below 0 means shorter. If only one error of an axis is below 0, the two partly cancel in its ratio.
 # The prediction leaves out fixed costs, such as calling an operation, which come with every microbatch and shard. On a CPU it also leaves out
 # that ranks send with the cores that compute. Where the rest is shorter than predicted, messages took less than the link's latency and bandwidth say, or were not entirely exposed.
 #
-# Compute longer than predicted can have several causes. Along pp a rank computes in small microbatches. tp has none, but
-# its ranks repeat the norms, and each operation has a fixed cost. The run does not separate them.
+# Compute longer than predicted can have several causes. Along pp a rank computes in small microbatches. Along tp there are no microbatches, but
+# all ranks repeat the norms, and each operation has a fixed cost. The run does not separate these causes.
 #
 # Each step is the median of three, recorded in turn. "This link" is <data value="04.link.from">measured as in notebook 00</data>. Its latency is <data value="04.link.latency">433 µs</data> and its bandwidth <data value="04.link.bandwidth">1.08 GB/s</data>.
 # Along dp, simulation and prediction start from the same step that sends nothing, so they are near each other on this link. Along pp and tp the simulated step contains the
-# compute recorded along its axis. It also
-# contains waiting: at each all-reduce or message, ranks that come first wait for the last. The prediction has no such waiting, because it lets all ranks compute equally fast.
+# compute recorded along its axis, and waiting: at each all-reduce or message, ranks that come first wait for the last. The prediction has no such waiting, because it lets all ranks compute equally fast.
+# So on this link the rest can be longer simulated than predicted.
 #
-# So a curve need not begin at its dot. On this link, simulated over <data value="04.source">measured</data>
+# A curve need not begin at its dot either, because messages need not take as long as the link's latency and bandwidth say. Where the table's rest is longer simulated than <data value="04.source">measured</data>, messages took less time than that. Where it is shorter, messages took more, or a rank paused between operations, which the simulation of pp leaves out. On this link, simulated over <data value="04.source">measured</data>
 # is <data value="04.near.tp:.2f">1.13</data> for tp, <data value="04.near.dp:.2f">0.98</data> for dp and <data value="04.near.pp:.2f">0.96</data> for pp. The shortest step here
 # is along <data value="04.near.fastest">dp</data>; on a tenth of the bandwidth the shortest step simulated is along <data value="04.tenth">dp</data>.
 # Do not ask the figure which of two close curves is lower.
@@ -855,7 +855,7 @@ lesson.ledger.show()
 # The layout changes twice, and the loss differs from that of one process by at most <data value="04.losses.off:.0e">3e-15</data> of its value. This
 # works because optimizer state, learning rate and the order of samples are in the checkpoint, too.
 #
-# The table above is the *ledger*, to which all notebooks add rows. *States* are weights, gradients and optimizer state, and *kept* counts stored activations. This page's steps have no update.
+# The table above is the *ledger*, to which all notebooks add rows. *States* are weights, gradients and optimizer state, and *kept* counts stored activations. This page's rows time steps without an optimizer update.
 #
 # <details><summary>In your tools: checkpoints that change layouts</summary>
 #

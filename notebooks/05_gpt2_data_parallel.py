@@ -109,7 +109,7 @@ lesson.claim("The backward has already freed the activations",
 
 # %% [markdown]
 # It stopped <data value="05.stopped.operator">after aten.zeros_like</data>, with <data value="05.stopped.total">87.1 MB</data> in use, in the first `optimizer.step()`,
-# which allocates Adam's moments. For 16-bit weights it first copies all gradients to float32, and until it ends, both count as *temporary*, which is all that is in no other category. The backward had freed the activations by then; they take <data value="05.stopped.activations">512 B</data>. We call weights,
+# which allocates Adam's moments. With 16-bit weights, this step first copies all gradients to float32. Until it ends, copies and moments then count as *temporary*, the category for the rest. The backward had freed the activations by then; they take <data value="05.stopped.activations">512 B</data>. We call weights,
 # gradients and optimizer state together the *states*. Complete, they take 16 bytes a parameter. No batch is small enough.
 #
 # <details><summary>Can a row have more bytes than its shape?</summary>
@@ -245,7 +245,7 @@ lesson.show(counted=stored, unit="B", key="05.stored", title="Stored by one bloc
 lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 
 # %% [markdown]
-# All three are right; AdamW magnifies rounding. The checkpointed block stores
+# All three are right. The checkpointed block stores
 # <data value="05.stored.by-hand.counted">32.8 kB</data> instead of <data value="05.stored.no-checkpoint.counted">922 kB</data>.
 #
 # <details><summary>In your tools</summary>
@@ -294,7 +294,7 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 # | | bytes |
 # |---|---|
 # | its temporary values | about 14 T h w |
-# | the output layer's gradient | V h w: its weight is the embedding's, and it waits for that gradient, the last |
+# | the output layer's gradient | V h w: output layer and embedding share a weight, so this gradient is kept until the embedding's is there, at the end of the backward |
 # | ZeRO-0 to 2: full buckets | one or two, but none in the last block, whose backward runs first |
 # | ZeRO-3: gathered weights | the embedding and about three blocks |
 # </details>
@@ -359,7 +359,7 @@ lesson.claim("ZeRO-2 fits XL with room to spare", (xl[ZeroConfig(2)], "<", 0.8 *
 #
 # <details><summary>Both peaks, line by line</summary>
 #
-# The last table's categories, from the formulas above. *Activations* include one of the loss's three terms. This page's
+# The last table's categories, from the formulas above. At the turn, *activations* include one of the loss's three terms, 4 V T. This page's
 # fullest moment is: <data value="05.worked.name.this-page-zero-0">block 11</data>.
 #
 # | | XL on two ranks: ZeRO-1, at the turn | | this page: ZeRO-0 | |
@@ -502,8 +502,8 @@ lesson.claim("ZeRO-2 communicates after its update, ZeRO-3 hardly does",
 lesson.record("05.alone", {"forward": alone[0], "both": sum(alone[:2])}, "s")
 
 # %% [markdown]
-# The table *What a saved byte costs* has prices of a saved GB; below 0, the step that saves was faster in this run. ZeRO-3 instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">51.6 MB</data> and added <data value="05.price.zero-0-to-zero-3.added">63.6 ms</data>
-# to the median step. Their ranges, from the fastest to the slowest step, <data value="05.ranges">do not overlap</data>. With ZeRO-3, recomputation saved another <data value="05.price.zero-3-to-zero-3-+-recompute.saved">19.6 MB</data>. By ZeRO stage, it added <data value="05.recompute.least">-5.15 ms</data> to <data value="05.recompute.most">45.0 ms</data>; we predicted one
+# The table *What a saved byte costs* has prices of a saved GB; below 0, the step that saves was faster. ZeRO-3 instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">51.6 MB</data> and added <data value="05.price.zero-0-to-zero-3.added">63.6 ms</data>
+# to the median step. Their ranges, from the fastest to the slowest step, <data value="05.ranges">do not overlap</data>. With ZeRO-3, recomputation saved another <data value="05.price.zero-3-to-zero-3-+-recompute.saved">19.6 MB</data>. Recomputation changed the four ZeRO stages' steps by <data value="05.recompute.least">-5.15 ms</data> to <data value="05.recompute.most">45.0 ms</data>; we predicted one
 # forward, <data value="05.alone.forward">51.3 ms</data>.
 #
 # Of the <data value="05.off.of">8</data> predicted times <data value="05.off.hold">6</data> hold. Steps take <data value="05.off.low:.2f">0.91</data> to <data value="05.off.high:.2f">1.37</data> times the
@@ -693,7 +693,7 @@ lesson.claim("ZeRO-3 trains a deeper model", (depth[deep], ">", depth[shallow]))
 
 # %% [markdown]
 # ZeRO-0 stops at <data value="05.depth.zero-0.measured">8 blocks</data>, with <data value="05.millions.zero-0:.1f">3.9</data> million parameters, ZeRO-3 with recomputation at
-# <data value="05.depth.zero-3-+-recompute.measured">21 blocks</data>, with <data value="05.millions.zero-3:.1f">9.6</data> million. With ZeRO-3 and recomputation, a block costs 16/N bytes a parameter. In addition, the update needs 4/N for the float32 copy of 16-bit gradients, and earlier moments need w T h bytes for the block's stored input. The fuller moment limits the depth; here it is predicted to be: <data value="05.fullest.zero-3">block 1</data>.
+# <data value="05.depth.zero-3-+-recompute.measured">21 blocks</data>, with <data value="05.millions.zero-3:.1f">9.6</data> million. With ZeRO-3 and recomputation, a block costs 16/N bytes a parameter. The update also needs 4/N for the float32 copy of 16-bit gradients, and earlier moments need w T h bytes for the block's stored input. The fuller moment limits the depth; here it is predicted to be: <data value="05.fullest.zero-3">block 1</data>.
 # With more ranks what is divided by N vanishes. What remains is stored inputs, about three gathered blocks, the gathered embedding and the logits.
 #
 # ### An autopsy
@@ -729,7 +729,7 @@ lesson.field_guide.add(  # the series' table of symptoms
     "outputs are kept for logging, with their logits; keep loss.item()", notebook="05")
 
 # %% [markdown]
-# The loss fell from <data value="05.autopsy.first:.2f">6.69</data> to <data value="05.autopsy.last:.2f">5.18</data> in <data value="05.autopsy.steps">8</data> steps. The shape tokens × V is alive <data value="05.autopsy.copies">9</data> times: once for each
+# The loss fell from <data value="05.autopsy.first:.2f">6.69</data> to <data value="05.autopsy.last:.2f">5.18</data> in <data value="05.autopsy.steps">8</data> steps. The table lists only tensors with a side of V. The shape tokens × V is alive <data value="05.autopsy.copies">9</data> times: once for each
 # step that began. These are the logits inside `outputs`, which the list keeps. A normal
 # step frees its logits before its peak. The fix is `log.append(outputs.loss.item())`.
 #
@@ -831,8 +831,8 @@ lesson.claim("At a loss of 5, a larger batch narrows the interval",
 lesson.claim("The scale grows as the loss falls", larges[0] > first[-1])
 
 # %% [markdown]
-# From 4 to 8 samples the steps fell by a factor of <data value="05.doubling:.2f">1.58</data>, not 2. The law, fitted to the other batches,
-# predicted <data value="05.doubling.predicted:.2f">1.55</data>. All doublings divided the steps by <data value="05.doublings.least:.2f">1.09</data> to <data value="05.doublings.most:.2f">1.58</data>; by law the last would by <data value="05.doublings.law-last:.2f">1.13</data>. <data value="05.doublings.wall">The last doubling saved least: the wall begins.</data> Steps are counted in fives, in one to three runs, so the fit is rough.
+# From 4 to 8 samples the steps fell by a factor of <data value="05.doubling:.2f">1.58</data>, not 2. The law, fitted from 8 samples on,
+# predicted <data value="05.doubling.predicted:.2f">1.55</data>. All doublings divided the steps by <data value="05.doublings.least:.2f">1.09</data> to <data value="05.doublings.most:.2f">1.58</data>; by law the last would by <data value="05.doublings.law-last:.2f">1.13</data>. <data value="05.doublings.wall">The last doubling saved least: the wall begins.</data> Steps are counted in fives, in at most three runs, so the fit is rough.
 #
 # At a loss of 5, batches of 8 gave noise scales from <data value="05.scale.loss-5-batches-of-8.lowest:.0f">38</data> to
 # <data value="05.scale.loss-5-batches-of-8.highest:.0f">86</data> samples, because both norms are noisy. The same samples in one batch of

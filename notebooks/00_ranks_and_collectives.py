@@ -91,8 +91,8 @@ x = torch.full((2,), float(hpnb.rank()), device=hpnb.device())  # (2,)
 x
 
 # %% [markdown]
-# In the next cell rank 0 *sends* its tensor to rank 1, which *receives* it into `x`. Each
-# call returns when the next operation may use its tensor.
+# In the next cell rank 0 *sends* its tensor to rank 1, which *receives* it into `x`. Once
+# a call has returned, you can use its tensor again.
 
 # %%
 # %%ranks
@@ -140,7 +140,8 @@ x
 #
 # Ranks send in pairs or, more often, by a *collective*: an operation that all ranks of a group call together. A *group* is a list of ranks with message channels of its own; the default
 # group is all ranks. The table is for n ranks and a tensor of S bytes. Its last column is the least that a rank must
-# send. A broadcast delivers (n-1) S bytes in all, and its row is this over n ranks.
+# send. The row of broadcast is an average, (n-1) S bytes in all divided by n. The rank that has the
+# tensor sends at least S.
 #
 # | collective | input of each rank | each rank gets | bytes that leave a rank |
 # |---|---|---|---|
@@ -309,13 +310,12 @@ lesson.claim("the ring and dist.all_reduce give every rank the same sum", all(eq
 # many ranks there are**. No algorithm in which the ranks do the adding sends fewer bytes from its busiest rank
 # (Patarasuk and Yuan 2009).
 #
-# Does that really leave a rank? We count on CPUs over gloo, whose TCP connections can be counted.
+# Does that leave a rank? We count on CPUs over gloo, whose TCP connections can be counted.
 #
 # - *Predicted* is the formula.
 # - *Counted* adds up our ring's sends, with `hpnb.record.traffic`. It cannot see the sends inside of `dist.all_reduce`,
 #   so there the column is empty.
-# - *Measured* is what the operating system counts on these connections. They go through *loopback*, the interface by which
-#   a machine talks to itself.
+# - *Measured* is what the operating system counts on these connections, inside the machine.
 
 
 # %%
@@ -496,7 +496,7 @@ lesson.predict("00.many-calls", question, guess=None, rule_of_thumb=1)
 # one direction. No data sheet has α, so its column is an order of magnitude.
 # </details>
 #
-# Now we test the formula. A gradient of 8 MB can go in one call, or tensor by tensor in many. The cell does both in turn.
+# Now we test the formula. A gradient of 8 MB can go in one call, or tensor by tensor in many.
 
 
 # %%
@@ -532,8 +532,8 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 # collects gradients in *buckets*, each of many tensors that go in one call.
 #
 # The formula says <data value="00.many-calls.predicted:.1f">29.2</data>. The one call took <data value="00.off.one:.2f">1.01</data> times its prediction, and the hundred took <data value="00.off.hundred:.2f">1.07</data> times
-# theirs. The predicted ratio is right only if these two are equal. So trust the formula for which of the two is slower, and
-# measure how much slower it is.
+# theirs. The predicted ratio is right only if both factors are equal. So trust the formula to tell whether one call or a hundred is
+# slower, and measure by how much.
 #
 # <details><summary>On a laptop</summary>
 #
@@ -610,8 +610,7 @@ lesson.check(exercises.bucket, bucket_bytes)
 # %% [markdown]
 # ## Waiting is not moving
 #
-# So far all ranks called the all-reduce together. In training they rarely do, and who arrives
-# early has to wait:
+# So far all ranks called the all-reduce together. In training they rarely do, and an early rank has to wait:
 #
 # ```text
 #   rank 0   ▇▇ compute ▇▇░░░░░░░░░ wait ░░░░░░░░░▒▒ move ▒▒
@@ -670,7 +669,8 @@ lesson.ledger.add("00", Layout(dp=N), "all-reduce of 8 MB", times, card.hardware
 
 # %% [markdown]
 # The straggler has the *shortest* all-reduce, wait and move together, because it arrives last and waits for nobody.
-# Whoever optimizes the longest bar works on the wrong rank.
+# Whoever optimizes the longest bar works on the wrong rank. The output adds up five steps and the figure has medians,
+# so their orders may differ.
 #
 # We also *replay* the last case on other links: compute takes as long as recorded, and collectives take what the formula
 # says.
@@ -706,15 +706,15 @@ lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", movin
 # Ethernet and <data value="00.replay.nvlink-4.move">44.7 µs</data> on NVLink. The wait stays at <data value="00.replay.ethernet-10-gb.wait">100 ms</data>, because a replay keeps the recorded compute times.
 #
 # The formula says <data value="00.bar.at-once.predicted-move">19.0 ms</data> for every move. The three cases took <data value="00.bar.at-once.measured-move">13.9 ms</data>, <data value="00.bar.after-a-pause.measured-move">15.1 ms</data> and <data value="00.bar.rank-1-late.measured-move">15.3 ms</data>.
-# Does the pause matter? We pair each step at once with each step with rank 1 late: in <data value="00.pause.longer">18</data> of <data value="00.pause.pairs">25</data>
-# pairs the late one's move is longer. Noise alone seldom gives more than 22 or fewer than 3, so <data value="00.pause.words">this run shows no effect of the pause</data>.
+# Does a pause make the move longer? Every rank pauses in "rank 1 late", so we pair each of its steps with each of
+# "at once". In <data value="00.pause.longer">18</data> of <data value="00.pause.pairs">25</data> pairs the move after the pause is longer. Noise alone seldom gives more than 22 or fewer than 3, so <data value="00.pause.words">this run shows no effect of the pause</data>.
 #
 # <details><summary>How long does an 8 MB all-reduce take, then?</summary>
 #
 # The formula counts until the slowest rank is done. Counted like that, the one call of the previous section took
 # <data value="00.calls.1-call-of-8-mb.measured">19.2 ms</data>, and the 8.4 MB of the fit took <data value="00.fit.large">20.1 ms</data>. The moves of the table are medians over ranks, and the slowest rank
-# takes at least as long. A move that is longer than the fit's time contains something besides the link, because
-# the fit used the same link.
+# takes at least as long. A move that is shorter even so may have met a less busy machine than the fit did. This run does not
+# test that. A move that is longer than the fit's time contains something besides the link, because the fit used the same link.
 #
 # That may be a *cold start*. After a pause, the code that launches a call has left the caches, and GPUs and
 # links may be saving power. Before you blame a link, time the call with and without a pause before it.
@@ -805,7 +805,7 @@ def mismatched():
 hpnb.launch(mismatched, ranks=N, device=DEVICE, timeout=3)
 
 # %% [markdown]
-# The first line of the error says that all ranks wait for others, in calls that do not match. On GPUs a
+# The error's first line says that all ranks wait, in calls that do not match. On GPUs a
 # monitor often shows 100 % use in a hang: an NCCL kernel that waits keeps asking whether the data has come. Compare
 # the **lines**.
 
@@ -825,7 +825,7 @@ lesson.field_guide.add(
 lesson.field_guide.show()
 
 # %% [markdown]
-# Every notebook adds a row to the *field guide*, where you look up a symptom to find its cause.
+# Every notebook adds a row to the *field guide*, which leads from a symptom to its cause.
 #
 # <details><summary>In your tools: hangs</summary>
 #

@@ -135,8 +135,8 @@ lesson.record("01.few", {"images": sizes.few, "tokens": sizes.few * SIZE.tokens}
 #           p.grad (h, h)     =      p.grad (h, h)        the mean over the full batch
 # ```
 #
-# If all parts have equally many samples, the mean of their means is the mean over the batch. Below, `axis` stands for
-# the ranks that average with each other. A `policy` says in which dtype the model computes, and whether the optimizer
+# If all parts have equally many samples, the mean of their means is the mean over the batch. Below, `axis` is the
+# group of ranks that average. A `policy` says in which dtype the model computes, and whether the optimizer
 # keeps float32 master weights.
 
 
@@ -202,13 +202,16 @@ lesson.claim("in fp64 only rounding is left", (by_hand, "<", 100 * in_parts + 1e
 # `hpnb.DataParallel(model, axis)` copies rank 0's weights to all ranks. Then it averages the gradients inside each
 # `backward()`.
 #
-# **In your tools.** `accelerator.prepare(model)` of Accelerate uses this wrapper of PyTorch:
+# <details><summary>In your tools: average gradients</summary>
+#
+# `accelerator.prepare(model)` of Accelerate uses this wrapper of PyTorch:
 #
 # ```python
 # from torch.nn.parallel import DistributedDataParallel
 #
 # replica = DistributedDataParallel(model, device_ids=[local_rank])
 # ```
+# </details>
 #
 # **Takeaway.** With parts of equal size, data parallelism changes the order of additions and nothing else.
 #
@@ -352,7 +355,8 @@ def record_versions():
 # A *round* times A, B and C once, and we divide within each round, so that a busy moment of the machine hits all three.
 # We give the median of nine rounds and a *range*, from the second lowest to the second highest. For independent
 # rounds the true median lies in it with 95 % confidence. The *verdict* on a
-# ratio is *slower* if its range lies above 1, *faster* if below, and otherwise *cannot tell*.
+# ratio is *slower* if its range lies above 1, *faster* if below, and otherwise *cannot tell*: the rounds scatter too much to see
+# an effect.
 #
 # The first figure is the prediction. The second is the round that is nearest to the median times of A, B and C. Their
 # titles give the exposed time of all ranks as a share of ranks × *makespan*, the time from the first start to the last
@@ -391,7 +395,8 @@ lesson.record("01.handling", figures.handling_seconds(timelines), "s")
 # The thin lane `dp` under a rank has its messages. Dark grey is the work for them: copying gradients into buckets (C does
 # that inside the backward), and unpacking at the end. It counts as computing, so a message beside it is not exposed. A
 # message of an early rank includes the wait for the last one, as in notebook 00. The prediction has neither this work
-# nor these waits. Ranks that share a GPU compute by turns and send through its memory, so their exposed times say
+# nor these waits. If the title says that overlap changes too little to tell, it means too little beside the scatter of the
+# rounds; the effect may still be large. Ranks that share a GPU compute by turns and send through its memory, so their exposed times say
 # nothing about a link.
 # </details>
 #
@@ -400,16 +405,20 @@ lesson.record("01.handling", figures.handling_seconds(timelines), "s")
 # work for messages, dark grey in the second figure: the slowest rank needs <data value="01.handling.a">10.4 ms</data> for it in A and <data value="01.handling.b">6.46 ms</data> in B.
 #
 # **Overlap.** C takes <data value="01.overlap:.3f">0.871</data> times as long as B (<data value="01.c-over-b.low:.3f">0.751</data> to <data value="01.c-over-b.high:.3f">1.096</data>): the verdict is *<data value="01.c-over-b.verdict">cannot tell</data>*. The prediction of
-# <data value="01.overlap.predicted:.3f">0.717</data> lies <data value="01.c-over-b.predicted-is">below this range</data>. It leaves
+# <data value="01.overlap.predicted:.3f">0.717</data> lies <data value="01.c-over-b.predicted-is">below this range</data>. The
+# output judges more mildly: there a prediction holds if measured / predicted is 0.8 to 1.25. The prediction leaves
 # out that C's backward also fills the buckets, and that an all-reduce beside it may slow it. The next section measures both.
 #
-# **In your tools.** DDP always overlaps.
+# <details><summary>In your tools: overlap</summary>
+#
+# DDP always overlaps.
 #
 # ```python
 # ddp = {"bucket_cap_mb": 25}
 # megatron_core = {"overlap_grad_reduce": True}
 # deepspeed = {"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 500_000_000}}
 # ```
+# </details>
 #
 # **Takeaway.** Buckets save time. Overlap can slow the backward, so compare full steps, not exposed time.
 #
@@ -482,8 +491,10 @@ lesson.check(exercises.reducer, reducer)
 # We call this inequality *the law*, and the smallest such T the *law's knee*. The size of the model cancels.
 #
 # A step is *free* if communication makes it less than 1.1 times as long as the step alone. By the law that happens from
-# 0.87 of the knee on if the step reduces during the backward, and from 6.7 times the knee on if it reduces *after* it. We call a measured size free if its whole range of step / step alone is
-# below 1.1, at all larger sizes as well, and not free if its whole range is above.
+# 0.87 of the knee on if the step reduces during the backward, and from 6.7 times the knee on if it reduces *after* it.
+#
+# A measured size is free if the whole range of step / step alone is below 1.1 there and at every larger size. It is not free
+# if the whole range is above 1.1. Otherwise it is undecided.
 #
 # <details><summary>The law's two curves, which the next figure has as lines</summary>
 #
@@ -554,19 +565,19 @@ lesson.record("01.extra", figures.cost_of_overlap(times[middle]), "s")
 lesson.record("01.wide", figures.describe_wide(wide.size, DTYPE, card))
 
 # %% [markdown]
-# **When is it free here?** Steps that reduce during the backward are <data value="01.measured.during">not free at 272 tokens, undecided above</data>; by the law they are free from <data value="01.law.during:,.0f">69</data> on.
+# **When is it free here?** We name only the largest size that is not free. Steps that reduce during the backward are <data value="01.measured.during">not free at 272 tokens, undecided above</data>; by the law they are free from <data value="01.law.during:,.0f">69</data> on.
 # Steps that reduce after it are <data value="01.measured.after">not free at 272 tokens, undecided above</data>; by the law they are free from <data value="01.law.after:,.0f">532</data> on. <data value="01.measured.score">No size is surely free with overlap, so the question is not scored</data>.
 #
 # Overlap is faster than reducing after the backward at <data value="01.verdicts.faster">0</data> of the <data value="01.verdicts.sizes">5</data> sizes, slower at <data value="01.verdicts.slower">0</data>, and undecided at <data value="01.verdicts.undecided">5</data>.
 #
 # By the law a step with overlap and <data value="01.law.tokens:,">272</data> tokens takes <data value="01.law.middle:.2f">1.00</data> times as long as alone. We measure <data value="01.middle.median:.2f">1.31</data>
-# (<data value="01.middle.low:.2f">1.23</data> to <data value="01.middle.high:.2f">1.52</data>), or <data value="01.extra.median">10.6 ms</data> more. The all-reduce alone takes <data value="01.extra.all-reduce">4.24 ms</data>, and
+# (<data value="01.middle.low:.2f">1.23</data> to <data value="01.middle.high:.2f">1.52</data>), and the median of the nine differences is <data value="01.extra.median">10.6 ms</data>. The all-reduce alone takes <data value="01.extra.all-reduce">4.24 ms</data>, and
 # <data value="01.wide.all-reduce">4.01 ms</data> by α and B. The step alone takes <data value="01.alone">28.7 ms</data>, and <data value="01.wide.at-rate">15.7 ms</data> at the rate R.
 #
-# Besides these two times, the law assumes that the backward keeps its speed while an all-reduce runs, and that filling
-# buckets takes no time. To test the first, we run a backward beside an *unrelated* all-reduce of as many bytes, and stop the clock when the backward
+# The law takes the time of the all-reduce from B and that of the step from R. It also assumes that the backward keeps its
+# speed while an all-reduce runs, and that filling buckets takes no time. To test the first, we run a backward beside an *unrelated* all-reduce of as many bytes, and stop the clock when the backward
 # is done. To test the second, we make each rank a data-parallel group of one: it fills buckets and has nobody to send to.
-# We count a cost as shown only if its verdict is *slower*.
+# We count a cost as shown if its verdict is *slower*.
 
 
 # %%
@@ -597,10 +608,16 @@ lesson.record("01.together", figures.explain_step(
     factors, last, median(causes[ALONE]), during[middle]))  # fmt: skip
 
 # %% [markdown]
-# The last bucket, which no backward can overlap, takes <data value="01.together.last-bucket">2.82 ms</data> by α and B. Its share of the step alone, added to the product of
-# the two factors, gives <data value="01.together.ratio:.2f">1.35</data>. The range of the sweep was <data value="01.middle.low:.2f">1.23</data> to <data value="01.middle.high:.2f">1.52</data>, and this number lies <data value="01.together.lies">within this range, so these costs can explain it</data>.
+# The last bucket, which no backward can overlap, takes <data value="01.together.last-bucket">2.82 ms</data> by α and B. As a share of the step
+# alone, <data value="01.cause.step-alone.measured">22.1 ms</data>, we add it to the product of the two factors, <data value="01.cause.beside-an-unrelated-all-reduce.factor:.2f">1.14</data> x <data value="01.cause.with-buckets-nothing-sent.factor:.2f">1.07</data>. This gives <data value="01.together.ratio:.2f">1.35</data>. The sweep's range was <data value="01.middle.low:.2f">1.23</data> to <data value="01.middle.high:.2f">1.52</data>, and this number lies <data value="01.together.lies">within this range, so these costs can explain it</data>.
+# This check is rough: the table's seconds may give other ratios than the factors, which are medians of ratios within rounds.
 #
-# <details><summary>The same step, two times</summary>
+# <details><summary>Why seconds and factors differ</summary>
+#
+# The seconds of two rows are medians, too, but perhaps of different rounds. So <data value="01.cause.beside-an-unrelated-all-reduce.measured">34.9 ms</data> divided by <data value="01.cause.step-alone.measured">22.1 ms</data> need not give
+# <data value="01.cause.beside-an-unrelated-all-reduce.factor:.2f">1.14</data>. If it gives a number outside the row's range, the machine changed its speed between the rounds of this cell. Such a
+# change hits both times of one round alike, so the factors suffer less from it than the seconds. With the seconds' ratios the
+# sum would be another.
 #
 # A step alone took <data value="01.cause.step-alone.measured">22.1 ms</data> here and <data value="01.alone">28.7 ms</data> in the sweep. The machine's speed can change between cells. So compare
 # ratios within rounds, not seconds of two cells. The memory figure's time does not compare with them
@@ -842,7 +859,7 @@ lesson.claim("stage 1 sends no more", (sent["stage 1"], "==", sent["stage 0"]))
 # <data value="01.zero-sent.stage-1.counted">831 kB</data>, as many bytes as stage 0, because an all-reduce consists of the same two halves. Stage 3 sends
 # <data value="01.zero-sent.stage-3.counted">1.23 MB</data>, about three such halves: it gathers weights twice and reduce-scatters gradients once.
 #
-# **In your tools**
+# <details><summary>In your tools: ZeRO</summary>
 #
 # ```python
 # from torch.distributed.fsdp import fully_shard  # ZeRO stage 3, called for each block and the model
@@ -851,6 +868,7 @@ lesson.claim("stage 1 sends no more", (sent["stage 1"], "==", sent["stage 0"]))
 # deepspeed = {"zero_optimization": {"stage": 1}}  # or 2, or 3
 # megatron_core = {"use_distributed_optimizer": True}  # stage 1
 # ```
+# </details>
 #
 # **Takeaway.** ZeRO stages 1 and 2 save memory and send no extra bytes.
 #

@@ -909,7 +909,7 @@ lesson.claim("Predictions hold more often than rules of thumb",
 # | | question | law | from its run | when not |
 # |---|---|---|---|---|
 # | 00 collectives | What does agreement cost? | latency + bytes/bandwidth a message | 100 small calls: <data value="00.many-calls:.1f">30.9</data> times as long as one with the same bytes | messages too small for bandwidth to matter |
-# | 01 dp | When are replicas free? | tokens a rank above ρ(d-1)/d | free from <data value="01.measured.during">not free at 272 tokens, undecided above</data> tokens, by the law from <data value="01.law.during:,.0f">69</data>; 01 says why | the batch cannot grow |
+# | 01 dp | When are replicas free? | tokens a rank above ρ(d-1)/d | with overlap, measured: <data value="01.measured.during">not free at 272 tokens, undecided above</data>; by the law free from <data value="01.law.during:,.0f">69</data> | the batch cannot grow |
 # | 02 pp | Who is idle? | (p-1)/(m+p-1) | <data value="02.bubble">31.8 %</data> for p = 4, m = 8 | fewer microbatches than stages |
 # | 03 tp | How do you split a matrix exactly? | 4 all-reduces of b·s·h a block | computing takes <data value="03.ratio:.1f">1.8</data> times as long as sending | links between nodes |
 # | 04 mesh | Which axis deserves the fast link? | tp talks most often, dp least | a ViT on one axis, at a tenth of the bandwidth: <data value="04.tenth">dp</data> is fastest; for this page's GPT-2, <data value="08.links.0.1-x-bandwidth.fastest-replayed">pp 8</data> | one axis is enough |

@@ -903,9 +903,9 @@ lesson.explorers.cluster_layouts()
 # **When not to use this.** Small models and small microbatches have costs per kernel: use 08's planner, which measures
 # them.
 #
-# <details><summary>Papers</summary>
+# <details><summary>Where the measurements come from</summary>
 #
-# Narayanan et al. 2021, arXiv 2104.04473: the ten runs. Megatron-Core r0.8.0, README of July 2024: the nine runs.
+# **Papers.** Narayanan et al. 2021, arXiv 2104.04473: the ten runs. Megatron-Core r0.8.0, README of July 2024: the nine runs.
 # Korthikanti et al. 2022, 2205.05198: activation memory. Young 1974, Daly 2006: when to save. Dubey et al. 2024, *Llama 3*,
 # 2407.21783: failures.
 # </details>

@@ -39,7 +39,7 @@
 #
 # **Letters.** A sequence of s tokens is sharded over p ranks of the *context axis*, cp. Queries have H heads; keys and
 # values have G, the *kv heads*. A head has d values of w bytes. In causal attention a query sees its own and earlier keys.
-# The page tells one run, on
+# All numbers come from one run, on
 # <data value="10.hardware">2 CPU cores</data>. *Replayed* times are put together from parts timed alone.
 
 # %% tags=["setup"]
@@ -476,9 +476,9 @@ lesson.claim("The formula counts every byte", counted == predicted)
 #
 # $$ \text{ring: } 6\,(p-1)\,G\,d \qquad\qquad \text{Ulysses: } 4\,\tfrac{p-1}{p}\,(H+G)\,d \quad\text{values of } w \text{ bytes.} $$
 #
-# In 16 bits, where the ring's gradients are twice as wide, its 6 becomes 8. With twice the ranks, a
-# rank of Ulysses sends about half as much, and a rank of a ring about as much as before. With 8 kv
-# heads Ulysses sends <data value="10.sent.ulysses-8-kv-heads.counted">98.3 kB</data> and the
+# In 16 bits, where the ring's gradients are twice as wide, its 6 becomes 8. With twice as many ranks,
+# each has half as many tokens. So in all, a rank of Ulysses then sends about half as many bytes, and
+# a rank of a ring about as many as before. With 8 kv heads Ulysses sends <data value="10.sent.ulysses-8-kv-heads.counted">98.3 kB</data> and the
 # ring <data value="10.sent.ring-8-kv-heads.counted">295 kB</data>. Grouped queries help the ring: with 1 kv head it sends
 # <data value="10.sent.ring-1-kv-heads.counted">36.9 kB</data>. Ulysses needs a kv head for every rank. Our code repeats the one head to 8 and saves
 # nothing.
@@ -575,9 +575,10 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 # </details>
 #
 # In the figure below, lines are *predicted* from the machine card of notebook 00: latency, bandwidth and matmul rate.
-# It gives ρ = <data value="10.card.rho">54</data> FLOP a byte, and here H = G = <data value="10.card.heads">8</data>. So by the card, computing covers the forward from
-# <data value="10.card.overlap">214</data> tokens a rank on, the dotted line. Dots are *replayed*: we time a step's computing and the forward's messages alone,
-# and add them up alike. The backward's messages count by their bytes.
+# It gives ρ = <data value="10.card.rho">54</data> FLOP a byte, and here H = G = <data value="10.card.heads">8</data>. So by the card's bandwidth and FLOP/s, without
+# latency, computing covers the forward from <data value="10.card.overlap">214</data> tokens a rank on, the dotted line. Dots are *replayed*: we time a
+# step's computing and the forward's messages alone, and use the same formulas. Times of the
+# backward's messages follow from the forward's, by their bytes.
 #
 # <details><summary>Where ranks share cores or a GPU</summary>
 #
@@ -637,14 +638,12 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
              (covered["last"], ">", 99.9))  # fmt: skip
 
 # %% [markdown]
-# A ring's last message is always exposed. By its bytes it takes <data value="10.last-message">11.1 %</data> of the time of all messages, at every length. Of
+# By its bytes, a ring's last message takes <data value="10.last-message">11.1 %</data> of the time of all messages, at every length. Of
 # the time of the messages before it, computing covers <data value="10.covered.first">32.9 %</data> at <data value="10.lengths.first">64</data> tokens and
 # <data value="10.covered.last">100 %</data> at <data value="10.lengths.last">4,096</data>.
 #
-# In the replay, a step of the forward covers its message <data value="10.covers">from 2,048 tokens on</data>. The dotted line assumes the card's rates, which short
-# calls don't reach. At <data value="10.lengths.first">64</data> tokens a step computes for <data value="10.parts.computing-of-a-step.replayed">399 µs</data> instead of
-# <data value="10.parts.computing-of-a-step.predicted">2.82 µs</data>. Its message takes <data value="10.parts.message-of-a-ring.replayed">943 µs</data>, and by the card
-# <data value="10.parts.message-of-a-ring.predicted">941 µs</data>.
+# In the replay, a step of the forward covers its message <data value="10.covers">from 2,048 tokens on</data>. The dotted line leaves out latency,
+# <data value="10.card.latency">904 µs</data> by the card. With latency, computing covers messages only at longer sequences.
 #
 # No computing covers Ulysses' all-to-alls. At <data value="10.lengths.first">64</data> tokens their number counts more than their bytes: eight take
 # <data value="10.at-first.ulysses">13.2 ms</data>, and packed into four <data value="10.at-first.ulysses-packed">4.55 ms</data>. At <data value="10.lengths.last">4,096</data> tokens they take
@@ -655,29 +654,34 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 # **All three.** Notebook 00 fitted the card's latency and bandwidth to all-reduces. A send or an all-to-all can be faster or
 # slower. Both include the start of a call, and an all-to-all includes copies. At <data value="10.lengths.first">64</data> tokens a ring's
 # message takes <data value="10.over.first.message-of-a-ring">1.00</data> times as long as the card says, and an all-to-all
-# <data value="10.over.first.all-to-all">0.604</data> times. At <data value="10.lengths.last">4,096</data> tokens it is <data value="10.over.last.message-of-a-ring">1.05</data> and
-# <data value="10.over.last.all-to-all">0.925</data> times.
+# <data value="10.over.first.all-to-all">0.604</data> times. At <data value="10.lengths.last">4,096</data> tokens the message takes <data value="10.over.last.message-of-a-ring">1.05</data> times as long,
+# and the all-to-all <data value="10.over.last.all-to-all">0.925</data> times. Each timed part is a median of five rounds. Lines are smooth, so where dots jump to and fro
+# between neighbouring lengths, that is probably noise.
 #
 # **The ring** differs by a factor of up to <data value="10.off.ring">2.77</data>, at <data value="10.farthest">128</data> tokens. There a step computes for
 # <data value="10.over.worst.computing-of-a-step">31.0</data> times as long as its FLOPs say, and a message takes
 # <data value="10.over.worst.message-of-a-ring">0.591</data> times as long as the card says. A step that computes longer covers more of its message.
 #
+# **The dotted line** also assumes the card's FLOP/s, which short calls don't reach. At <data value="10.lengths.first">64</data> tokens a step computes for <data value="10.parts.computing-of-a-step.replayed">399 µs</data>
+# instead of <data value="10.parts.computing-of-a-step.predicted">2.82 µs</data>. Its message takes <data value="10.parts.message-of-a-ring.replayed">943 µs</data>, and by the card, latency included, <data value="10.parts.message-of-a-ring.predicted">941 µs</data>.
+#
 # **Ulysses** differs by up to <data value="10.off.ulysses">2.46</data>. The card adds up the latencies of the three messages of an all-to-all, but
 # they start together.
 #
-# **Packed Ulysses** differs by up to <data value="10.off.ulysses-packed">2.41</data>. Two of its four all-to-alls are three times as large, and
-# timed ones include the copies that pack q, k and v. We haven't timed these apart.
+# **Packed Ulysses** differs by up to <data value="10.off.ulysses-packed">2.41</data>. Its messages start together, too, so a dot can
+# lie below its line. Two of its four all-to-alls are three times as large, and timed ones include the copies that pack q, k and v, so a
+# dot can also lie above. We haven't timed these apart.
 # </details>
 #
 # ### Where does Ulysses win?
 #
 # By this machine's card, <data value="10.card-wins">the ring exposes least at every length</data>. In the replay, packed Ulysses exposes <data value="10.beside.last.most:.2f">10.95</data> times what the ring
 # exposes at <data value="10.lengths.last">4,096</data> tokens, and <data value="10.beside.shorter.least:.2f">0.29</data> to <data value="10.beside.shorter.most:.2f">9.47</data> times at the
-# shorter ones. <data value="10.beside.shorter.words">There the length decides which exposes less, and another run can change the order of close times</data>.
+# shorter ones. Below 1, Ulysses exposes less. Where the dots' order jumps from length to length, another run can change it.
 #
-# Between nodes of H100s, a message's latency is about 10 µs. Here it is <data value="10.card.latency">904 µs</data> by the card, and a ring's message
-# takes <data value="10.parts.message-of-a-ring.replayed">943 µs</data> at <data value="10.lengths.first">64</data> tokens. Ulysses wins where bytes decide and computing is too short to cover a ring's
-# messages, because it sends less. The less time a message needs to start, the more lengths are of this kind. By the same
+# Ulysses wins where bytes decide and computing is too short to cover a ring's
+# messages, because it sends less. The shorter the latency, the more lengths
+# bytes decide; between nodes of H100s it is about 10 µs. By the same
 # formulas, with 8 ranks over InfiniBand and G = H, the ring exposes less only from <data value="10.wins.32-kv-heads">17,178</data> tokens a rank on.
 # With 8 of 32 kv heads it does so from <data value="10.wins.8-kv-heads">2,848</data> on. The rule w·ρ·G/H gives 16,000 and 4,000 instead.
 #

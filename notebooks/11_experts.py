@@ -111,7 +111,7 @@ lesson.show(counted=counted, key="11.weights", title="A quarter of the weights w
 lesson.claim("Our mixture gives what transformers' block gives", (off, "<", 1e-5))
 
 # %% [markdown]
-# The block of Qwen3-MoE in transformers gives the same output. It has <data value="11.weights.all-experts.counted">36,864</data>
+# The block of Qwen3-MoE in transformers has <data value="11.weights.all-experts.counted">36,864</data>
 # weights in its experts, and <data value="11.weights.work-on-a-token.counted">9,216</data> of them work on a token. The choice
 # has no gradient. The router learns because an expert's output is multiplied by its weight: if the expert helps, the gradient
 # raises that weight. With k = 1 leave the division out: it would make each weight 1, and the router would get no gradient.
@@ -122,7 +122,7 @@ lesson.claim("Our mixture gives what transformers' block gives", (off, "<", 1e-5
 #
 # Now tokens must travel to experts on other ranks and come back. If we sort a
 # rank's rows by expert, they are sorted by rank as well, because rank 0 has the first experts, rank 1 the next. Then one
-# *uneven* all-to-all moves them: each rank sends each other rank as many rows as it has for it.
+# *uneven* all-to-all moves them: a rank sends each other rank the rows for that rank's experts, so messages differ in size.
 #
 # ```text
 # x (n, h)          chosen (n, k)
@@ -210,8 +210,8 @@ lesson.claim("The formula counts every byte", counted == predicted)
 #
 # *Core. Implement, 25 minutes.* Write `layer(x, chosen, weights, compute, axis)` for k experts a token, with the
 # collectives of the cell above and nothing from `hpnb.expert_parallel`. `chosen` and `weights` are n x k. `compute(rows,
-# experts)` applies this rank's experts, which it numbers from 0. The check has other numbers of experts than E,
-# which `compute.num_experts` tells. It compares output and gradients with one process.
+# experts)` applies this rank's experts, which it numbers from 0. The check doesn't use E experts:
+# `compute.num_experts` is their number on all ranks. It compares output and gradients with one process.
 #
 # <details><summary>Hint</summary>
 #
@@ -427,9 +427,9 @@ lesson.claim("Both models need experts", (min(free[0], balanced[0]), ">", 0.02))
 # %% [markdown]
 # With a capacity of 1.25 times the mean, the unbalanced model drops <data value="11.dropped.free">40.3 %</data> of its rows, the balanced one
 # <data value="11.dropped.bias">2.10 %</data>. If all rows are dropped, the shared expert works alone, and the unbalanced model's loss rises by only
-# <data value="11.rise.all:.3f">0.066</data>, the balanced one's by <data value="11.rise.bias:.3f">0.076</data>: after so few steps the experts have learned little. The
-# unbalanced model's <data value="11.dropped.free">40.3 %</data> change its loss by <data value="11.rise.free:+.3f">+0.019</data>, which is <data value="11.rise.words">less</data> than their share of
-# that. Each model was trained once, so changes of a few thousandths mean nothing.
+# <data value="11.rise.all:.3f">0.066</data>, the balanced one's by <data value="11.rise.bias:.3f">0.076</data>: after so few steps the experts have learned little. At
+# 1.25 times the mean, the unbalanced model's loss changes by <data value="11.rise.free:+.3f">+0.019</data>, <data value="11.rise.words">less</data> than
+# <data value="11.dropped.free">40.3 %</data> of <data value="11.rise.all:.3f">0.066</data>. Each model was trained once, so changes of a few thousandths mean nothing.
 #
 # With a capacity of 3 times the mean, the unbalanced model still drops <data value="11.dropped.at-3">7.95 %</data> of its rows. More than
 # E/k = 4 times the mean is impossible, because a token's experts differ.
@@ -624,7 +624,8 @@ lesson.field_guide.show()
 
 # %% [markdown]
 # The losses end at <data value="11.fault.reduced-over-edp.last-loss-measured:.2f">5.22</data> and <data value="11.fault.averaged-over-dp.last-loss-measured:.2f">5.23</data>.
-# The second curve alone looks healthy: all but the experts is trained rightly, and these still learn something.
+# The second curve alone looks healthy: all but the experts is trained rightly, and these still learn something. The field guide says that
+# the model learns less than it should. Trainings this short can't show that.
 #
 # The instrument is a step of a few tokens. With three tokens, <data value="11.unused">5</data> of the last
 # block's eight have no token, so their gradient must be zero. With the wrong axis,

@@ -41,6 +41,7 @@
 # from one forward time and one backward time per stage; messages take no time in them, unless we state one. *Replayed* steps
 # are computed from the time of each action that ran, as if each rank had its own core or GPU. *Measured* steps are
 # read from the clock. This run's steps are <data value="02.run.kind">replayed</data>, and **<data value="02.run.messages">messages take no time</data>**.
+# The first walk and the steps that compare partitions can be of another kind, as labelled.
 
 # %% tags=["setup"]
 import importlib.util
@@ -247,8 +248,7 @@ trained = cpus.run(train, gpipe)
 lesson.show(lesson.Parity.worst_of([distances for _, distances in trained]))
 
 # %% [markdown]
-# All three agree up to rounding. We now use the library, which records times. The figure shows the step as
-# <data value="02.run.kind">replayed</data>.
+# All three agree up to rounding. We now use the library, which records times.
 
 # %%
 steps = pool.run(vit_pipeline.time_schedules, SIZE, IMAGES, DTYPE, {"gpipe": gpipe})
@@ -601,8 +601,7 @@ lesson.check(exercises.place_w, place_w)
 # Exercise 3's schedule is ZB-H1. The prediction uses times of the 1F1B step alone and halves backwards into I and W.
 #
 # The schedules run in turn, three times. We show <data value="02.run.shown">a replay of each action's median time</data>. *Spread* is a
-# schedule's longest step minus its shortest, *work* the mean time for which a rank computes. **In
-# this run <data value="02.run.messages">messages take no time</data>**.
+# schedule's longest step minus its shortest, *work* the mean time for which a rank computes.
 
 # %%
 rounds = pool.run(vit_pipeline.time_rounds, SIZE, IMAGES, DTYPE, made, repeats=3)[0]
@@ -631,10 +630,10 @@ alone = vit_pipeline.compare_split(hpnb.launch(*program, ranks=1)[0])
 lesson.show(columns=alone, key="02.split", title="Split backwards on one rank alone")
 
 # %% [markdown]
-# All four idle less than 1F1B. If we count only differences above the larger of two
+# If we count only differences above the larger of two
 # spreads, <data value="02.race.faster">interleaved is faster than 1f1b; all other pairs are undecided</data>. The prediction puts
-# <data value="02.race.first.predicted">zb-v</data> first, the run <data value="02.race.first.run">interleaved</data>. It takes I = W and equal chunks, so it cannot
-# decide between schedules that are nearly as fast.
+# <data value="02.race.first.predicted">zb-v</data> first, the run <data value="02.race.first.run">interleaved</data>. The prediction takes I = W and equal chunks, so it
+# cannot decide between schedules that are nearly as fast.
 #
 # Does a split backward also take more computing? We time one rank alone, with a stage's layers: backwards in one piece and
 # split, fifteen rounds in turn. Split, the step takes
@@ -656,9 +655,13 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 # Predicted: if a rank has two chunks, we average the forward times of all stages and give each chunk half of the average;
 # likewise for I and W. In the figure below the table, weight gradients have no numbers, because many are short.
 #
+# That figure shows where ZB-H2 puts W: in gaps between other actions, and at the end, while 1F1B's ranks wait in the
+# cool-down. W does not fill all gaps, because the lists fix the order of actions before their times are known.
+#
 # The formulas for idle time hold with equal stages, W ≤ F and W ≤ I ≤ 2W. With I = W, they make ZB-H1 and ZB-H2 equally fast.
-# The predictions also take I = W, but the stages of the 1F1B step are not equal, and half a backward takes <data value="02.race.half-backward:.2f">0.84</data> times as
-# long as a forward. So here they are <data value="02.race.zb-h1.predicted">120 ms</data> for ZB-H1 and <data value="02.race.zb-h2.predicted">116 ms</data> for ZB-H2.
+# The predictions also take I = W. Two things can still separate them: stages are not equal, or half a backward takes longer than
+# a forward, so that W > F. In the 1F1B step of this run, half a backward takes <data value="02.race.half-backward:.2f">0.84</data> times as long as a forward, and stages
+# are not equal. The predictions are <data value="02.race.zb-h1.predicted">120 ms</data> for ZB-H1 and <data value="02.race.zb-h2.predicted">116 ms</data> for ZB-H2.
 # </details>
 #
 # <details><summary>Do the additional messages matter?</summary>
@@ -673,7 +676,7 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 # of an H200 that is 50 over NVLink, where ρ is <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data>, and 0.14 over 10 Gb Ethernet, where ρ is <data value="00.rho.ethernet-10-gb.at-published-rates">791,000 FLOP/B</data>.
 #
 # The race's predictions leave messages out. Steps took <data value="02.race.over-predicted.interleaved:.2f">0.96</data> times their prediction under interleaving and
-# <data value="02.race.over-predicted.zb-h1:.2f">1.22</data> times under ZB-H1, which sends as few messages as 1F1B. So such a ratio alone does not show what messages cost.
+# <data value="02.race.over-predicted.zb-h1:.2f">1.22</data> times under ZB-H1, which sends as few messages as 1F1B. So the ratio of a step to its prediction does not show what messages cost.
 # </details>
 #
 # <details><summary>In your tools: interleaving and zero bubble</summary>
@@ -894,9 +897,9 @@ if graphed:
     lesson.claim("CUDA graphs shorten the step with the smallest microbatches", pair)
 
 # %% [markdown]
-# Launched from Python, the step is shortest at m = <data value="02.sweep.best">4</data>; the formula says <data value="02.sweep.formula:.1f">3.6</data>. With more
-# microbatches, what each one costs adds up to more than is saved. Nor need the bubble shrink: it takes <data value="02.sweep-bubble.best">63.2 ms</data> at the best m
-# and <data value="02.sweep-bubble.most">55.2 ms</data> at m = <data value="02.sweep.most">16</data>.
+# Launched from Python, the step is shortest at m = <data value="02.sweep.best">4</data>; the formula says <data value="02.sweep.formula:.1f">3.6</data>. The bubble
+# takes <data value="02.sweep-bubble.best">63.2 ms</data> at the best m and <data value="02.sweep-bubble.most">55.2 ms</data> at m = <data value="02.sweep.most">16</data>. Beyond the best m, what each microbatch
+# costs adds up to more than the bubble still shrinks.
 #
 # Python can launch small kernels more slowly than a GPU runs them. A *CUDA graph* records all kernels of a
 # stage's forward or backward once and launches them with one call. So c falls,
@@ -910,8 +913,15 @@ if graphed:
 # minus the mean work of a rank.
 #
 # T and c come from the work alone. The formula adds the bubble of equal stages, and takes c as the same at every m. In the
-# replay, a rank also waits wherever actions take unequally long, as short ones do, so the bubble can grow with m. The line is
+# replay, a rank also waits wherever actions take unequally long, as short ones do, so the bubble can shrink less with m than by the formula, or even grow. The line is
 # furthest from the bars at m = <data value="02.sweep.furthest">4</data>, where the step takes <data value="02.sweep.over:.2f">0.85</data> times as long as by the formula.
+# </details>
+#
+# <details><summary>How sure is the best m?</summary>
+#
+# Steps vary from cell to cell. 1F1B with m = 8 took <data value="02.ran.1f1b.makespan">158 ms</data> beside GPipe and <data value="02.race.step.1f1b">143 ms</data> in the race,
+# and the figure above has a third value. So compare steps of one cell only. Neighbours of the best m that differ from it by no more
+# than such values do are undecided.
 # </details>
 #
 # <details><summary>Has this pipeline paid?</summary>
@@ -929,8 +939,8 @@ if graphed:
 #
 # <details><summary>Host wait in replayed and in measured steps</summary>
 #
-# What a run takes beyond its replay without messages is *host wait and transfers*. A step that is a replay itself has at most
-# transfers in this part, because its launch costs are inside the actions. In a step that was measured with a GPU for each rank,
+# What a run takes beyond its replay without messages is *host wait and transfers*. In a replayed step, launch costs are
+# inside the actions, so this part holds only transfers. Where messages take no time, it is absent. In a step that was measured with a GPU for each rank,
 # host wait grows with m: an action becomes shorter than the time in which Python launches its kernels, and the GPU waits for its
 # own process. No schedule removes that. Larger microbatches do, and so do CUDA graphs.
 # </details>

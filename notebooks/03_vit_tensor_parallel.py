@@ -23,8 +23,8 @@
 # **You will be able to** write a tensor-parallel MLP; count what a block sends and keeps; decide whether your interconnect is
 # fast enough; find a missing all-reduce by comparing gradients; say when 2D and 3D layouts pay.
 #
-# **You should know** notebook 00 (all-reduce in a ring and in two halves, latency α, bandwidth B, ρ), and from 02 that a backward computes input gradients
-# and weight gradients. In 02 we called them I and W.
+# **You should know** notebook 00 (all-reduce in a ring and in two halves, latency α, bandwidth B, ρ), and from 02 that a backward computes input gradients I
+# and weight gradients W.
 #
 # **Time.** 30 minutes to read, under 2 minutes to run, 90 minutes for the exercises.
 #
@@ -372,16 +372,19 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # </details>
 #
 # The formula is for 2-byte numbers; with v bytes it gives 2/v times as much. With attention's scores it predicts <data value="03.ratio.predicted">7.30</data>.
-# The run has <data value="03.ratio">1.77</data>. A ratio of 1 is enough: <data value="03.verdict">both the formula and the run call the interconnect fast enough</data>. The formula leaves out costs of both.
+# The run has <data value="03.ratio">1.77</data>. At a ratio of 1 or more, an interconnect is fast enough; we say why below. Here <data value="03.verdict">both the formula and the run call the interconnect fast enough</data>.
 #
 # <details><summary>Three factors between the formula and the run</summary>
+#
+# The formula leaves out costs of computing and of communication:
 #
 # - Computing took <data value="03.slower.computing.factor">2.19</data> times as long as its matrix products would at the card's rate. That includes norms, GELU, residuals and slower products; the run does not separate them.
 # - Latency makes the all-reduces <data value="03.slower.latency-of-all-reduces.factor">1.84</data> times as long as their bytes alone.
 # - Waiting and other costs multiply that by <data value="03.slower.waiting-and-the-rest.factor">4.91</data>. A part is that ranks which come early wait for the others; the run does not explain the rest.
 #
-# The rule of thumb, 4.5 h/ρ, leaves out t - 1 as well. Where it is nearer to the run than the formula, that is an accident: too few bytes
-# make up for too little computing.
+# The rule of thumb, 4.5 h/ρ, leaves out t - 1, the factor 2/v and attention's scores. So its ratio is too high with
+# more than 2 ranks, and with numbers of more than 2 bytes: twice too high if v = 4. Where it comes nearer to the run than the
+# formula, that is an accident: too few bytes make up for too little computing.
 # </details>
 #
 # <details><summary>On a laptop</summary>
@@ -394,13 +397,14 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # <details><summary>How wide on GPUs?</summary>
 #
 # A GPU of 400 TFLOP/s has ρ = 890 on NVLink 4, whose nominal bandwidth is 450 GB/s. So eight of them want h above 7 · 890/4.5 = 1,400.
-# On InfiniBand NDR with 50 GB/s, ρ is 8,000, and they want h above 12,400. These are nominal rates. With the ρ that this page's card
-# measured, <data value="03.rho">79.8 FLOP/B</data>, eight such ranks would want h above <data value="03.wide:,.0f">248</data>.
+# On InfiniBand NDR with 50 GB/s, ρ is 8,000, and they want h above 12,400. These are nominal rates, and 2-byte numbers. With v bytes
+# a number, h must be v/2 times as large. With the number format of this page's card and the ρ
+# that it measured, <data value="03.rho">79.8 FLOP/B</data>, eight such ranks would want h above <data value="03.wide:,.0f">248</data>.
 # </details>
 #
 # Call the ratio r. Without overlap a rank computes r/(1+r) of the time, half of it at r = 1. Weight gradients are a third of the computing time, so overlap hides at most that much communication. At r = 1 a step then takes 1 + 1 - 1/3 = 5/3 of the computing time, and a rank computes 60 % of it.
 #
-# **Takeaway.** Ask for r ≥ 1. By formula that is h above (t-1)ρ/4.5; a run can differ. For eight ranks and usual widths, only the fastest links give that. They connect the GPUs of one *node*, which is one machine.
+# **Takeaway.** Ask for r ≥ 1. By formula that is h above (t-1)ρ/4.5; a run can differ. For eight ranks and usual widths, only the fastest links give that, those inside a *node*, which is one machine.
 #
 # ## An autopsy: the all-reduce that nobody missed
 #
@@ -534,7 +538,7 @@ verdict
 # | ↓ forward / backward | all-reduce / none | reduce-scatter / all-gather |
 #
 # Megatron-LM calls this *sequence parallelism*. The library shards all m tokens of the batch. We count with an image fewer,
-# <data value="03.padded.tokens">1,071</data> tokens, which <data value="03.padded.ranks">2</data> does not divide, so the library pads.
+# <data value="03.padded.tokens">1,071</data> tokens. The number of ranks, <data value="03.padded.ranks">2</data>, does not divide that, so the library pads.
 
 # %%
 uneven, predicted, counted = IMAGES - 1, {}, {}
@@ -607,7 +611,7 @@ lesson.check(exercises.sequence_parallel, block)
 # %% [markdown]
 # ## Grids: 2D, 2.5D and 3D
 #
-# In 1D on 64 ranks, a rank computes 1/16 of what it computes on 4. But it sends (63/64)/(3/4) = 1.31 times as much, because
+# In 1D on 64 ranks, a rank computes 1/16 of what it computes on 4. But it sends 1.31 times as much (63/64 instead of 3/4), because
 # every rank needs all of x. A grid of ranks shards x as well. Here W is a weight matrix, and q x q ranks make a grid. On 2 x 2 ranks, the
 # rank in row i and column j stores block ij of x, W and y = x W:
 #
@@ -777,7 +781,6 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 # %% [markdown]
 # With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">36.5 ms</data>, with sequence parallelism <data value="03.race.1d+sp.measured">64.9 ms</data>, and 2D <data value="03.race.2d.measured">90.2 ms</data>. These are
 # <data value="03.too-low.1d">1.23</data>, <data value="03.too-low.1d+sp">1.86</data> and <data value="03.too-low.2d">1.36</data> times their predictions. Predictions leave out norms, launches and waiting.
-# 2D makes <data value="03.calls.more">49</data> more calls than 1D; divided among them, its additional time is <data value="03.calls.seconds">1.10 ms</data> a call.
 #
 # <details><summary>Which rates do we predict with?</summary>
 #
@@ -801,6 +804,8 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 # On four ranks 2D sends fewer bytes than 1D above 12 h tokens, here <data value="03.tokens.even">3,072</data>. With our <data value="03.tokens.many">1,088</data>, <data value="03.grid">2D sends more bytes than 1D, and takes 145 ms against 87.1 ms</data>.
 #
 # <details><summary>Which costs are constant, and what would help?</summary>
+#
+# With few tokens, 2D takes longer than 1D and makes <data value="03.calls.more">49</data> more calls. Divided among them, its additional time is <data value="03.calls.seconds">1.10 ms</data> a call.
 #
 # A block in 1D makes four all-reduces of six steps, so 24 latencies α, <data value="03.latency.all">21.7 ms</data>. That is <data value="03.latency.share">59.5 %</data> of 1D's time with few tokens. A link of lower latency
 # shortens them. A larger batch makes them count less: compute grows with tokens, and latency does not. Launching kernels takes constant time, too. Where it takes longest, a faster link does not help: such a block is *launch-bound*. This run does not measure launches.
@@ -852,7 +857,7 @@ lesson.explorers.tensor_modes()
 # In this setting 1D would take 220.0 ms. Sequence parallelism adds 0.3 ms to that, which hardly matters.
 # </details>
 #
-# **Takeaway.** Use 1D inside a node, and a grid only when more ranks than a node has must share a matrix. Grids are predicted to communicate for a shorter time on 64 ranks.
+# **Takeaway.** Use 1D inside a node, and a grid only when a matrix must be shared across nodes. Grids are predicted to communicate for a shorter time on 64 ranks.
 #
 # ### Exercise 5: how many ranks should share a matrix?
 #

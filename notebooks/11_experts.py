@@ -136,7 +136,7 @@ lesson.claim("Our mixture gives what transformers' block gives", (off, "<", 1e-5
 # results (k n, h)  ── inverse permutation, times weights, sum over k ──►  output (n, h)
 # ```
 #
-# In the figure, expert 2 is ten times as likely as each other one.
+# In the figure, expert 2 is ten times as likely as any other.
 
 # %%
 question = f"What share of its rows does a rank send away, of {N} ranks?"
@@ -251,7 +251,7 @@ lesson.check(exercises.dispatch_and_combine, layer)
 # Nothing makes routers fair. A rank with a popular expert gets more rows and computes longer, and in the combine all
 # others wait for it. How long? Ranks that share cores or a GPU would also slow each other down. So we *replay*, on any machine:
 # we time each rank's computing alone, as CPU time on a CPU, and let every rank wait until the slowest has finished. Experts are now large enough to take time, and
-# expert 2, which is on rank 1, is again ten times as likely as each other one.
+# expert 2, which is on rank 1, is again ten times as likely as any other.
 
 # %%
 def rows_of_ranks(popular):

@@ -16,8 +16,8 @@ from hpnb import comm, lesson, theory
 from hpnb.lesson.exercises import gpt2_capped_schedule
 from hpnb.lesson.exercises import gpt2_pipeline_parallel as exercises
 from hpnb.lesson.figures import gpt2_pipeline as figures
-from hpnb.lesson.programs import device_timing, gpt2_pipeline, tied_weights
-from hpnb.lesson.programs.gpt2_pipeline import LayerTimes
+from hpnb.lesson.programs import device_timing, gpt2_pipeline, layer_times, tied_weights
+from hpnb.lesson.programs.layer_times import LayerTimes
 from hpnb.models import GPT2_SIZES, GPT2Size
 from hpnb.pipeline_parallel import schedules
 from hpnb.pipeline_parallel.partition import balanced
@@ -73,7 +73,7 @@ def test_a_skyline_knows_its_head_and_smooths_its_blocks() -> None:
 
 
 def run_all(run: gpt2_pipeline.PartitionedSchedule) -> tuple[LayerTimes, float, dict[str, list[float]]]:
-    times = gpt2_pipeline.time_layers(SMALL, 2, torch.float32, repeats=3)
+    times = layer_times.time_layers(SMALL, 2, torch.float32, repeats=3)
     peak = gpt2_pipeline.peak_activations(SMALL, 4, torch.float32, run)
     a = torch.randn(200, 200)
     calls = {"short": lambda: a @ a, "long": lambda: [a @ a for _ in range(50)]}
@@ -108,8 +108,8 @@ def test_repeats_that_overlap_are_no_finding() -> None:
     assert fast.overlaps(close)
     assert not fast.overlaps(slow)
     assert gpt2_pipeline.fastest_of({"slow": slow, "close": close, "fast": fast}) == ["fast", "close"]
-    assert gpt2_pipeline.spread_words([1, 3], [3, 4]) == "within the spread of the repeats"
-    assert gpt2_pipeline.spread_words([4, 5], [1, 3]) == "beyond the spread of the repeats"
+    assert layer_times.spread_words([1, 3], [3, 4]) == "within the spread of the repeats"
+    assert layer_times.spread_words([4, 5], [1, 3]) == "beyond the spread of the repeats"
     assert gpt2_pipeline.overlap_words(["a", "b"]) == "the repeats of a and b overlap with its own"
     assert gpt2_pipeline.overlap_words([]) == "no other repeats overlap with its own"
     runs = {"slow": slow, "close": close, "fast": fast}
@@ -270,14 +270,14 @@ def test_a_gpt2_that_is_drawn_on_its_device_has_one_table() -> None:
     assert bool((norm.weight == 1).all())
     assert bool((norm.bias == 0).all())
     words = device_timing.random_tokens(SMALL, 3)
-    assert torch.isfinite(gpt2_pipeline.token_loss(model(words["input_ids"]), words))
+    assert torch.isfinite(layer_times.token_loss(model(words["input_ids"]), words))
 
 
 def train_tied(tied: bool) -> tuple[list[float], float, tuple[float, float]]:
     axis = hpnb.Mesh(hpnb.Layout(pp=2)).pp
     model: Any = exercises.tiny(tied=tied)
     table = model.transformer.wte.weight
-    pipe = hpnb.Pipeline(model, axis, schedules.make("1f1b", 2, 2), gpt2_pipeline.token_loss)
+    pipe = hpnb.Pipeline(model, axis, schedules.make("1f1b", 2, 2), layer_times.token_loss)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
     log = [tied_weights.tied_distance(pipe, axis, table.shape)]
     batch = exercises.tiny_batch(4, 0)
@@ -417,7 +417,7 @@ def everywhere(weight: Any, axis: Any) -> Any:
         (exercises.token_mean, lambda outputs, inputs: outputs.logits.mean(), "and .sum, count. is wanted"),
         (
             exercises.token_mean,
-            lambda outputs, inputs: (gpt2_pipeline.token_loss(outputs, inputs), 1),
+            lambda outputs, inputs: (layer_times.token_loss(outputs, inputs), 1),
             "ragged rows .11 and 5 targets.: beside one process the loss is off by",
         ),
     ],

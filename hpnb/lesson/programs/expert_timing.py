@@ -18,7 +18,7 @@ import torch
 
 import hpnb
 from hpnb import comm
-from hpnb.lesson.programs.gpt2_pipeline import time_in_turn
+from hpnb.lesson.programs.layer_times import time_in_turn
 from hpnb.mesh import Axis
 from hpnb.record import Event, Timeline
 

@@ -17,8 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import hpnb
 from hpnb import comm, theory
 from hpnb.hybrid import recompute
-from hpnb.lesson.programs import gpt2_pipeline, vit_tensor
+from hpnb.lesson.programs import vit_tensor
 from hpnb.lesson.programs.device_timing import all_ranks, random_tokens, timing_gpt2
+from hpnb.lesson.programs.layer_times import overlap
 from hpnb.lesson.programs.step_timing import relative_distance
 from hpnb.mesh import Axis
 from hpnb.models import GPT2Size
@@ -40,7 +41,7 @@ def nearer_in_words(fullest: float, formula: float, repeats: Mapping[str, Sequen
     Args:
         repeats: {heads: seconds}; where they overlap, the run decides neither.
     """
-    if any(gpt2_pipeline.overlap(a, b) for a, b in combinations(repeats.values(), 2)):
+    if any(overlap(a, b) for a, b in combinations(repeats.values(), 2)):
         return "Here the repeats overlap, so this run doesn't decide whether a head more costs time"
     if abs(fullest - formula) <= abs(fullest - 1):
         return "This run is nearer to the formula than to 1"

@@ -18,8 +18,8 @@ from hpnb import comm, theory
 from hpnb.context_parallel import BlockAttention, ContextParallel, Ring, Visibility, merge_blocks
 from hpnb.lesson.machine_card import MachineCard
 from hpnb.lesson.programs.device_timing import Batch
-from hpnb.lesson.programs.gpt2_pipeline import time_in_turn
 from hpnb.lesson.programs.gpt2_tensor import random_values
+from hpnb.lesson.programs.layer_times import time_in_turn
 from hpnb.lesson.programs.step_timing import relative_distance, rounds_in_turn
 from hpnb.mesh import Axis
 from hpnb.models import GPT2Size

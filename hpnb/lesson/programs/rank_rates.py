@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 import hpnb
 from hpnb.lesson.programs.device_timing import timing_gpt2
-from hpnb.lesson.programs.gpt2_pipeline import time_in_turn, time_layers
+from hpnb.lesson.programs.layer_times import time_in_turn, time_layers
 from hpnb.mesh import ParallelLayout
 from hpnb.models import GPT2Size
 from hpnb.pipeline_parallel.executor import contended

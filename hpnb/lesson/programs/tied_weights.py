@@ -14,7 +14,7 @@ from torch import nn
 import hpnb
 from hpnb import comm
 from hpnb.lesson.programs.device_timing import Batch
-from hpnb.lesson.programs.gpt2_pipeline import token_loss
+from hpnb.lesson.programs.layer_times import token_loss
 from hpnb.lesson.programs.step_timing import relative_distance
 from hpnb.mesh import Axis
 

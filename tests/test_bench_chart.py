@@ -195,7 +195,7 @@ def test_a_long_picture_has_fewer_peers_and_every_name_has_room(tmp_path: Path) 
         every = []
         for layout in layouts.usual_layouts(4):
             known = worker.candidates(what, layouts.parse_layout(layout, 4))
-            every.append(found(layout, {name: 0.52 + 0.3 * i for i, name in enumerate(known)}))
+            every.append(found(layout, {name: 0.52 + 0.24 * i for i, name in enumerate(known)}))
         written(tmp_path, **{what: result(*every, what=what, key=what)})
     heights = []
     for peers in (None, 1, 20):

@@ -527,6 +527,7 @@ def mesh_rank(plugin: Any) -> int:
 
 PLUGINS: list[dict[str, Any]] = [
     {"pp_size": 2}, {"pp_size": 1}, {"pp_size": 2, "pp_style": "zb-h1", "zero_stage": 1}, {"zero_stage": 2},
+    {"pp_size": 2, "zero_stage": 0, "gradient_as_bucket_view": True, "loss_chunk": 16},
 ]  # fmt: skip
 
 

@@ -16,11 +16,11 @@ from hpnb.pipeline_parallel import Costs
 
 _REPEATS = 3  # steps that are recorded, of which the median one counts
 _SCHEDULES: dict[str, dict[str, Any]] = {
-    "1f1b": {"pp_style": "1f1b"},
+    "1f1b": {"pp_style": "1f1b", "num_model_chunks": 1},
     "interleaved": {"pp_style": "interleaved", "num_model_chunks": 2},
     "interleaved in 4 chunks": {"pp_style": "interleaved", "num_model_chunks": 4},
     "zb-v": {"pp_style": "zb-v", "num_model_chunks": 2},
-    "zb-h1": {"pp_style": "zb-h1"},
+    "zb-h1": {"pp_style": "zb-h1", "num_model_chunks": 1},
 }
 
 
@@ -41,6 +41,13 @@ def candidates(layout: ParallelLayout) -> list[Candidate]:
             for schedule, how in _SCHEDULES.items()
             for name, knobs, extra in ways
         ]
+        if layout.tp == 1 and layout.zero_stage < 3:
+            graphs = {"enable_cuda_graphs": True}
+            ways += [
+                (f"{name}, CUDA graphs", {**knobs, **graphs}, extra or knobs["num_model_chunks"] == 2)
+                for name, knobs, extra in ways
+                if knobs["pp_style"] in ("1f1b", "interleaved")
+            ]
     return [Candidate(f"hpnb{name}", partial(build, knobs), extra=extra) for name, knobs, extra in ways]
 
 
@@ -54,7 +61,7 @@ def build(
         backwards: rows of a batch in the opposite order.
     """
     num_microbatches = task.count_microbatches(layout)
-    chunks = knobs.get("num_model_chunks", 1)
+    chunks = knobs["num_model_chunks"] if layout.pp > 1 else 1
     plugin = hpnb.HybridParallelPlugin(
         tp_size=layout.tp,
         pp_size=layout.pp,

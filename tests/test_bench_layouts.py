@@ -90,7 +90,7 @@ def alone(of: tasks.TrainingTask, steps: int = STEPS) -> list[float]:
 
 def check(found: list[Losses], truth: list[float], programs: int) -> None:
     """All ranks saw the losses of one process, and there were that many programs."""
-    assert abs(truth[0] - truth[-1]) > 0.01 * truth[0]  # it learns, so gradients and updates show
+    assert abs(truth[0] - truth[-1]) > 0.004 * truth[0]  # it learns, so gradients and updates show
     for layouts_of_rank in found:
         assert sum(map(len, layouts_of_rank.values())) == programs
         for layout, by_name in layouts_of_rank.items():
@@ -128,7 +128,7 @@ def all_on_two_ranks() -> None:
     of = tiny()
     names = ["dp2", "zero1", "zero2", "zero3", "pp2", "tp2"]
     found = both_sides(of, names, SOME, 2)
-    check(found, _truth(of), 5 + 5 + 3 + 3 + (6 if NOT_HERE else 7) + 6)
+    check(found, _truth(of), 5 + 5 + 3 + 3 + (7 if NOT_HERE else 8) + 6)
 
 
 def two_axes_on_four_ranks() -> None:
@@ -136,7 +136,7 @@ def two_axes_on_four_ranks() -> None:
     which = "^hpnb 1f1b|^hpnb, seq|Schedule1F1B, FSDP2$|SequenceParallel(, head and loss as one)?$"
     names = ["dp2xpp2", "dp2xtp2", "tp2xpp2"]
     found = both_sides(of, names, which, 4)
-    check(found, _truth(of), 2 + 3 + 4)
+    check(found, _truth(of), 3 + 3 + 4)
 
 
 def images_on_two_ranks() -> None:

@@ -40,7 +40,7 @@
 # **Letters.** A sequence of s tokens is sharded over p ranks of the *context axis*, cp. Queries have H heads; keys and
 # values have G, the *kv heads*. A head has d values of w bytes. In causal attention a query sees its own and earlier keys.
 # All numbers come from one run, on
-# <data value="10.hardware">2 CPU cores</data>. *Replayed* times are put together from parts timed alone.
+# <data value="10.hardware">2 CPU cores</data>.
 
 # %% tags=["setup"]
 import importlib.util
@@ -231,26 +231,25 @@ seen = sum(share for _, share in steps[0]) / N
 lesson.reveal("10.rank-0", 100 * seen, source="counted")
 
 # %% [markdown]
-# The shares of visible pairs differ: on rank 0,
-# <data value="10.rank-0">13.3 %</data> are visible, and on all ranks together about half. Our `attend_block` computes all pairs and then masks.
-# Real kernels skip invisible blocks, and rank 0 would be idle after step 0.
+# On rank 0,
+# <data value="10.rank-0">13.3 %</data> of the pairs are visible, and on all ranks together about half. Our `attend_block` computes all pairs and then masks.
+# Real kernels skip invisible blocks. With them, rank 0 would be idle after step 0.
 #
 # ### The backward
 #
 # The backward of a block needs its keys and values once more, so they travel around the ring again. The gradient of a block
-# is a sum over all queries, and each rank has a term of it, from its own queries. For the block of rank r, rank r + 1
-# starts the sum with its term and sends it on, one step after the block. Each next rank adds its term. After p - 1
-# messages the sum arrives on rank r, which adds its own term last.
+# is a sum over all queries, and each rank has a term of it, from its own queries. Rank r + 1 is the first other rank that
+# meets the block of rank r. It passes the block on at once, and its term one step later, when it is computed. Each next
+# rank adds its term. After p - 1 messages the sum arrives on rank r, which adds its own term last.
 #
 # ```text
-# forward    k, v of (s/p tokens)        p - 1 messages
+# forward    k, v of s/p tokens          p - 1 messages
 # backward   k, v once more              p - 1 messages
 #            gradients of k and v        p - 1 messages, in float32 even if k and v have 16 bits
 # ```
 #
-# In 16 bits, a running sum over many ranks would lose digits, hence float32. `hpnb.context_parallel` does all this in an
-# autograd function, `ring_attention`. Its argument `Ring` says which tokens each rank has, and `Visibility` which keys a query
-# sees.
+# In 16 bits, a running sum over many ranks would lose digits, hence float32. The library's `ring_attention` does all this.
+# `Ring` says which tokens each rank has, and `Visibility` which keys a query sees.
 
 
 # %%
@@ -328,8 +327,6 @@ lesson.check(exercises.backward_bytes, sent)
 # p = 4    chunk   0   1   2   3   4   5   6   7
 #          rank    0   1   2   3   3   2   1   0
 # ```
-#
-# In the next figure, a row is a query.
 
 # %%
 tokens = range(64)
@@ -456,12 +453,12 @@ rings = {G: pool.run(check_ring, G)[0] for G in (8, 4, 1)}
 exact = lesson.Parity({f"{G} kv heads": way.distances for G, way in found.items()})
 lesson.claim("Ulysses by hand is exact", exact.equal)
 predicted, counted = {}, {}
-for G in (8, 4, 1):
+for G, heads in ((8, "8 kv heads"), (4, "4 kv heads"), (1, "1 kv head")):
     shape = Attention(64, 8, G, 16, 1, 8)  # s, H, G, d, batch, w
-    predicted[f"ring, {G} kv heads"] = theory.context.ring_bytes(shape, N).total
-    predicted[f"Ulysses, {G} kv heads"] = theory.context.ulysses_bytes(shape, N).total
-    counted[f"ring, {G} kv heads"] = rings[G].sent.total
-    counted[f"Ulysses, {G} kv heads"] = found[G].sent.total
+    predicted[f"ring, {heads}"] = theory.context.ring_bytes(shape, N).total
+    predicted[f"Ulysses, {heads}"] = theory.context.ulysses_bytes(shape, N).total
+    counted[f"ring, {heads}"] = rings[G].sent.total
+    counted[f"Ulysses, {heads}"] = found[G].sent.total
 title = "Ulysses sends least, unless kv heads are few"
 lesson.show(predicted=predicted, counted=counted, unit="B", key="10.sent", title=title)
 over = [sent["ring, 8 kv heads"] / sent["Ulysses, 8 kv heads"]
@@ -480,7 +477,7 @@ lesson.claim("The formula counts every byte", counted == predicted)
 # each has half as many tokens. So in all, a rank of Ulysses then sends about half as many bytes, and
 # a rank of a ring about as many as before. With 8 kv heads Ulysses sends <data value="10.sent.ulysses-8-kv-heads.counted">98.3 kB</data> and the
 # ring <data value="10.sent.ring-8-kv-heads.counted">295 kB</data>. Grouped queries help the ring: with 1 kv head it sends
-# <data value="10.sent.ring-1-kv-heads.counted">36.9 kB</data>. Ulysses needs a kv head for every rank. Our code repeats the one head to 8 and saves
+# <data value="10.sent.ring-1-kv-head.counted">36.9 kB</data>. Ulysses needs a kv head for every rank. Our code repeats the one head to 8 and saves
 # nothing.
 #
 # In a model, notebook 04's `HybridParallelPlugin` shards the batch, gives each token its
@@ -575,15 +572,18 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 # </details>
 #
 # In the figure below, lines are *predicted* from the machine card of notebook 00: latency, bandwidth and matmul rate.
-# It gives ρ = <data value="10.card.rho">54</data> FLOP a byte, and here H = G = <data value="10.card.heads">8</data>. So by the card's bandwidth and FLOP/s, without
-# latency, computing covers the forward from <data value="10.card.overlap">214</data> tokens a rank on, the dotted line. Dots are *replayed*: we time a
-# step's computing and the forward's messages alone, and use the same formulas. Times of the
-# backward's messages follow from the forward's, by their bytes.
+# It gives ρ = <data value="10.card.rho">54</data> FLOP a byte, and here H = G = <data value="10.card.heads">8</data>. So by bandwidth and FLOP/s alone, computing covers the forward from <data value="10.card.overlap">214</data> tokens a rank on. The axis counts the tokens of all
+# <data value="10.ranks">4</data> ranks, so the dotted line is at <data value="10.dotted">856</data>. Dots are *replayed*: we time a
+# step's computing and the forward's messages alone, in nine rounds, and put the medians into the same formulas. Bars show the
+# quartiles.
 #
-# <details><summary>Where ranks share cores or a GPU</summary>
+# <details><summary>How the quartiles are put together, and where ranks share cores or a GPU</summary>
+#
+# A bar begins with the lower quartile of the messages' times and the upper quartile of the computing's. It ends with the reverse.
+# Times of the backward's messages follow from the forward's, by their bytes.
 #
 # Ranks that share CPU cores time computing as CPU time, and messages by the clock. Ranks that share a GPU can't time messages
-# between GPUs, so theirs take what the card says.
+# between GPUs, so theirs take what the card says, and have no quartiles.
 # </details>
 
 # %%
@@ -605,10 +605,13 @@ lesson.record("10.at-last", {way: seconds[-1] for way, seconds in dots.items()},
 lengths = [a.sequence for a in shapes]
 lesson.record("10.lengths", {"first": lengths[0], "last": lengths[-1]})
 tokens = theory.context.tokens_to_overlap(shapes[0], card.matmul, card.link)
+lesson.record("10.dotted", round(N * tokens))
 title = "Computing covers a part of a ring's messages, and none of Ulysses'"
+bars = {way: [times.quartiles[way] for times in replayed] for way in dots}
+lesson.record("10.touch", long_contexts.touching_in_words(replayed, lengths))
 lesson.show(figures.exposed_times(
-    lengths, predicted, dots, lengths, marked=N * tokens, title=title,
-    marked_as="by the card, computing covers a forward from here on"))  # fmt: skip
+    lengths, predicted, dots, lengths, bars, marked=N * tokens, title=title,
+    marked_as="computing covers a forward from here on, by bandwidth and FLOP/s alone"))  # fmt: skip
 
 # %%
 ends = {"first": replayed[0], "last": replayed[-1]}
@@ -626,8 +629,8 @@ lesson.record("10.farthest", lengths[worst])
 over = long_contexts.parts_over_card(replayed, shapes, N, card)  # for each length
 lesson.record("10.over", {"first": over[0], "last": over[-1], "worst": over[worst]})
 parts = long_contexts.predict_parts(shapes[0], N, card)
-source = replayed[0].sources["all-to-all"]
-title = f"One part alone, at {lengths[0]} tokens; replayed messages are from: {source}"
+source = long_contexts.source_in_words(replayed[0])
+title = f"One part alone, at {lengths[0]:,} tokens; {source}"
 lesson.show(predicted=parts, replayed=replayed[0].parts, unit="s", key="10.parts",
             title=title)  # fmt: skip
 longer = replayed[0].parts["computing of a step"] > parts["computing of a step"]
@@ -643,7 +646,7 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 # <data value="10.covered.last">100 %</data> at <data value="10.lengths.last">4,096</data>.
 #
 # In the replay, a step of the forward covers its message <data value="10.covers">from 2,048 tokens on</data>. The dotted line leaves out latency,
-# <data value="10.card.latency">904 µs</data> by the card. With latency, computing covers messages only at longer sequences.
+# <data value="10.card.latency">904 µs</data> by the card, which computing must cover, too.
 #
 # No computing covers Ulysses' all-to-alls. At <data value="10.lengths.first">64</data> tokens their number counts more than their bytes: eight take
 # <data value="10.at-first.ulysses">13.2 ms</data>, and packed into four <data value="10.at-first.ulysses-packed">4.55 ms</data>. At <data value="10.lengths.last">4,096</data> tokens they take
@@ -655,7 +658,7 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 # slower. Both include the start of a call, and an all-to-all includes copies. At <data value="10.lengths.first">64</data> tokens a ring's
 # message takes <data value="10.over.first.message-of-a-ring">1.00</data> times as long as the card says, and an all-to-all
 # <data value="10.over.first.all-to-all">0.604</data> times. At <data value="10.lengths.last">4,096</data> tokens the message takes <data value="10.over.last.message-of-a-ring">1.05</data> times as long,
-# and the all-to-all <data value="10.over.last.all-to-all">0.925</data> times. Each timed part is a median of five rounds. Lines are smooth, so where dots jump to and fro
+# and the all-to-all <data value="10.over.last.all-to-all">0.925</data> times. Lines are smooth, so where dots jump to and fro
 # between neighbouring lengths, that is probably noise.
 #
 # **The ring** differs by a factor of up to <data value="10.off.ring">2.77</data>, at <data value="10.farthest">128</data> tokens. There a step computes for
@@ -677,11 +680,10 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 #
 # By this machine's card, <data value="10.card-wins">the ring exposes least at every length</data>. In the replay, packed Ulysses exposes <data value="10.beside.last.most:.2f">10.95</data> times what the ring
 # exposes at <data value="10.lengths.last">4,096</data> tokens, and <data value="10.beside.shorter.least:.2f">0.29</data> to <data value="10.beside.shorter.most:.2f">9.47</data> times at the
-# shorter ones. Below 1, Ulysses exposes less. Where the dots' order jumps from length to length, another run can change it.
+# shorter ones. Below 1, Ulysses exposes less. <data value="10.touch">The bars of the two touch at 64 tokens; there, this run can't say which is faster</data>.
 #
 # Ulysses wins where bytes decide and computing is too short to cover a ring's
-# messages, because it sends less. The shorter the latency, the more lengths
-# bytes decide; between nodes of H100s it is about 10 µs. By the same
+# messages, because it sends less. The shorter the latency, the sooner bytes decide. Between nodes of H100s it is about 10 µs. By the same
 # formulas, with 8 ranks over InfiniBand and G = H, the ring exposes less only from <data value="10.wins.32-kv-heads">17,178</data> tokens a rank on.
 # With 8 of 32 kv heads it does so from <data value="10.wins.8-kv-heads">2,848</data> on. The rule w·ρ·G/H gives 16,000 and 4,000 instead.
 #
@@ -759,7 +761,7 @@ lesson.claim("Activations shrink as 1/cp, within a tenth", (worst, "<", 0.1))
 # ## The silent failure
 #
 # GPT-2 looks up each token's position in a table, `wpe`. If nobody passes positions, the `transformers` library counts from 0, on
-# every rank. PyTorch's `context_parallel` shards just the buffers that you list, so positions are easily forgotten.
+# every rank.
 #
 # We train a GPT-2 twice on <data value="10.ranks">4</data> ranks. `shard_batch` returns a rank's tokens, positions and shifted labels. In the second
 # run we delete the positions. Masks stay right, because the ring knows where tokens stand. The second cell below also
@@ -822,17 +824,16 @@ lesson.field_guide.show()
 
 # %% [markdown]
 # Both losses fall, to <data value="10.fault.positions-of-shard_batch.last-loss:.2f">5.35</data> and
-# <data value="10.fault.positions-that-restart.last-loss:.2f">5.36</data>. They differ most in step <data value="10.gap.step">11</data>, by <data value="10.gap.most:.2f">0.02</data>. Each ran
-# once, and with one curve alone you would see nothing. The causal mask still tells the model which tokens come first.
+# <data value="10.fault.positions-that-restart.last-loss:.2f">5.36</data>. They differ most in step <data value="10.gap.step">11</data>, by <data value="10.gap.most:.2f">0.02</data>. With one curve alone you would see nothing. The causal mask still tells the model which tokens come first.
 #
-# But somebody will load the checkpoint in one process, with positions 0 to 63. From the first run, that process computes the logits
-# of training, up to rounding in float32. From the second, logits are off by
+# But somebody will load the checkpoint in one process, with positions 0 to 63. Then the first run's logits are those of training, up to
+# rounding in float32. The second run's are off by
 # <data value="10.fault.positions-that-restart.reloaded-logits-are-off-by:.4f">0.0101</data> of their norm.
 #
 # The instrument is the gradient of `wpe`. With right positions, <data value="10.fault.positions-of-shard_batch.rows-of-wpe-with-a-gradient-of-64">63</data>
 # of 64 rows get one: the last token has no target. With positions that restart, only
-# <data value="10.fault.positions-that-restart.rows-of-wpe-with-a-gradient-of-64">16</data> do. Don't compare sizes: in both runs, the norm of row 0 varies by a factor of
-# <data value="10.varies:.1f">2.7</data> or more within ten steps. Many models have no such table. There, check the cause itself: gather `position_ids` from all ranks of cp and sort them. They should be 0 to s - 1, each once.
+# <data value="10.fault.positions-that-restart.rows-of-wpe-with-a-gradient-of-64">16</data> do. Don't compare sizes: within ten steps, the norm of row 0 varies by a factor of
+# <data value="10.varies:.1f">2.7</data> or more, in both runs. Many models have no such table. There, check the cause itself: gather `position_ids` from all ranks of cp and sort them. They should be 0 to s - 1, each once.
 #
 # **Takeaway.** Shard tokens together with their positions and with their labels, which are shifted before: the target of a
 # rank's last token is on another rank.

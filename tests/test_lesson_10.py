@@ -73,6 +73,19 @@ def test_exposed_times_have_lines_dots_and_round_ticks() -> None:
     assert [ax.xaxis.get_major_formatter()(x) for x in ax.get_xticks()] == ["256", "512", "1,024"]
 
 
+def test_exposed_times_show_the_quartiles_of_each_way_beside_each_other() -> None:
+    lines = {"ring": [1e-3, 2e-3], "Ulysses": [1e-3, 2e-3]}
+    bars = {"ring": [(5e-4, 2e-3)], "Ulysses": [(9e-4, 1e-3)]}
+    figure = figures.exposed_times([256, 512], lines, {way: [1e-3] for way in lines}, [512], bars)
+    paths = [path for collection in figure.axes[0].collections for path in collection.get_paths()]
+    drawn = [np.asarray(path.vertices).tolist() for path in paths]
+    assert [(low[1], high[1]) for low, high in drawn] == [(5e-4, 2e-3), (9e-4, 1e-3)]
+    dots = [float(np.asarray(line.get_xdata())[0]) for line in figure.axes[0].get_lines()[2:]]
+    assert [low[0] for low, _ in drawn] == dots
+    assert dots[0] < dots[1]
+    assert "quartiles of its rounds" in {text.get_text() for text in figure.texts}
+
+
 def test_the_crossings_that_the_page_tells_are_those_of_its_explorer() -> None:
     explorer = importlib.import_module("hpnb.lesson.explorers.ring_or_ulysses")
 
@@ -125,6 +138,18 @@ def test_the_prose_says_from_where_a_step_covers_its_message() -> None:
     assert words(2, 0, 2) == "at 1,000 and 4,000 tokens"
 
 
+def test_the_prose_says_where_bars_touch() -> None:
+    def words(*rings: tuple[float, float]) -> str:
+        runs = [long_contexts.Replayed(0.0, 0.0, 0.0, 0.0, 0.0, {}, {},
+                                       {"ring": ring, "Ulysses, packed": (2.0, 3.0)})
+                for ring in rings]  # fmt: skip
+        return long_contexts.touching_in_words(runs, [1000, 2000][: len(runs)])
+
+    assert words((0.0, 1.9), (3.1, 4.0)) == "The bars of the two touch at no length"
+    assert "at 2,000 tokens; there, this run can't say" in words((0.0, 1.9), (0.0, 2.0))
+    assert "at every length, so" in words((2.1, 2.2), (3.0, 4.0))
+
+
 def test_what_computing_covers_leaves_the_last_message_aside() -> None:
     def covered(ring: float) -> float:
         return long_contexts.Replayed(ring, 0.0, 0.0, 9.0, 1.0, {}, {}).covered
@@ -167,6 +192,11 @@ def test_replayed_times_are_put_together_from_what_was_timed(two: Any) -> None:
         assert times.parts["message of a ring"] == pytest.approx(times.messages / 3)
         assert times.last == pytest.approx(times.messages / 3)  # of two ranks: k and v, twice, and gradients
         assert set(times.sources.values()) == {"timed"}
+        medians = {"ring": times.ring, "Ulysses": times.ulysses, "Ulysses, packed": times.packed}
+        for way, (low, high) in times.quartiles.items():
+            assert low < medians.pop(way) < high  # of rounds on the clock, no two are equal
+        assert not medians
+    assert long_contexts.source_in_words(times) == "computing and messages were timed"
 
 
 def reload(restart: bool) -> float:

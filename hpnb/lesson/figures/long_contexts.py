@@ -102,6 +102,7 @@ def exposed_times(
     predicted: Mapping[str, Sequence[float]],
     replayed: Mapping[str, Sequence[float]] | None = None,
     dots_at: Sequence[float] = (),
+    quartiles: Mapping[str, Sequence[tuple[float, float]]] | None = None,
     computing: Sequence[float] = (),
     marked: float | None = None,
     marked_as: str = "",
@@ -114,19 +115,25 @@ def exposed_times(
         lengths: tokens of a sequence.
         predicted: {way: seconds for each length}, lines.
         replayed: {way: seconds for each of `dots_at`}, dots.
+        quartiles: {way: (low, high) for each of `dots_at`}, upright bars; dots and bars of different ways
+            then stand side by side.
         computing: a rank's seconds of computing for each length, a thin line.
         marked, marked_as: a sequence length with an upright rule, and what it is, for the legend.
     """
     look = looks(predicted)
     kind = "" if replayed else ", exposed"
     series = [Series(f"{way}{kind}", lengths, values, look[way]) for way, values in predicted.items()]
+    beside = {way: [x * 1.06 ** (k - 1) for x in dots_at] if quartiles else dots_at
+              for k, way in enumerate(replayed or {})}  # fmt: skip
     for way, values in (replayed or {}).items():
-        series.append(Series(way, dots_at, values, look[way], "dots", f"{way}, replayed"))
+        series.append(Series(way, beside[way], values, look[way], "dots", f"{way}, replayed"))
     if computing:
         series.append(Series("computing", lengths, computing, Look(SOFT, "", "-")))
     kinds = [Key(OpStyle(SOFT, "", "predicted", "-"), "line"),
              Key(OpStyle(SOFT, "", "replayed"), "dot", marker="o")]  # fmt: skip
     keys = [Key(OpStyle(SOFT, "", marked_as, ":"), "line")] if marked is not None and marked_as else []
+    if quartiles:
+        kinds.append(Key(OpStyle(SOFT, "", "quartiles of its rounds"), "dot", marker="|"))
     keys = [*(kinds if replayed else ()), *keys]
     what = "time of one attention" if computing else "exposed time of one attention"
     panel = CurvePanel(series, what, "xy", xlabel="sequence length, on all ranks (tokens)")
@@ -135,6 +142,9 @@ def exposed_times(
     dots = [line for line in ax.lines if str(line.get_label()).endswith(", replayed")]
     for size, line in zip((10, 8, 6), dots, strict=False):  # so that no dot hides one beneath it
         line.set(markersize=size)
+    for way, bars in (quartiles or {}).items():
+        low, high = zip(*bars, strict=True)
+        ax.vlines(beside[way], low, high, color=look[way].color, linewidth=1.6, zorder=3)
     if marked is not None:
         rule(ax, marked, "sequence")
     ax.xaxis.set_major_locator(_powers(lengths))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,7 @@ _TIMED = {"cpu": (Attention(1, 8, 8, 32, 1, 4), tuple(1 << k for k in range(6, 1
 _KEPT = {"cpu": (GPT2Size(64, 2, 4, 256, 509, 2048), torch.float32),
          "cuda": (GPT2Size(1024, 2, 16, 4096, 8192, 4096), torch.bfloat16)}  # fmt: skip
 _STEPS = {"cpu": 20, "cuda": 30}
+_ROUNDS = 9  # of each timed part
 _NOTHING, _FOREVER = BothWays(0.0, 0.0), BothWays(math.inf, math.inf)  # seconds of a step
 
 
@@ -158,6 +159,8 @@ class Replayed:
         last: of the ring's last message, which brings gradients home and is always exposed.
         parts: what this was put together from, named as in `predict_parts`.
         sources: {part: "timed" or "the card"}, which says where its seconds come from.
+        quartiles: {way: (low, high)} of exposed seconds: low with the lower quartile of the messages' rounds
+            and the upper quartile of the computing's, high the other way round.
     """
 
     ring: float
@@ -167,6 +170,7 @@ class Replayed:
     last: float
     parts: dict[str, float]
     sources: dict[str, str]
+    quartiles: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def covered(self) -> float:
@@ -236,6 +240,27 @@ def wins_in_words(seconds: Mapping[str, Sequence[float]], lengths: Sequence[int]
     return f"packed Ulysses exposes less than the ring {at[0]} tokens, and unpacked Ulysses {at[1]}"
 
 
+def touching_in_words(replayed: Sequence[Replayed], lengths: Sequence[int]) -> str:
+    """For prose: at which lengths the bars of the ring and of packed Ulysses, from quartile to quartile,
+    overlap."""
+    at = []
+    for length, times in zip(lengths, replayed, strict=True):
+        (ring_low, ring_high), (low, high) = (times.quartiles[way] for way in ("ring", "Ulysses, packed"))
+        if ring_low <= high and low <= ring_high:
+            at.append(length)
+    if not at:
+        return "The bars of the two touch at no length"
+    if len(at) == len(lengths):
+        return "The bars of the two touch at every length, so this run can't say which is faster"
+    return f"The bars of the two touch at {_listed(at)} tokens; there, this run can't say which is faster"
+
+
+def source_in_words(replayed: Replayed) -> str:
+    """For a title: where the seconds of messages come from."""
+    timed = replayed.sources["all-to-all"] == "timed"
+    return "computing and messages were timed" if timed else "messages take what the card says"
+
+
 def covers_in_words(replayed: Sequence[Replayed], lengths: Sequence[int]) -> str:
     """For prose: at which lengths a ring's step computes for at least as long as its message takes."""
     covers = [times.parts["computing of a step"] >= times.parts["message of a ring"] for times in replayed]
@@ -273,27 +298,48 @@ def replay_exposed(shapes: Sequence[Attention], dtype: torch.dtype, link: theory
     assumed = choose_device("auto", axis.size).shares_gpus
     calls = {(i, way): call for i, shape in enumerate(shapes)
              for way, call in _step_calls(shape, axis, dtype).items()}  # fmt: skip
-    computing = time_in_turn(calls, repeats=5)
+    computing = time_in_turn(calls, repeats=_ROUNDS)
     sending = {} if assumed else rounds_in_turn(
         {f"{i} {way}": call for i, shape in enumerate(shapes)
-         for way, call in _message_calls(shape, axis, dtype).items()}
+         for way, call in _message_calls(shape, axis, dtype).items()}, repeats=_ROUNDS
     )  # fmt: skip
     replayed = []
     for i, shape in enumerate(shapes):
-        step = BothWays(*(statistics.median(computing[i, way]) for way in ("forward", "backward")))
+        steps = [
+            BothWays(forward, backward)
+            for forward, backward in zip(
+                *(_quartiles(computing[i, way]) for way in ("forward", "backward")), strict=True
+            )
+        ]
         block = theory.context.ring_bytes(shape, axis.size).forward / (axis.size - 1)
-        over, ulysses = link, theory.context.ulysses_exposed(shape, axis.size, link).total
-        packed = packed_exposed(shape, axis.size, link)
+        links = [link] * 3
+        ulysses = [theory.context.ulysses_exposed(shape, axis.size, link).total] * 3
+        packed = [packed_exposed(shape, axis.size, link)] * 3
         if not assumed:
-            over = theory.Link(0.0, block / statistics.median(sending[f"{i} ring"]))
-            ulysses, packed = (2 * statistics.median(sending[f"{i} {way}"])  # the backward sends the same
-                               for way in ("ulysses", "packed"))  # fmt: skip
-        parts = _parts(step.forward, theory.seconds("send", block, axis.size, over), ulysses / 8)
-        exposed, messages, last = (theory.context.ring_exposed(shape, axis.size, over, computed).total
-                                   for computed in (step, _NOTHING, _FOREVER))  # fmt: skip
+            links = [theory.Link(0.0, block / took) for took in _quartiles(sending[f"{i} ring"])]
+            ulysses, packed = (
+                [2 * took for took in _quartiles(sending[f"{i} {way}"])] for way in ("ulysses", "packed")
+            )  # the backward sends the same
+        low, ring, high = (
+            theory.context.ring_exposed(shape, axis.size, over, step).total
+            for over, step in zip(links, reversed(steps), strict=True)
+        )
+        message = theory.seconds("send", block, axis.size, links[1])
+        parts = _parts(steps[1].forward, message, ulysses[1] / 8)
+        messages, last = (
+            theory.context.ring_exposed(shape, axis.size, links[1], computed).total
+            for computed in (_NOTHING, _FOREVER)
+        )
         sources = dict.fromkeys(parts, "the card" if assumed else "timed") | {next(iter(parts)): "timed"}
-        replayed.append(Replayed(exposed, ulysses, packed, messages, last, parts, sources))
+        quartiles = {"ring": (low, high), "Ulysses": (ulysses[0], ulysses[2]),
+                     "Ulysses, packed": (packed[0], packed[2])}  # fmt: skip
+        replayed.append(Replayed(ring, ulysses[1], packed[1], messages, last, parts, sources, quartiles))
     return replayed
+
+
+def _quartiles(rounds: Sequence[float]) -> list[float]:
+    """The lower quartile, the median and the upper quartile."""
+    return statistics.quantiles(rounds, n=4, method="inclusive")
 
 
 def _step_calls(shape: Attention, axis: Axis, dtype: torch.dtype) -> dict[str, Callable[[], object]]:

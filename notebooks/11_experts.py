@@ -41,7 +41,7 @@
 #
 # **Letters.** A token has h values of w bytes and chooses k of E experts. A rank has n tokens. The *expert axis* ep has p ranks, and
 # each holds E/p experts. A *row* is a token on its way to one expert. A rank has k n rows; those for its own experts stay.
-# All numbers come from one run, on <data value="11.hardware">2 CPU cores</data>. *Replayed* times are put together from parts timed alone.
+# All numbers come from one run, on <data value="11.hardware">2 CPU cores</data>.
 
 # %% tags=["setup"]
 import importlib.util
@@ -384,8 +384,8 @@ lesson.show(columns=loads, key="11.loads", title=title)
 # <data value="11.run.balancing-loss.busiest-expert-mean-counted:.2f">1.76</data> times with the balancing loss, and
 # <data value="11.run.selection-bias.busiest-expert-mean-counted:.2f">1.50</data> times with the bias. Without balancing, the experts of a layer compute
 # <data value="11.run.no-balancing.computing-of-a-layer-of-one-with-even-loads-replayed:.2f">1.89</data> times as long as with even loads. These are
-# means over both blocks, which can differ: on new text, the busiest expert of block 1 has
-# <data value="11.loads.block-1.busiest:.2f">2.14</data> times the mean, and that of block 2 <data value="11.loads.block-2.busiest:.2f">3.82</data> times.
+# means over both blocks. On new text, the busiest expert of block 1 has
+# <data value="11.loads.block-1.busiest:.2f">2.14</data> times the mean, that of block 2 <data value="11.loads.block-2.busiest:.2f">3.82</data> times.
 #
 # The model's losses of the three runs lie within <data value="11.gap:.2f">0.02</data>. In long trainings, a large factor of the
 # balancing loss makes the model worse, as Wang et al. measured.
@@ -431,8 +431,8 @@ lesson.claim("Both models need experts", (min(free[0], balanced[0]), ">", 0.02))
 # 1.25 times the mean, the unbalanced model's loss changes by <data value="11.rise.free:+.3f">+0.019</data>, <data value="11.rise.words">less</data> than
 # <data value="11.dropped.free">40.3 %</data> of <data value="11.rise.all:.3f">0.066</data>. Each model was trained once, so changes of a few thousandths mean nothing.
 #
-# With a capacity of 3 times the mean, the unbalanced model still drops <data value="11.dropped.at-3">7.95 %</data> of its rows. More than
-# E/k = 4 times the mean is impossible, because a token's experts differ.
+# At 3 times the mean, the unbalanced model still drops <data value="11.dropped.at-3">7.95 %</data> of its rows. More than
+# E/k = 4 times is impossible, because a token's experts differ.
 #
 # <details><summary>Padding, and layers without it</summary>
 #
@@ -473,7 +473,7 @@ lesson.check(exercises.balancing_loss, balancing)
 #     return loss, gradient
 # ```
 #
-# A logit is pushed down if its expert's f is above the mean of f, weighted by this token's probabilities.
+# A logit is pushed down if its expert's f is above the mean of f in which each expert counts with this token's probability for it.
 # </details>
 
 # %% [markdown]
@@ -617,15 +617,15 @@ lesson.claim("The last losses differ by less than a fifth of their fall",
 lesson.claim("Reduced over edp, unused experts have no gradient", unused[right] == 0)
 lesson.claim("Averaged over dp, some have one", (unused[wrong], ">", 0))
 lesson.field_guide.add(
-    "the loss falls, and a mixture of experts learns less than it should",
+    "the loss falls, and experts' gradients are not those of one process",
     "tokens of each expert beside the norm of its gradient, in a step of a few tokens",
     "experts' gradients are averaged over all of dp", notebook="11")  # fmt: skip
 lesson.field_guide.show()
 
 # %% [markdown]
 # The losses end at <data value="11.fault.reduced-over-edp.last-loss-measured:.2f">5.22</data> and <data value="11.fault.averaged-over-dp.last-loss-measured:.2f">5.23</data>.
-# The second curve alone looks healthy: all but the experts is trained rightly, and these still learn something. The field guide says that
-# the model learns less than it should. Trainings this short can't show that.
+# Each ran once, so this difference can't say what the fault costs. The second curve alone looks healthy: everything except the
+# experts is trained correctly, and even the experts still learn something.
 #
 # The instrument is a step of a few tokens. With three tokens, <data value="11.unused">5</data> of the last
 # block's eight have no token, so their gradient must be zero. With the wrong axis,
@@ -677,8 +677,10 @@ lesson.check(exercises.who_reduces, reduces)
 # schedule, *DualPipe*.
 #
 # ```text
-# compute     attention 1   | experts 0 ←   | experts 1     | attention 0 ←  | ...     → forward of 1, ← backward of 0
+# compute     attention 1   | experts 0 ←   | experts 1     | attention 0 ←  | ...
 # link        combine 0 ←   | dispatch 1    | dispatch 0 ←  | combine 1      | ...
+#
+# ←  the backward of microbatch 0; without an arrow, the forward of microbatch 1
 # ```
 #
 # We predict it for layers of DeepSeek-V3's shape: tokens of 7,168 values, and for each token one shared expert and 8 of 256
@@ -751,9 +753,9 @@ lesson.claim("In pairs, the plugin trains as without a pipeline", (off, "<", 1e-
 # Run together, a forward and a backward need <data value="11.saved">58.5 %</data> of the time that they need one after the other. *Exposed* messages, during
 # which nothing computes, shrink from <data value="11.exposed.apart">119 ms</data> to <data value="11.exposed.paired">18.3 ms</data>. The layer suits overlap: its computing and its messages take about equally long.
 #
-# Notebook 06 has a relative of DualPipe, `dualpipe-v`. Most of the time, a rank runs a forward and directly
-# after it the backward of another microbatch. These two run as a pair. <data value="11.pairs">70.3 %</data> of the forwards run in a pair.
-# The other forwards run while the pipeline fills, when there is no backward yet to pair with. A simulated step takes
+# Notebook 06 has a relative of DualPipe, `dualpipe-v`. After most forwards, <data value="11.pairs">70.3 %</data>,
+# a rank directly runs the backward of another microbatch. These two run as a pair. The other forwards run before, while the
+# pipeline fills. A simulated step takes
 # <data value="11.step.in-pairs.simulated">5.96 s</data> instead of <data value="11.step.one-after-the-other.simulated">8.21 s</data>, and <data value="11.step.no-messages.simulated">4.06 s</data> without any messages. The library's
 # losses equal those without a pipeline, up to rounding.
 #

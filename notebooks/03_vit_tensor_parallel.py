@@ -122,7 +122,7 @@ class SumOverRanks(torch.autograd.Function):  # g
 
 
 # %% [markdown]
-# `row_column_mlp` has a switch, `add_before_gelu`: without it we see what a missing sum does. `axis` is a group of ranks
+# `without_sum` shows what a missing sum does. `axis` is a group of ranks
 # with this rank's place in it. `comm.split` takes this rank's chunk of a tensor, and `comm.gather` joins the chunks. The library's
 # f and g, which the exercises use, are `comm.replicate(x, axis)` and `comm.all_reduce(x, axis)`.
 
@@ -265,7 +265,7 @@ lesson.check(exercises.column_row, mlp)
 #
 # $$ \frac{\text{compute time}}{\text{communication time}} = \frac{4.5\,h}{(t-1)\,\rho} $$
 #
-# Batch size cancels, and sequence length almost does: attention's scores, left out here, add a share of s/6h. The formula also leaves out latency. So once messages are long, **no batch helps**: only a wider model, fewer ranks or a faster interconnect. Replace the `None`s below by your guesses of bytes and ratio. Until then a *rule of thumb*, a naive estimate, stands there.
+# Batch size cancels, and sequence length almost does: attention's scores, left out here, add a share of s/6h. The formula also leaves out latency. So once messages are long, **no batch helps**: only a wider model, fewer ranks or a faster interconnect. Replace the `None`s below by your guesses; until then a *rule of thumb*, a naive estimate, stands there.
 #
 # From here on, the library's `parallelize(model, mesh.tp, mode="1d")` replaces the linear layers by sharded ones, as above; this layout is called *1D*. `machine_card` measures the latency α, the bandwidth B (here no matrix) and the matmul rate of this machine, its *card*. ρ is the rate over the bandwidth. The cell then trains a sharded and a serial ViT for three steps, in float64.
 
@@ -273,6 +273,7 @@ lesson.check(exercises.column_row, mlp)
 card = lesson.machine_card(N)
 card.show()
 lesson.record("03.rho", card.rho, "FLOP/B")
+lesson.record("03.value-bytes", DTYPE.itemsize)
 lesson.record("03.wide", 7 * card.rho * DTYPE.itemsize / 2 / 4.5)  # h for 8 ranks
 lesson.record("03.padded", {"tokens": (IMAGES - 1) * SIZE.tokens, "ranks": N})
 question = f"How many bytes leave each of {N} ranks in a block's forward and backward?"
@@ -371,8 +372,8 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # The thin slices of forward after the last all-reduce are a bias and the residual. The last slices of input gradient are attention's norm.
 # </details>
 #
-# The formula is for 2-byte numbers; with v bytes it gives 2/v times as much. With attention's scores it predicts <data value="03.ratio.predicted">7.30</data>.
-# The run has <data value="03.ratio">1.77</data>. At a ratio of 1 or more, an interconnect is fast enough; we say why below. Here <data value="03.verdict">both the formula and the run call the interconnect fast enough</data>.
+# The formula is for 2-byte numbers; with v bytes it gives 2/v times as much, and here v is <data value="03.value-bytes">4</data>. With attention's scores it predicts <data value="03.ratio.predicted">7.30</data>.
+# The run has <data value="03.ratio">1.77</data>. At a ratio of 1 or more, a rank computes at least half of the time, as we show below; this page calls that fast enough. So <data value="03.verdict">both the formula and the run call the interconnect fast enough</data>.
 #
 # <details><summary>Three factors between the formula and the run</summary>
 #
@@ -384,7 +385,7 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 #
 # The rule of thumb, 4.5 h/ρ, leaves out t - 1, the factor 2/v and attention's scores. So its ratio is too high with
 # more than 2 ranks, and with numbers of more than 2 bytes: twice too high if v = 4. Where it comes nearer to the run than the
-# formula, that is an accident: too few bytes make up for too little computing.
+# formula, that is chance: its error cancels a part of what the formula leaves out.
 # </details>
 #
 # <details><summary>On a laptop</summary>
@@ -398,11 +399,16 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 #
 # A GPU of 400 TFLOP/s has ρ = 890 on NVLink 4, whose nominal bandwidth is 450 GB/s. So eight of them want h above 7 · 890/4.5 = 1,400.
 # On InfiniBand NDR with 50 GB/s, ρ is 8,000, and they want h above 12,400. These are nominal rates, and 2-byte numbers. With v bytes
-# a number, h must be v/2 times as large. With the number format of this page's card and the ρ
-# that it measured, <data value="03.rho">79.8 FLOP/B</data>, eight such ranks would want h above <data value="03.wide:,.0f">248</data>.
+# a number, h must be v/2 times as large. With this page's v of <data value="03.value-bytes">4</data> and the ρ
+# that its card measured, <data value="03.rho">79.8 FLOP/B</data>, eight such ranks would want h above <data value="03.wide:,.0f">248</data>.
 # </details>
 #
-# Call the ratio r. Without overlap a rank computes r/(1+r) of the time, half of it at r = 1. Weight gradients are a third of the computing time, so overlap hides at most that much communication. At r = 1 a step then takes 1 + 1 - 1/3 = 5/3 of the computing time, and a rank computes 60 % of it.
+# Call the ratio r. Without overlap a rank computes r/(1+r) of the time, half of it at r = 1.
+#
+# <details><summary>And with overlap?</summary>
+#
+# Weight gradients are a third of the computing time, so overlap hides at most that much communication. At r = 1 a step then takes 1 + 1 - 1/3 = 5/3 of the computing time, and a rank computes 60 % of it.
+# </details>
 #
 # **Takeaway.** Ask for r ≥ 1. By formula that is h above (t-1)ρ/4.5; a run can differ. For eight ranks and usual widths, only the fastest links give that, those inside a *node*, which is one machine.
 #
@@ -790,16 +796,16 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 # So there we multiply the card's rate by cores over ranks, if that is below 1. Here we take <data value="03.rate">23.6 GFLOP/s</data>.
 # </details>
 #
-# With few tokens, sequence parallelism took <data value="03.sp-longer.few">28.4 ms more</data> than 1D, and latency alone predicts <data value="03.norms">5.43 ms</data>. With eight times the tokens it took <data value="03.sp-longer.many">21.3 ms more</data>.
+# With few tokens, sequence parallelism took <data value="03.sp-longer.few">28.4 ms more</data> than 1D, and latency alone predicts <data value="03.norms">5.43 ms</data>.
 #
 # <details><summary>Why can sequence parallelism be slower?</summary>
 #
 # By theory the two halves of an all-reduce take as long as the all-reduce. In a ring of four, both take 2 (4 - 1) = 6 steps, and each step one latency α. So the prediction adds only the latencies of the all-reduce of norm gradients.
 #
-# Timed alone, an all-reduce took <data value="03.halves.all-reduce.measured">6.90 ms</data>, its two halves <data value="03.halves.reduce-scatter-all-gather.measured">10.1 ms</data>. A block has four such pairs, so this makes <data value="03.four-halves">12.8 ms</data>. The run does not explain the rest.
+# Timed alone, an all-reduce took <data value="03.halves.all-reduce.measured">6.90 ms</data>, its two halves <data value="03.halves.reduce-scatter-all-gather.measured">10.1 ms</data>. A block has four such pairs, so this makes <data value="03.four-halves">12.8 ms</data>. The run does not explain the rest. With eight times the tokens, sequence parallelism took <data value="03.sp-longer.many">21.3 ms more</data> than 1D.
 # </details>
 #
-# Eight times the tokens took <data value="03.race.2d.measured-growth:.2f">1.61</data> times as long in 2D, where <data value="03.race.2d.predicted-growth:.2f">1.90</data> was predicted, and <data value="03.race.1d.measured-growth:.2f">2.39</data> times in 1D, where <data value="03.race.1d.predicted-growth:.2f">2.86</data> was predicted. If the rest is proportional, <data value="03.constant.2d">91.3 %</data> of 2D's time with few tokens does not depend on tokens, and <data value="03.constant.1d">80.2 %</data> of 1D's. So larger batches do help.
+# Eight times the tokens took <data value="03.race.2d.measured-growth:.2f">1.61</data> times as long in 2D, where <data value="03.race.2d.predicted-growth:.2f">1.90</data> was predicted, and <data value="03.race.1d.measured-growth:.2f">2.39</data> times in 1D, where <data value="03.race.1d.predicted-growth:.2f">2.86</data> was predicted. Take each time as a constant plus a part proportional to the tokens. Then the constant is <data value="03.constant.2d">91.3 %</data> of 2D's time with few tokens, and <data value="03.constant.1d">80.2 %</data> of 1D's. So larger batches do help.
 #
 # On four ranks 2D sends fewer bytes than 1D above 12 h tokens, here <data value="03.tokens.even">3,072</data>. With our <data value="03.tokens.many">1,088</data>, <data value="03.grid">2D sends more bytes than 1D, and takes 145 ms against 87.1 ms</data>.
 #
@@ -893,9 +899,9 @@ lesson.check(exercises.choose_ranks, choose)
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# Replicas that fit are not always best. In the check's third job a GPU has n = 8,192/64 = 128 tokens and ρ is 8,000, so computing covers hardly any of the gradients. The predicted
+# Replicas that fit are not always best. The check's third job has h = 8,192 and 8,192 tokens. On 64 GPUs that is n = 128 tokens a GPU, and ρ is 8,000, so computing covers hardly any of the gradients. The predicted
 # step takes <data value="03.job.t1">1.57 s</data> for t = 1, most of it gradients, and <data value="03.job.t16">190 ms</data> for t = 16, although r is only 0.31 there.
-# For one layer, the all-reduces of activations send 16 n h (t-1) bytes from a GPU, and those of gradients about 48 h²/t. The sum is least where t² = 3h/n. Here that is t = 14, and 16 is the divisor next to it. This leaves out overlap.
+# For one layer, the all-reduces of activations send 16 n h (t-1) bytes from a GPU, and those of gradients about 48 h²/t. The sum is least where t² = 3h/n. Here that is t = 14, and 16 is the divisor of 64 next to it. This leaves out overlap.
 #
 # ```python
 # def choose(job):
@@ -920,7 +926,7 @@ lesson.check(exercises.choose_ranks, choose)
 # - Sequence parallelism keeps less, for one more small all-reduce.
 # - Grids send fewer bytes in large batches, but make many small calls.
 #
-# **When not to use this.** Use replicas if the model fits and each GPU has many times ρ tokens. By formula, with ρ tokens the backward lasts as long as the gradients' all-reduce. Otherwise share matrices inside a node, with r ≥ 1. With few tokens a smaller r can still beat replicas (exercise 5), so predict both. Across nodes, try pipelines before a grid.
+# **When not to use this.** By formula, with ρ tokens a GPU, 800 if ρ is 800 FLOP/B, the backward lasts as long as the gradients' all-reduce. Use replicas if the model fits and each GPU has many times that. Otherwise share matrices inside a node, with r ≥ 1. With few tokens a smaller r can still beat replicas (exercise 5), so predict both. Across nodes, try pipelines before a grid.
 #
 # **Where to look.**
 #

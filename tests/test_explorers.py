@@ -20,6 +20,7 @@ from hpnb.lesson.explorers.overlapped_backward import KNOBS as KNOBS_01
 from hpnb.lesson.explorers.sharded_step import gpt_shape
 from hpnb.lesson.explorers.tensor_modes import ANSWER as ANSWER_03
 from hpnb.lesson.explorers.tensor_modes import block_timeline, mode_readings
+from hpnb.lesson.tables import number
 from hpnb.mesh import AXES
 from hpnb.models import SIZES
 from hpnb.pipeline_parallel import schedules
@@ -287,6 +288,11 @@ def test_notebook_03_says_what_theory_says_and_no_batch_helps_1d() -> None:
     settings = itertools.product(("1d", "1d+sp", "2d", "2.5d"), (1, 8, 64))
     good = [(m, b) for m, b in settings if shown.meets(**{**GOOD_03, "mode": m, "batch": b})]
     assert good == [("2d", 8)]
+    states = 16 * block.parameters / 16
+    for mode, stays in (("2d", 1.34e9), ("1d", states + theory.activation_bytes(block, "1d", 16))):
+        headings = [title for title in titles_of(shown, mode="2d") if title.startswith(mode)]
+        assert len(headings) == 1
+        assert f"keeps {number(stays, 'B')} a rank" in headings[0]
     shown.set(mode="2d", ranks=8)
     assert "4 or 9" in shown.reading
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _RATE = 400e12  # FLOP/s of a rank
+_STATE_BYTES = 16.0  # of a parameter's weight, gradient and optimizer state
 _MATMULS = {"qkv": ("qkv",), "projection": ("scores", "weighted values", "projection")}
 _BEFORE_MATMUL = ("all_gather", "broadcast")  # sums follow it
 
@@ -64,15 +65,16 @@ def mode_readings(
     grid_mode, sequence_parallel = mode.removesuffix("+sp"), mode.endswith("+sp")
     depth = _depth(mode, ranks)
     shape = (grid_mode, ranks, depth, sequence_parallel)
-    activations = activation_bytes(block, *shape)
-    states = 16.0 * block.parameters * (depth if grid_mode == "2.5d" else 1) / ranks
+    kept = activation_bytes(block, *shape)
+    kept += _STATE_BYTES * block.parameters * (depth if grid_mode == "2.5d" else 1) / ranks
+    kept_by_1d = activation_bytes(block, "1d", ranks) + _STATE_BYTES * block.parameters / ranks
     took = block_seconds(block, grid_mode, ranks, LINKS[link], _RATE, depth, sequence_parallel)
     one_dimension = block_seconds(block, "1d", ranks, LINKS[link], _RATE)
     readings = {
         "block (s)": took.total,
         "compute / sending": took.compute / took.communication,
         "sent (B)": block_sent(block, *shape).bytes(),
-        "kept and states (B)": activations + states,
+        "kept and states (B)": kept,
         "ρ (FLOP/B)": f"{_RATE / LINKS[link].bandwidth:,.0f}",
     }
 
@@ -81,18 +83,17 @@ def mode_readings(
 
         sides = " x ".join(map(str, grid_sides(grid_mode, ranks, depth)))
         timelines = [block_timeline(block, mode, ranks, LINKS[link])]
-        names = [f"{mode}, {sides} ranks: sends for {number(took.communication, 's')}"]
+        names = [f"{mode}, {sides} ranks: {_costs_in_words(kept, took.communication)}"]
         if mode != "1d":
             timelines.append(block_timeline(block, "1d", ranks, LINKS[link]))
-            names.append(f"1d: sends for {number(one_dimension.communication, 's')}")
+            names.append(f"1d: {_costs_in_words(kept_by_1d, one_dimension.communication)}")
         figure = plot.timeline(
             *timelines,
             names=names,
             bubble=None,
             text=not fast,
             axis_labels={0: "each rank"},
-            title=f"h = {hidden:,}, {batch} x {sequence:,} tokens, {ranks} ranks on {link}: "
-            f"keeps {number(activations + states, 'B')} a rank",
+            title=f"h = {hidden:,}, {batch} x {sequence:,} tokens, {ranks} ranks on {link}",
         )
         return figure, (
             f"A block by {mode} over {ranks} ranks on {link}"
@@ -101,6 +102,11 @@ def mode_readings(
         )
 
     return readings, draw
+
+
+def _costs_in_words(kept: float, communication: float) -> str:
+    """The heading of a timeline: bytes of activations and states of a rank, seconds of messages."""
+    return f"keeps {number(kept, 'B')} a rank, sends for {number(communication, 's')}"
 
 
 def _depth(mode: str, ranks: int) -> int:

@@ -320,7 +320,7 @@ lesson.claim("A hybrid step is exact in all three ways", exact.equal)
 #
 # N ranks train on one batch split by dp, by pp and by tp. Along pp they run 1F1B with m = 8 microbatches. In theory a rank computes 1/N of the step along each axis.
 # So we time 1/N of the batch on one rank and predict all three steps from it. Communication that a rank has to wait for is
-# called *exposed*. The *rule of thumb* is: fewest bytes first.
+# called *exposed*. The page asks for guesses. Without one, a *rule of thumb* takes its place: here, fewest bytes first.
 
 # %%
 gradient = DTYPE.itemsize * SIZE.parameters(classes=3)  # bytes
@@ -407,7 +407,7 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 # <details><summary>How far to trust the curves</summary>
 #
 # Bytes are predicted exactly, times are not. As <data value="04.source">measured</data>, the step is <data value="04.ratio.tp:.2f">1.29</data> times the predicted one for tp, <data value="04.ratio.dp:.2f">1.01</data> for dp and
-# <data value="04.ratio.pp:.2f">1.24</data> for pp. A ratio contains two errors. Compute takes longer than predicted by <data value="04.rest.tp.off.compute">20.7 ms</data> along tp and by <data value="04.rest.pp.off.compute">12.3 ms</data> along pp, the rest by <data value="04.rest.tp.off.rest">5.33 ms</data> along tp and by <data value="04.rest.pp.off.rest">6.20 ms</data> along pp. A number below 0 means shorter. If only one error of an axis is below 0, the two partly cancel in its ratio.
+# <data value="04.ratio.pp:.2f">1.24</data> for pp. A ratio contains two errors. Compute takes longer than predicted by <data value="04.rest.tp.off.compute">20.7 ms</data> along tp and by <data value="04.rest.pp.off.compute">12.3 ms</data> along pp, the rest by <data value="04.rest.tp.off.rest">5.33 ms</data> along tp and by <data value="04.rest.pp.off.rest">6.20 ms</data> along pp. {{04.rest.signs}}
 # The prediction leaves out fixed costs, such as calling an operation, which come with every microbatch and shard. On a CPU it also leaves out
 # that ranks send with the cores that compute. Where the rest is shorter than predicted, messages took less than the link's latency and bandwidth say, or were not entirely exposed.
 #
@@ -427,7 +427,7 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 #
 # <details><summary>On a laptop or a shared GPU</summary>
 #
-# Ranks of a CPU share memory bandwidth, so measured times vary from run to run. Ranks that share a GPU compute by turns: dp's step is the one that sends nothing with all-reduces added, and each of tp's many turns starts on an idle GPU, so launches
+# Ranks of a CPU share memory bandwidth, so measured times vary from run to run. Ranks that share a GPU compute by turns. There dp's step is not timed: we take the step that sends nothing and add the time of dp's all-reduces. Each of tp's many turns starts on an idle GPU, so launches
 # count in full. The seconds that a slower link adds contain none of this.
 # </details>
 #
@@ -439,7 +439,7 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 # `record.traffic` notes axis, bytes and ranks of every message. We count the bytes of a collective as if each rank sent them to the
 # next rank of its group, as in a ring. A *traffic atlas* then has a square for each sender and receiver.
 #
-# We treat eight ranks as two nodes of four and nest the axes in three orders. The outermost one lies between nodes.
+# We treat eight ranks as two nodes of four and nest the axes in three orders. The outermost one lies between nodes. Here the rule of thumb is the default order: dp sends fewest, tp most.
 #
 # <details><summary>The bytes that we expect</summary>
 #
@@ -655,7 +655,7 @@ vit_hybrid.add_to_field_guide()
 # to the other replica's samples, which acts like noise.
 # </details>
 #
-# Each notebook adds the symptom of its mistake to the *field guide*, the table above.
+# The table above is this page's row in the *field guide*, the series' table of symptoms.
 #
 # Two instruments need no correct run. Copies should have distance 0. Along tp it is <data value="04.apart.tp">0</data>, but along dp they end
 # <data value="04.apart.dp:.2f">0.30</data> of their norm apart, because these ranks saw different samples and nobody averages their gradients. And the traffic atlas has dark squares of dp between the
@@ -801,7 +801,7 @@ lesson.check(exercises.global_norm, norm)
 # ```
 #
 # We train the small ViT for three epochs, with other settings than in the autopsy. After the first, the run continues on four ranks with ZeRO 2 of notebook 05, which shards optimizer state
-# and gradients over dp. After the second, it continues on two ranks with ZB-H1 of notebook 02, which computes weight gradients in the bubble.
+# and gradients over dp. After the second, on two ranks with ZB-H1 of notebook 02, which computes weight gradients in the bubble.
 
 
 # %%
@@ -855,7 +855,12 @@ lesson.ledger.show()
 # The layout changes twice, and the loss differs from that of one process by at most <data value="04.losses.off:.0e">3e-15</data> of its value. This
 # works because optimizer state, learning rate and the order of samples are in the checkpoint, too.
 #
-# The table above is the *ledger*, to which all notebooks add rows. *States* are weights, gradients and optimizer state, and *kept* counts stored activations. This page's rows time steps without an optimizer update.
+# The table above is the *ledger*, to which all notebooks add rows.
+#
+# <details><summary>What do its columns mean?</summary>
+#
+# *States* are weights, gradients and optimizer state, and *kept* counts stored activations. This page's rows time steps without an optimizer update.
+# </details>
 #
 # <details><summary>In your tools: checkpoints that change layouts</summary>
 #

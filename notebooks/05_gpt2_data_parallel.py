@@ -46,13 +46,13 @@
 import importlib.util
 assert importlib.util.find_spec("hpnb"), "hpnb is missing: run `%pip install hpnb`"
 from statistics import median
-import torch
+import hpnb, torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
-import hpnb
 from hpnb import Layout, Mesh, comm, lesson, theory
 from hpnb.lesson.figures import gpt2_data_parallel as figures
 from hpnb.lesson.programs import device_timing, gpt2_zero, gradient_noise, step_timing
+from hpnb.lesson.programs import gpt2_zero_words as words
 from hpnb.lesson.exercises import gpt2_data_parallel as exercises
 from hpnb.lesson.programs.gpt2_zero import ZeroConfig
 from hpnb.models import GPT2_SIZES, GPT2Size
@@ -78,7 +78,9 @@ here = lesson.banner(N, model=name, data=english.describe(), sizes=sizes)
 # So every rank here gets a *budget* of 15.4 bytes a parameter: 24 GB for XL, <data value="05.stopped.budget">86.9 MB</data> for this page's model.
 # `hpnb.record.memory(..., budget=...)` counts the bytes of all tensors after every operator, and raises where a GPU
 # would be out of memory. We run one step of DDP with hardly any tokens, <data value="05.stopped.tokens">64</data> on each rank. Later steps have
-# <data value="05.tokens.page:,.0f">128</data>. A *rule of thumb*, here weights and gradients, stands where you have not guessed.
+# <data value="05.tokens.page:,.0f">128</data>.
+#
+# Some cells ask you to guess a number first. Without a guess, a *rule of thumb* takes its place. Here it counts weights and gradients only.
 
 # %%
 lesson.predict("05.states", "How many bytes of parameters, gradients and optimizer "
@@ -245,7 +247,7 @@ lesson.show(counted=stored, unit="B", key="05.stored", title="Stored by one bloc
 lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 
 # %% [markdown]
-# All three are right. The checkpointed block stores
+# The checkpointed block stores
 # <data value="05.stored.by-hand.counted">32.8 kB</data> instead of <data value="05.stored.no-checkpoint.counted">922 kB</data>.
 #
 # <details><summary>In your tools</summary>
@@ -281,13 +283,13 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 # ## When is a step fullest?
 #
 # The fullest moment decides between ZeRO and recomputation. Take T tokens a rank, hidden size h, vocabulary size V and w bytes a
-# value. A step can be fullest at four moments. Each holds the states and, in addition:
+# value. A step can be fullest at four moments. Each holds weights, optimizer state and, with ZeRO-0 and 1, gradients. In addition:
 #
 # - **turn** from forward to backward: about 28 T h values of each block, 28 times its input, and 12 V T bytes of the
 #   loss, for float32 log-probabilities and two gradients of that size.
 # - **block i**, counted from 0, in its backward: activations of blocks 0 to i, or with recomputation their inputs and all activations of block i, and what the fold lists.
-# - **end** of the backward: no activations, but with ZeRO-2 and 3 the P/N gradients. They free these after the update, so the next step starts without gradients.
-# - **step**, the update: a float32 copy of 16-bit gradients, which the optimizer needs for master weights.
+# - **end** of the backward: no activations. With ZeRO-2 and 3, the P/N gradients are complete only now, because they are freed after each update.
+# - **step**, the update: the same, and a float32 copy of 16-bit gradients, which the optimizer needs for master weights.
 #
 # <details><summary>What else is there in the backward of block i?</summary>
 #
@@ -449,10 +451,10 @@ took = {tokens: median(seconds) for tokens, seconds in rounds.items()}
 floor, adds = min(took.values()), here.device == "cpu"  # a CPU launches, then computes
 slope = (took[TOKENS] - (floor if adds else 0)) / TOKENS  # s a token
 lesson.show(figures.launch_floor(rounds, floor, slope, TOKENS, adds))
-lesson.record("05.limit", gpt2_zero.limit_in_words(floor, took[TOKENS]))
+lesson.record("05.limit", words.limit_in_words(floor, took[TOKENS]))
 lesson.record("05.floor", {"launch": floor, "step": took[TOKENS]}, "s")
 lesson.record("05.tokens", {"equal": floor / slope, "page": TOKENS, "ranks": N})
-gpt2_zero.record_shape(SIZE, DTYPE)
+words.record_shape(SIZE, DTYPE)
 lesson.claim("8 tokens take less than twice as long as 2", (took[8], "<", 2 * took[2]))
 
 # %% [markdown]
@@ -493,7 +495,7 @@ lesson.show(predicted=totals, **{source: seconds}, unit="s", columns={
     "slowest (s)": {c: spread[c][2] for c in CONFIGS}}, title="Median steps")
 lesson.show(columns=gpt2_zero.price_of_bytes(peaks, spread), key="05.price",
             title=f"What a saved byte costs on this page, {source}")
-gpt2_zero.record_steps(runs, parts)
+words.record_steps(runs, parts)
 most = max(seconds[c] / totals[c] for c in CONFIGS if not c.offload)
 lesson.claim("Not offloaded, no step takes 3 times its prediction", (most, "<", 3))
 after = {c: runs[c].parts["exposed after the update"] for c in CONFIGS}
@@ -652,7 +654,11 @@ def plan_gathers(step):
 
 
 # %% tags=["check-3"]
-lesson.check(exercises.gather_order, plan_gathers)
+verdict = lesson.check(exercises.gather_order, plan_gathers)
+drawn = exercises.compared_plans(plan_gathers)  # your step above a right one
+if drawn:  # nothing before you write a plan that computes
+    lesson.show(figures.prefetch_steps(*drawn))
+verdict
 
 # %% [markdown]
 # <details><summary>Solution</summary>
@@ -688,7 +694,7 @@ plan, depth = gpt2_zero.deepest_models(pool, *setting, (shallow, deep), BUCKET, 
 lesson.show(predicted=plan, measured=depth, unit="blocks", key="05.depth",
             title=f"The most blocks of {SIZE.hidden} that train within the budget")
 lesson.reveal("05.largest", depth[deep], predicted=plan[deep])
-gpt2_zero.record_depths(*setting, plan, depth, N, BUCKET, workspace)
+words.record_depths(*setting, plan, depth, N, BUCKET, workspace)
 lesson.claim("ZeRO-3 trains a deeper model", (depth[deep], ">", depth[shallow]))
 
 # %% [markdown]
@@ -729,7 +735,7 @@ lesson.field_guide.add(  # the series' table of symptoms
     "outputs are kept for logging, with their logits; keep loss.item()", notebook="05")
 
 # %% [markdown]
-# The loss fell from <data value="05.autopsy.first:.2f">6.69</data> to <data value="05.autopsy.last:.2f">5.18</data> in <data value="05.autopsy.steps">8</data> steps. The table lists only tensors with a side of V. The shape tokens × V is alive <data value="05.autopsy.copies">9</data> times: once for each
+# The loss fell from <data value="05.autopsy.first:.2f">6.69</data> to <data value="05.autopsy.last:.2f">5.18</data> in <data value="05.autopsy.steps">8</data> steps. The shape tokens × V is alive <data value="05.autopsy.copies">9</data> times: once for each
 # step that began. These are the logits inside `outputs`, which the list keeps. A normal
 # step frees its logits before its peak. The fix is `log.append(outputs.loss.item())`.
 #
@@ -821,7 +827,7 @@ lesson.show(measured={way: median(estimates) for way, estimates in scales.items(
 lesson.show(figures.batch_wall(steps, {"law, fitted from 8 on": (fewest, fitted)}, 5, {
     f"gradients, loss {loss}": median(scales[f"loss {loss}, batches of 128"])
     for loss in (6, 5)}))
-gradient_noise.record_doublings(steps, fewest, fitted)
+gradient_noise.record_doublings(steps, trained, fewest, fitted)
 lesson.reveal("05.doubling", steps[4] / steps[8], predicted=theory.steps_at(
     4, fewest, fitted) / theory.steps_at(8, fewest, fitted))
 first, eights, larges = (scales[f"loss {loss}, batches of {B}"]
@@ -832,7 +838,7 @@ lesson.claim("The scale grows as the loss falls", larges[0] > first[-1])
 
 # %% [markdown]
 # From 4 to 8 samples the steps fell by a factor of <data value="05.doubling:.2f">1.58</data>, not 2. The law, fitted from 8 samples on,
-# predicted <data value="05.doubling.predicted:.2f">1.55</data>. All doublings divided the steps by <data value="05.doublings.least:.2f">1.09</data> to <data value="05.doublings.most:.2f">1.58</data>; by law the last would by <data value="05.doublings.law-last:.2f">1.13</data>. <data value="05.doublings.wall">The last doubling saved least: the wall begins.</data> Steps are counted in fives, in at most three runs, so the fit is rough.
+# predicted <data value="05.doubling.predicted:.2f">1.55</data>. All doublings divided the steps by <data value="05.doublings.least:.2f">1.09</data> to <data value="05.doublings.most:.2f">1.58</data>; by law the last would by <data value="05.doublings.law-last:.2f">1.13</data>. <data value="05.doublings.wall">The last doubling saved least: the wall begins.</data> Steps are counted in fives, in {{05.repeats.least}} to {{05.repeats.most}} runs of a batch size, so the fit is rough.
 #
 # At a loss of 5, batches of 8 gave noise scales from <data value="05.scale.loss-5-batches-of-8.lowest:.0f">38</data> to
 # <data value="05.scale.loss-5-batches-of-8.highest:.0f">86</data> samples, because both norms are noisy. The same samples in one batch of
@@ -852,8 +858,8 @@ lesson.claim("The scale grows as the loss falls", larges[0] > first[-1])
 # loss with two batch sizes.
 #
 # How many ranks is that worth? At most the critical batch over the token knee. GPT-3 used batches of 3.2 million tokens.
-# At 400 TFLOP/s and 50 GB/s, ρ and with it the knee is about 8,000 tokens, for ZeRO-3 too: its forward gathers 2 bytes
-# a parameter for 2 FLOPs a token. With GPT-3's batch as critical batch, at most 3.2 M / 8,000 = 400 ranks are useful.
+# At 400 TFLOP/s and 50 GB/s, ρ is 8,000 FLOPs a byte, so the knee is about 8,000 tokens. The same holds for ZeRO-3: its forward gathers 2 bytes
+# a parameter, and computes 2 FLOPs a parameter and token. With GPT-3's batch as critical batch, at most 3.2 M / 8,000 = 400 ranks are useful.
 #
 # ### Exercise 4: a noise scale from two norms
 #
@@ -904,11 +910,14 @@ lesson.check(exercises.noise_scale, scale_from_norms)
 # **Where to look.** PyTorch: `torch/distributed/fsdp/_fully_shard`. Megatron-Core: `distrib_optimizer.py`. Here:
 # `hpnb/data_parallel/zero.py` and `fsdp.py`.
 #
-# **Papers**
+# **Papers.**
+#
+# <details><summary>Seven papers</summary>
 #
 # - Rajbhandari et al. 2020, *ZeRO* (1910.02054). Zhao et al. 2023, *PyTorch FSDP*, 2304.11277.
 # - Ren et al. 2021, *ZeRO-Offload* (2101.06840). Chen et al. 2016, *Training deep nets with sublinear memory cost*, 1604.06174.
 # - McCandlish et al. 2018, *An empirical model of large-batch training* (1812.06162).
 # - Merrill et al. 2025, *Critical batch size revisited* (2505.23971). Brown et al. 2020, *GPT-3*, 2005.14165.
+# </details>
 #
 # **Next.** Notebook 06 partitions GPT-2 into pipeline stages, which send only activations.

@@ -16,11 +16,17 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hpnb
-from hpnb import theory
+from hpnb import lesson, theory
 from hpnb.lesson.exercises import gpt2_data_parallel as exercises
 from hpnb.lesson.exercises.checker import check
 from hpnb.lesson.figures import gpt2_data_parallel as figures
-from hpnb.lesson.programs import device_timing, gpt2_zero, gpt2_zero_predictions, gradient_noise
+from hpnb.lesson.programs import (
+    device_timing,
+    gpt2_zero,
+    gpt2_zero_predictions,
+    gpt2_zero_words,
+    gradient_noise,
+)
 from hpnb.lesson.programs.gpt2_zero import ZeroConfig
 from hpnb.models import GPT2_SIZES, GPT2Size
 from hpnb.record import Event, MemoryProfile, MemorySample, OutOfBudget, Timeline
@@ -411,7 +417,7 @@ def test_the_title_names_stages_that_always_communicate_after_the_update() -> No
 
 def test_what_the_page_says_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: dict[str, Any] = {}
-    monkeypatch.setattr(gpt2_zero, "record", lambda key, value, unit="": recorded.update({key: value}))
+    monkeypatch.setattr(gpt2_zero_words, "record", lambda key, value, unit="": recorded.update({key: value}))
 
     def run(*seconds: float) -> gpt2_zero.StepMeasurement:
         steps = [{"backward": s - 0.2, "update": 0.1, "exposed after the update": 0.1} for s in seconds]
@@ -420,14 +426,14 @@ def test_what_the_page_says_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> Non
     runs = {ZeroConfig(stage): run(1.0, 1.1, 1.2) for stage in range(4)}
     runs |= {ZeroConfig(stage, -1): run(1.2, 1.3 + stage, 9.0) for stage in range(4)}
     parts = {c: {"forward": 1.0, "exposed after the update": 0.0} for c in runs}
-    gpt2_zero.record_steps(runs, parts)
+    gpt2_zero_words.record_steps(runs, parts)
     assert recorded["05.recompute"] == pytest.approx({"least": 0.2, "most": 3.2})
     assert recorded["05.ranges"].startswith("overlap")
     assert (recorded["05.off"]["hold"], recorded["05.off"]["highest"]) == (4, "ZeRO-3 + recompute")
     assert recorded["05.offload"] == "This run does not offload."
     offloaded = ZeroConfig(3, -1, offload=True)
     runs |= {offloaded: run(5.0, 6.3, 7.0), ZeroConfig(3): run(1.3, 1.4, 1.5)}
-    gpt2_zero.record_steps(runs, {**parts, offloaded: {"forward": 1.5}})
+    gpt2_zero_words.record_steps(runs, {**parts, offloaded: {"forward": 1.5}})
     assert recorded["05.ranges"] == "do not overlap"
     assert "added 2.00 s to" in recorded["05.offload"]
     assert "predicted as 500 ms" in recorded["05.offload"]
@@ -436,10 +442,11 @@ def test_what_the_page_says_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_doublings_show_a_wall_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: dict[str, Any] = {}
     monkeypatch.setattr(gradient_noise, "record", lambda key, value, unit="": recorded.update({key: value}))
-    gradient_noise.record_doublings({4: 120.0, 8: 60.0, 16: 40.0, 32: 20.0}, 10.0, 1e9)
+    gradient_noise.record_doublings({4: 120.0, 8: 60.0, 16: 40.0, 32: 20.0}, {4: 2, 8: 1}, 10.0, 1e9)
     assert recorded["05.doublings"]["wall"] == "Up to 32 samples, this run shows no wall."
     assert recorded["05.doublings"]["law-last"] == pytest.approx(2.0)
-    gradient_noise.record_doublings({4: 120.0, 8: 60.0, 16: 50.0}, 40.0, 4.0)
+    assert recorded["05.repeats"] == {"least": 1, "most": 2}
+    gradient_noise.record_doublings({4: 120.0, 8: 60.0, 16: 50.0}, {4: 2}, 40.0, 4.0)
     assert "wall begins" in recorded["05.doublings"]["wall"]
     assert recorded["05.fitted"] == 4.0
     assert (recorded["05.doublings"]["least"], recorded["05.doublings"]["most"]) == (1.2, 2.0)
@@ -447,9 +454,9 @@ def test_doublings_show_a_wall_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_deepest_models_say_how_large_and_when_they_are_fullest(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: dict[str, Any] = {}
-    monkeypatch.setattr(gpt2_zero, "record", lambda key, value: recorded.setdefault(key, {}).update(value))
+    monkeypatch.setattr(gpt2_zero_words, "record", lambda key, value: recorded.setdefault(key, {}).update(value))
     config = ZeroConfig(3, -1)
-    gpt2_zero.record_depths(SIZE, 1, torch.bfloat16, {config: 9}, {config: 8}, 2, 25.0, 0.0)
+    gpt2_zero_words.record_depths(SIZE, 1, torch.bfloat16, {config: 9}, {config: 8}, 2, 25.0, 0.0)
     assert recorded["05.millions"]["zero-3"] == replace(SIZE, layers=8).parameters() / 1e6
     assert recorded["05.fullest"]["zero-3"] == "step"
 
@@ -467,8 +474,8 @@ def test_launch_floor() -> None:
 def test_launch_floor_of_steps_that_launching_sets_knows_only_how_long_computing_takes_at_most() -> None:
     fig = figures.launch_floor({1: [1.0], 10: [1.1], 100: [1.5]}, 1.0, 0.015, 100, False)
     assert "computing, at most" in [line.get_label() for line in fig.axes[0].lines]
-    assert gpt2_zero.limit_in_words(1.0, 1.5) == {"word": "launching", "equal": "more than"}
-    assert gpt2_zero.limit_in_words(1.0, 2.5) == {"word": "computing", "equal": "about"}
+    assert gpt2_zero_words.limit_in_words(1.0, 1.5) == {"word": "launching", "equal": "more than"}
+    assert gpt2_zero_words.limit_in_words(1.0, 2.5) == {"word": "computing", "equal": "about"}
 
 
 def test_exposed_by_link() -> None:
@@ -576,6 +583,34 @@ def test_answers_of_the_wrong_kind_fail() -> None:
         assert check(exercise, lambda *_, answer=answer: answer).status == "failed"
     assert check(exercises.recompute_choice, lambda *_: [9]).status == "failed"
     assert check(exercises.gather_order, lambda step: [[*range(6)], *[[]] * 11]).status == "failed"
+
+
+def test_a_readers_plan_is_drawn_above_a_right_one() -> None:
+    assert check(exercises.gather_order, exercises.plan_within_limit).status == "passed"
+    drawn = exercises.compared_plans(lambda step: theory.prefetch_plan(step.uses, 1))
+    assert drawn is not None
+    steps, uses, title = drawn
+    assert title == "A wide block behind narrow ones, memory for four"
+    yours, right = steps.values()
+    assert yours.stall > right.stall == 0.0
+    assert len(figures.prefetch_steps(steps, uses, title).axes) == 2
+    drawn = exercises.compared_plans(exercises.plan_within_limit)
+    assert drawn is not None
+    assert drawn[2] == title
+    yours, right = drawn[0].values()
+    assert yours == right
+    for stub in (lambda step: ..., lambda step: [], lambda step: 1 / 0):
+        assert exercises.compared_plans(stub) is None
+
+
+def test_a_table_of_survivors_says_by_which_side_it_chose(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(OutOfBudget) as stopped:
+        _grow(1000)
+    lesson.survivors_table(stopped.value, side=100)
+    said = capsys.readouterr().out
+    assert "largest tensors alive with a side of 100" in said
+    assert "(100)" in said
+    assert "(2x3)" not in said
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 5, 19])

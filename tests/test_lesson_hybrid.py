@@ -334,6 +334,11 @@ def test_what_is_not_compute_is_compared_along_pp_and_tp(monkeypatch: pytest.Mon
     assert recorded["04.rest.tp.simulated"] == {"step": 11.0, "rest": 5.0}
     assert recorded["04.rest.pp.predicted"] == {"step": 5.0, "rest": 2.0}
     assert recorded["04.rest.tp.off"] == {"compute": 3.0, "rest": -2.0}
+    assert recorded["04.rest.signs"] == "Below 0 means shorter: along tp the two partly cancel in the ratio."
+    vit_hybrid.record_rest(3.0, 1.0, busy, predicted, simulated, {"pp": 7.0, "tp": 12.0})
+    assert recorded["04.rest.signs"] == "No error is below 0, so none cancel in a ratio."
+    vit_hybrid.record_rest(3.0, 1.0, {"pp": 4.0, "tp": 2.0}, predicted, simulated, {"pp": 7.0, "tp": 3.0})
+    assert "have one sign" in recorded["04.rest.signs"]
 
 
 @pytest.mark.parametrize("source", ["measured", "measured by turns"])

@@ -80,11 +80,12 @@ def survivors_table(stopped: OutOfBudget, side: int | None = None) -> None:
     """Display what was alive when a budget was exceeded or the device was full, the largest first.
 
     Args:
-        side: only tensors that have a dimension of this size.
+        side: only tensors that have a dimension of this size; the head of the column says so.
     """
     chosen = [one for one in stopped.survivors if side is None or side in one.shape]
     rows = [(str(one), one.category, number(one.nbytes, "B")) for one in chosen[:8]]
-    columns = ("largest tensors alive", "category", "bytes")
+    some = "largest tensors alive" if side is None else f"largest tensors alive with a side of {side}"
+    columns = (some, "category", "bytes")
     what = "memory" if stopped.device_full else "budget"
     table(columns, rows, f"out of {what} {stopped.operator}", f"{stopped}.")
 

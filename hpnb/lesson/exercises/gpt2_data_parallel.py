@@ -244,6 +244,50 @@ def gather_order(plan: Callable[[GatherTask], Any]) -> Iterator[Finding]:
         yield Finding(count <= enough, f"{name}: {count} gathers, {enough} are enough")
 
 
+def plan_within_limit(task: GatherTask) -> list[list[int]]:
+    """Gathers that start as early as the limit allows, in the order of uses: a right answer."""
+    queue = [block for k, block in enumerate(task.uses) if k == 0 or task.uses[k - 1] != block]
+    ready: set[int] = set()
+    plan: list[list[int]] = [[] for _ in task.uses]
+    for k, block in enumerate(task.uses):
+        while queue and queue[0] not in ready:
+            if sum(task.sizes[b] for b in {*ready, queue[0]}) > task.limit:
+                break
+            ready.add(queue[0])
+            plan[k].append(queue.pop(0))
+        if task.uses[k + 1 : k + 2] != (block,):
+            ready.discard(block)
+    return plan
+
+
+def compared_plans(
+    plan: Callable[[GatherTask], Any],
+) -> tuple[dict[str, GatherTimeline], tuple[int, ...], str] | None:
+    """For a figure: (the reader's simulated step above a right one, their uses, the task).
+
+    It is the first task in which the reader's step waits or has too many bytes or gathers, or else the one
+    with a wide block. None for a stub, and where none of the reader's plans can be simulated: `gather_order`
+    then says why.
+    """
+    steps: dict[str, tuple[bool, GatherTimeline, GatherTimeline]] = {}
+    for name, task in TASKS.items():
+        try:
+            answer = run_plan(task, [[int(block) for block in starts] for starts in plan(task)])
+        except Exception:
+            continue
+        right = run_plan(task, plan_within_limit(task))
+        off = answer.stall > 1e-9 or answer.most > task.limit or len(answer.gathers) > len(right.gathers)
+        steps[name] = (off, answer, right)
+    if not steps:
+        return None
+    name = next((name for name, (off, *_) in steps.items() if off), "")
+    name = name or next((name for name in steps if "wide" in name), next(iter(steps)))
+    _, answer, right = steps[name]
+    words = {f"{whose}, at most {step.most:g} bytes gathered": step
+             for whose, step in (("yours", answer), ("without a stall", right))}  # fmt: skip
+    return words, TASKS[name].uses, f"{name[0].upper()}{name[1:]}"
+
+
 # --- the noise scale -------------------------------------------------------------------------
 
 

@@ -257,14 +257,17 @@ def launch_floor(
     return fig
 
 
-def prefetch_steps(steps: Mapping[str, GatherTimeline], uses: Sequence[int]) -> Figure:
+def prefetch_steps(
+    steps: Mapping[str, GatherTimeline],
+    uses: Sequence[int],
+    title: str = "One block ahead, only the first gather is exposed",
+) -> Figure:
     """Simulated steps of ZeRO-3, beneath each other: computing over all-gathers.
 
     Args:
         steps: {name: simulated step} of the same `uses`.
     """
     timelines = [gather_timeline(step, uses, 8) for step in steps.values()]
-    title = "One block ahead, only the first gather is exposed"
     labels = {0: "each rank"}
     return timeline(
         *timelines, names=tuple(steps), exposed=True, bubble=None, axis_labels=labels, title=title
@@ -400,7 +403,7 @@ def batch_wall(
     below.set_ylim(bottom=below.get_ylim()[0] / (1.8 if estimates else 1.0))  # room for their names
     for batch, taken in measured.items():  # on the side of the point that the first law leaves free
         under = any(taken < fewest * (1 + noise / batch) for fewest, noise in list(laws.values())[:1])
-        write_values(above, [batch], [taken], [f"{taken:,.0f}"], offset=-7 if under else 7)
+        write_values(above, [batch], [taken], [f"{taken:,.1f}".removesuffix(".0")], offset=-7 if under else 7)
     above.tick_params(labelbottom=False)
     below.set_xlabel("samples in a batch, over all ranks")
     return fig

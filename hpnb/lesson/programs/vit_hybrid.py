@@ -189,7 +189,8 @@ def record_rest(
     """Record under 04.rest a step along pp and along tp three times, and what is not compute of the busiest
     rank; return {axis: measured less predicted seconds of that}.
 
-    04.rest.pp.off and 04.rest.tp.off are compute and the rest, measured less predicted.
+    04.rest.pp.off and 04.rest.tp.off are compute and the rest, measured less predicted; 04.rest.signs says in
+    words whether they cancel.
 
     Args:
         share: predicted seconds of this compute.
@@ -207,7 +208,19 @@ def record_rest(
             record(f"04.rest.{axis}.{source}", {"step": step, "rest": rest[source]}, "s")
         off[axis] = rest["measured"] - rest["predicted"]
         record(f"04.rest.{axis}.off", {"compute": busy[axis] - share, "rest": off[axis]}, "s")
+    errors = {axis: (busy[axis] - share, off[axis]) for axis in off}
+    record("04.rest.signs", _signs_in_words(errors))
     return off
+
+
+def _signs_in_words(errors: Mapping[str, tuple[float, float]]) -> str:
+    """For prose: a sentence on what the signs of an axis's two errors mean for its ratio."""
+    cancel = [axis for axis, (compute, rest) in errors.items() if compute * rest < 0]
+    if cancel:
+        return f"Below 0 means shorter: along {' and '.join(cancel)} the two partly cancel in the ratio."
+    if min(min(pair) for pair in errors.values()) < 0:
+        return "Below 0 means shorter. Both errors of an axis have one sign, so none cancel in its ratio."
+    return "No error is below 0, so none cancel in a ratio."
 
 
 def _data_parallel(

@@ -1,0 +1,105 @@
+"""What notebook 05 says of the steps that gpt2_zero.py measures: numbers and words for its prose.
+
+gpt2_zero_words.record_steps(runs, parts)       05.off, 05.recompute, 05.ranges, ..
+gpt2_zero_words.record_depths(SIZE, 2, torch.float32, plan, depth, 2, 25.0, 0.0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from hpnb.lesson.programs.gpt2_zero import StepMeasurement
+from hpnb.lesson.programs.gpt2_zero_predictions import ZeroConfig, predict_memory
+from hpnb.lesson.tables import number
+from hpnb.lesson.values import record
+from hpnb.models import GPT2Size
+
+
+def record_steps(
+    runs: Mapping[ZeroConfig, StepMeasurement], parts: Mapping[ZeroConfig, Mapping[str, float]]
+) -> None:
+    """Record what the page says of measured steps beside the `parts` that are predicted of them.
+
+    Of their ratios 05.off; of median steps what recomputation adds in the stage where it adds least and most,
+    05.recompute; whether the ranges of ZeRO-0 and ZeRO-3 overlap, in words, 05.ranges; seconds of the update
+    and of communication after it, 05.update and 05.after; and what offloading adds, in words, 05.offload.
+    """
+    medians = {c: run.seconds[1] for c, run in runs.items()}
+    totals = {c: sum(part.values()) for c, part in parts.items()}
+    off = {str(c): medians[c] / totals[c] for c in runs}
+    low, *_, high = sorted(off, key=off.__getitem__)
+    hold = sum(0.8 <= ratio <= 1.25 for ratio in off.values())
+    record("05.off", {"low": off[low], "high": off[high], "highest": high, "of": len(off), "hold": hold})
+    added = [medians[ZeroConfig(stage, -1)] - medians[ZeroConfig(stage)] for stage in range(4)]
+    record("05.recompute", {"least": min(added), "most": max(added)}, "s")
+    (first, _, last), (fastest, _, slowest) = (runs[ZeroConfig(stage)].seconds for stage in (0, 3))
+    apart = "do not overlap"
+    together = "overlap: either may be faster"
+    record("05.ranges", together if first <= slowest and fastest <= last else apart)
+    record("05.update", {str(c): runs[c].parts["update"] for c in map(ZeroConfig, range(4))}, "s")
+    after = {str(c): run.parts["exposed after the update"] for c, run in runs.items()}
+    predicted = parts[ZeroConfig(2)]["exposed after the update"]
+    record("05.after", {**after, "predicted": predicted}, "s")
+    record("05.offload", _offload_in_words(medians, totals))
+
+
+def _offload_in_words(medians: Mapping[ZeroConfig, float], totals: Mapping[ZeroConfig, float]) -> str:
+    """For prose: a sentence on what offloading adds to a step with ZeRO-3 and recomputation."""
+    kept, offloaded = ZeroConfig(3, -1), ZeroConfig(3, -1, offload=True)
+    if offloaded not in medians:
+        return "This run does not offload."
+    measured, predicted = (number(took[offloaded] - took[kept], "s") for took in (medians, totals))
+    return (
+        f"In this run, offloading added {measured} to a step with ZeRO-3 and recomputation, predicted as "
+        f"{predicted}: the rates are assumed, and ranks share the CPU's cores and memory."
+    )
+
+
+def record_shape(size: GPT2Size, dtype: torch.dtype) -> None:
+    """Record under 05.shape what formulas of the page need of a model."""
+    shape = {"bytes": dtype.itemsize, "hidden": size.hidden, "vocabulary": size.vocab_size}
+    record("05.shape", shape)
+
+
+def limit_in_words(floor: float, step: float) -> dict[str, str]:
+    """For prose: whether "computing" or "launching" sets the time of a step, in "word".
+
+    Where it is launching, the step does not show how long computing takes. So both are "equal" not at "about"
+    the tokens that the step suggests, but at "more than" these.
+
+    Args:
+        floor: seconds to launch a step, however few its tokens.
+    """
+    computes = step > 2 * floor
+    return {
+        "word": "computing" if computes else "launching",
+        "equal": "about" if computes else "more than",
+    }
+
+
+def record_depths(
+    size: GPT2Size,
+    rows: int,
+    dtype: torch.dtype,
+    predicted: Mapping[ZeroConfig, int],
+    measured: Mapping[ZeroConfig, int],
+    ranks: int,
+    bucket_mb: float,
+    workspace: float,
+) -> None:
+    """Record million parameters of the measured depths, 05.millions, and when steps of the predicted depths
+    are fullest, 05.fullest.
+
+    Args:
+        predicted, measured: what `deepest_models` returned.
+    """
+    block = size.block().parameters
+    for config, layers in predicted.items():
+        deep = replace(size, layers=layers)
+        step = predict_memory(deep, rows, dtype, config, ranks, bucket_mb, workspace)
+        parameters = size.parameters() + (measured[config] - size.layers) * block
+        record("05.millions", {f"zero-{config.stage}": parameters / 1e6})
+        record("05.fullest", {f"zero-{config.stage}": step.fullest.name})

@@ -281,6 +281,35 @@ def test_a_model_holds_within_a_quarter(
     assert outcome.regret == pytest.approx(regret)
 
 
+@pytest.mark.parametrize(
+    ("guess", "predicted", "readings"),
+    [
+        (
+            3.7,
+            3.5,
+            ("below the range (ratio 1.08).", "below the range (ratio 1.14), so name the missing term."),
+        ),
+        (4.3, 4.6, ("above the range (ratio 0.93).", "above the range (ratio 0.87).")),
+        (3.8, 4.2, ("within the range (ratio 1.05).", "within the range (ratio 0.95).")),
+    ],
+)
+def test_answers_are_read_against_a_range(
+    said: Callable[[], str], guess: float, predicted: float, readings: tuple[str, str]
+) -> None:
+    lesson.predict("00.a", "How long?", guess, "ms")
+    lesson.reveal("00.a", 4.0, predicted=predicted, truth_range=(3.8, 4.2))
+    shown = " ".join(said().split())
+    assert f"Your guess lies {readings[0]} The prediction lies {readings[1]}" in shown
+    assert "3.80 to 4.20 ms" in shown
+    (outcome,) = lesson.outcomes()
+    assert outcome.truth_range == (3.8, 4.2)
+    assert outcome.holds(guess) is True  # the score goes by the ratio
+    with pytest.raises(ValueError, match="must contain"):
+        lesson.reveal("00.a", 4.0, truth_range=(4.1, 4.2))
+    lesson.reveal("00.a", 4.0)  # a later run without a range
+    assert "Your guess holds" in said()
+
+
 def test_an_identity_must_be_exact(said: Callable[[], str]) -> None:
     lesson.predict("00.b", "Bytes?", 10**9, "B", kind="identity")
     lesson.reveal("00.b", 10**9 + 1, predicted=10**9 + 1)

@@ -35,6 +35,7 @@ class Outcome:
         costs: of a ranking's choices.
         seen: the guess was made when the truth had already been shown.
         rule_of_thumb: the naive estimate, which stands in the place of a guess until there is one.
+        truth_range: the least and the most that the truth may be; answers are then read against it.
     """
 
     key: str
@@ -47,6 +48,7 @@ class Outcome:
     costs: dict[str, float] | None = None
     seen: bool = False
     rule_of_thumb: Answer = None
+    truth_range: tuple[float, float] | None = None
 
     @property
     def regret(self) -> float | None:
@@ -113,6 +115,13 @@ def answer_text(answer: Answer, unit: str = "") -> str:
     return " < ".join(answer) if isinstance(answer, tuple) else number(answer, unit)
 
 
+def range_text(ends: tuple[float, float], unit: str = "") -> str:
+    """The two ends of a range as a table holds them: "68 to 272 tokens"."""
+    low, high = (number(end, unit) for end in ends)
+    same_unit = unit and low.partition(" ")[2] == high.partition(" ")[2]
+    return f"{low.partition(' ')[0] if same_unit else low} to {high}"
+
+
 def reading_of(outcome: Outcome) -> str:
     """One line that says what came of the guess, and of the prediction."""
     parts = []
@@ -136,6 +145,11 @@ def _read(outcome: Outcome, value: Answer, who: str) -> str:
             return f"{who} is exact"
         gap = number(abs(truth - cast(float, value)), outcome.unit)
         return f"{who} is off by {gap}, and this question has one exact answer"
+    if outcome.truth_range is not None:
+        low, high = outcome.truth_range
+        side = "below" if cast(float, value) < low else "above" if cast(float, value) > high else "within"
+        advice = f", so {MISSING}" if who == "the prediction" and side == "below" else ""
+        return f"{who} lies {side} the range (ratio {ratio_text(ratio)}){advice}"
     if right:
         return f"{who} holds (ratio {ratio_text(ratio)})"
     # A guess has no terms. A prediction that is too low lacks one; a cost left out cannot make it too high.
@@ -178,7 +192,7 @@ def _parse(text: str) -> dict[str, Outcome]:
 
 
 def _outcome(key: str, fields: dict[str, Any]) -> Outcome:
-    for name in ("guess", "predicted", "truth", "rule_of_thumb"):
+    for name in ("guess", "predicted", "truth", "rule_of_thumb", "truth_range"):
         if isinstance(fields.get(name), list):
             fields[name] = tuple(fields[name])
     return Outcome(**{**fields, "key": key})

@@ -21,6 +21,7 @@ from hpnb.lesson.predictions.outcome import (
     Kind,
     Outcome,
     answer_text,
+    range_text,
     ratio_of,
     ratio_text,
     read_outcomes,
@@ -92,6 +93,7 @@ def reveal(
     predicted: SupportsFloat | Sequence[Any] | None = None,
     costs: Mapping[Any, float] | None = None,
     source: str = "measured",
+    truth_range: tuple[float, float] | None = None,
 ) -> None:
     """Show the guess of `key` beside the prediction and the truth, read the row, and keep the outcome.
 
@@ -101,6 +103,8 @@ def reveal(
         predicted: what a formula or a simulation said.
         costs: what each choice of a ranking costs; the least is best.
         source: what the truth is: measured, simulated, replayed, counted or published.
+        truth_range: (low, high) between which the truth of a model lies. It is shown, and the reading then
+            says on which side of it an answer lies; scores go by the ratio as without it.
 
     Prose may tell {{key}}, {{key.predicted}} and {{key.rule-of-thumb}}; of a ranking, the winner.
 
@@ -119,7 +123,13 @@ def reveal(
         asked,
         truth=_answer(truth, asked.kind, asked.unit, "the truth"),
         predicted=_answer(predicted, asked.kind, asked.unit, "the prediction"),
+        truth_range=None,
     )
+    if truth_range is not None:
+        low, high = map(plain, truth_range)
+        if done.kind != "model" or not low <= cast(float, done.truth) <= high:
+            raise ValueError(f"{key}: truth_range {low} to {high} must contain the truth of a model")
+        done = replace(done, truth_range=(low, high))
     _asked[key] = done
     with locked():
         stored = read_outcomes()
@@ -136,6 +146,8 @@ def reveal(
     if done.predicted is not None:
         shown["predicted"] = answer_text(done.predicted, done.unit)
     shown[source] = answer_text(done.truth, done.unit)
+    if done.truth_range is not None:
+        shown["range"] = range_text(done.truth_range, done.unit)
     if done.kind == "ranking" and done.regret is not None:
         shown["your regret"] = number(100 * done.regret, "%")
     elif done.kind != "ranking":

@@ -62,7 +62,9 @@ SIZE, DTYPE, BUCKET_MB = sizes.size, sizes.dtype, sizes.bucket_mb
 PARAMETERS, SMALL = SIZE.parameters(classes=3), SIZES["laptop"]
 leaves = hpnb.data.beans("train", size=48, image_size=32)
 model_name = lesson.page_sizes.model_name(SIZE)
-here = lesson.banner(N, model=model_name, data=leaves.describe(), sizes=sizes)
+notes = "the machine's speed may change between cells: compare times within a cell"
+here = lesson.banner(N, model=model_name, data=leaves.describe(), sizes=sizes,
+                     reading=notes)  # fmt: skip
 lesson.record("01.page", {"ranks": N, "tokens": SIZE.tokens, "image": SIZE.image})
 
 # %% [markdown]
@@ -70,9 +72,8 @@ lesson.record("01.page", {"ranks": N, "tokens": SIZE.tokens, "image": SIZE.image
 #
 # A ViT (vision transformer) cuts an image into patches. Each patch becomes one *token*, a vector of h numbers, which
 # passes through *blocks* of attention and an MLP. We time the ViT `SIZE` of the banner on random images of <data value="01.page.image">32</data> x
-# <data value="01.page.image">32</data> pixels, which make <data value="01.page.tokens">17</data> tokens each. Quick checks use `SMALL`, 8 blocks of width 64. Its images show bean
-# leaves, healthy or with one of two diseases: three classes. With 32 x 32 pixels, 16 patches of 8 x 8 and one token for
-# the class make 17 tokens.
+# <data value="01.page.image">32</data> pixels, which make <data value="01.page.tokens">17</data> tokens each. Quick checks use `SMALL`, 8 blocks of width 64. Its images of 32 x 32 pixels,
+# 16 patches of 8 x 8 and one token for the class, show bean leaves, healthy or with one of two diseases: three classes.
 #
 # Two numbers describe the cost:
 #
@@ -82,7 +83,7 @@ lesson.record("01.page", {"ranks": N, "tokens": SIZE.tokens, "image": SIZE.image
 #   8 for two moments. With 16-bit weights they are 2 + 2, and 12 for the moments and the *master
 #   weight*, a float32 copy.
 #
-# We measure the machine card of notebook 00 for <data value="01.page.ranks">2</data> ranks, and record the memory of one step.
+# We measure notebook 00's machine card for <data value="01.page.ranks">2</data> ranks, and record the memory of one step.
 
 
 # %%
@@ -116,8 +117,7 @@ lesson.record("01.few", {"images": sizes.few, "tokens": sizes.few * SIZE.tokens}
 # The states take <data value="01.cost.model-states.counted">51.4 MB</data>, as 16 bytes per parameter say.
 #
 # Activations pile up in the forward. The backward frees them and leaves gradients behind. The peak of
-# <data value="01.memory.peak">59.1 MB</data> comes where the backward begins and all activations are alive. The optimizer's step
-# needs temporary tensors, too.
+# <data value="01.memory.peak">59.1 MB</data> comes where the backward begins and all activations are alive.
 #
 # **Takeaway.** States grow with the parameters, activations with the tokens. Data parallelism divides the tokens.
 #
@@ -338,6 +338,7 @@ lesson.reveal("01.step-bytes", sent[0].bytes["dp"] / 3, "B", expected, source="c
 # (MiB of a bucket, reduce during the backward); a bucket of 1 byte holds one tensor
 VERSIONS = {"A: tensors, after": (1e-6, False), "B: buckets, after": (BUCKET_MB, False),
             "C: buckets, during": (BUCKET_MB, True)}  # fmt: skip
+a, b, c = VERSIONS
 
 
 def record_versions():
@@ -355,19 +356,17 @@ def record_versions():
 # A *round* times A, B and C once, and we divide within each round, so that a busy moment of the machine hits all three.
 # We give the median of nine rounds and a *range*, from the second lowest to the second highest. For independent
 # rounds the true median lies in it with 95 % confidence. The *verdict* on a
-# ratio is *slower* if its range lies above 1, *faster* if below, and otherwise *cannot tell*: the rounds scatter too much to see
-# an effect.
+# ratio is *slower* if its range lies above 1, *faster* if below, and otherwise *cannot tell*: these rounds show neither.
 #
-# The first figure is the prediction. The second is the round that is nearest to the median times of A, B and C. Their
-# titles give the exposed time of all ranks as a share of ranks × *makespan*, the time from the first start to the last
-# end.
+# The first figure is the prediction. The second is the round that is nearest to the median times of A, B and C. A step's
+# *makespan* is the time from its first start to its last end. The titles give exposed time as a share of ranks × makespan,
+# so for an average rank.
 
 # %%
 alone, rounds = pool.run(record_versions)[0]
 ideal = {v: alone[mb].as_long_as(alone[BUCKET_MB]).on(card.link, N, during)
          for v, (mb, during) in VERSIONS.items()}  # fmt: skip
 predicted = {v: timeline.makespan for v, timeline in ideal.items()}
-a, b, c = VERSIONS
 lesson.predict("01.overlap", "How many times as long as B does C take?",
                rule_of_thumb=alone[BUCKET_MB].end / predicted[b])  # nothing is exposed
 lesson.show(ideal, exposed=True, bubble=None, axis_labels={0: "each rank"},
@@ -381,7 +380,8 @@ lesson.show(predicted=predicted, measured=steps, unit="s", key="01.step",
             columns={"measured, exposed (s)": exposed},
             title="Forward and backward, medians of nine rounds",
             note="Exposed: mean over ranks, with waits for slower ones.")  # fmt: skip
-lesson.reveal("01.overlap", c_over_b.median, predicted=predicted[c] / predicted[b])
+lesson.reveal("01.overlap", c_over_b.median, predicted=predicted[c] / predicted[b],
+              truth_range=(c_over_b.low, c_over_b.high))  # fmt: skip
 lesson.claim("buckets beat single tensors", b_over_a.verdict == "faster")
 for key, ratio, by_formula in (("01.b-over-a", b_over_a, predicted[b] / predicted[a]),
                                ("01.c-over-b", c_over_b, predicted[c] / predicted[b])):
@@ -395,8 +395,7 @@ lesson.record("01.handling", figures.handling_seconds(timelines), "s")
 # The thin lane `dp` under a rank has its messages. Dark grey is the work for them: copying gradients into buckets (C does
 # that inside the backward), and unpacking at the end. It counts as computing, so a message beside it is not exposed. A
 # message of an early rank includes the wait for the last one, as in notebook 00. The prediction has neither this work
-# nor these waits. If the title says that overlap changes too little to tell, it means too little beside the scatter of the
-# rounds; the effect may still be large. Ranks that share a GPU compute by turns and send through its memory, so their exposed times say
+# nor these waits. Ranks that share a GPU compute by turns and send through its memory, so their exposed times say
 # nothing about a link.
 # </details>
 #
@@ -405,8 +404,7 @@ lesson.record("01.handling", figures.handling_seconds(timelines), "s")
 # work for messages, dark grey in the second figure: the slowest rank needs <data value="01.handling.a">10.4 ms</data> for it in A and <data value="01.handling.b">6.46 ms</data> in B.
 #
 # **Overlap.** C takes <data value="01.overlap:.3f">0.871</data> times as long as B (<data value="01.c-over-b.low:.3f">0.751</data> to <data value="01.c-over-b.high:.3f">1.096</data>): the verdict is *<data value="01.c-over-b.verdict">cannot tell</data>*. The prediction of
-# <data value="01.overlap.predicted:.3f">0.717</data> lies <data value="01.c-over-b.predicted-is">below this range</data>. The
-# output judges more mildly: there a prediction holds if measured / predicted is 0.8 to 1.25. The prediction leaves
+# <data value="01.overlap.predicted:.3f">0.717</data> lies <data value="01.c-over-b.predicted-is">below this range</data>. It leaves
 # out that C's backward also fills the buckets, and that an all-reduce beside it may slow it. The next section measures both.
 #
 # <details><summary>In your tools: overlap</summary>
@@ -507,7 +505,7 @@ lesson.check(exercises.reducer, reducer)
 # the ratio lies below the line. This concerns small steps most.
 # </details>
 #
-# The model is now `wide`, with a depth of <data value="01.wide.blocks">1</data> and a width of <data value="01.wide.width:,">256</data>. It has <data value="01.wide.parameters:,">845,059</data> parameters
+# The model is now `wide`, which is wide for its depth of <data value="01.wide.blocks">1</data>: its width is <data value="01.wide.width:,">256</data>. It has <data value="01.wide.parameters:,">845,059</data> parameters
 # and gradients of <data value="01.wide.gradient">3.38 MB</data>. At each batch size we run nine rounds. A round times a step alone, one that reduces after
 # the backward, one that reduces during it, and an all-reduce by itself.
 
@@ -554,7 +552,8 @@ lesson.show(columns=figures.spread_columns({
 least, most = (during[tokens].median for tokens in (max(times), min(times)))
 lesson.claim("with most tokens communication adds least", (least, "<", most))
 if free_during:  # else no size that we timed is free, and no answer can be scored
-    lesson.reveal("01.free", free_during, predicted=law["during"])
+    lesson.reveal("01.free", free_during, predicted=law["during"],
+                  truth_range=figures.free_range(during))  # fmt: skip
 words = {"during": figures.free_words(during), "after": figures.free_words(after)}
 words |= {"versus-law": versus, "score": figures.answer_words(free_during)}
 lesson.record("01.measured", words)
@@ -565,19 +564,21 @@ lesson.record("01.extra", figures.cost_of_overlap(times[middle]), "s")
 lesson.record("01.wide", figures.describe_wide(wide.size, DTYPE, card))
 
 # %% [markdown]
-# **When is it free here?** We name only the largest size that is not free. Steps that reduce during the backward are <data value="01.measured.during">not free at 272 tokens, undecided above</data>; by the law they are free from <data value="01.law.during:,.0f">69</data> on.
+# **When is it free here?** We count tokens per rank. Steps that reduce during the backward are <data value="01.measured.during">not free at 272 tokens, undecided above</data>; by the law they are free from <data value="01.law.during:,.0f">69</data> on.
 # Steps that reduce after it are <data value="01.measured.after">not free at 272 tokens, undecided above</data>; by the law they are free from <data value="01.law.after:,.0f">532</data> on. <data value="01.measured.score">No size is surely free with overlap, so the question is not scored</data>.
 #
 # Overlap is faster than reducing after the backward at <data value="01.verdicts.faster">0</data> of the <data value="01.verdicts.sizes">5</data> sizes, slower at <data value="01.verdicts.slower">0</data>, and undecided at <data value="01.verdicts.undecided">5</data>.
 #
 # By the law a step with overlap and <data value="01.law.tokens:,">272</data> tokens takes <data value="01.law.middle:.2f">1.00</data> times as long as alone. We measure <data value="01.middle.median:.2f">1.31</data>
-# (<data value="01.middle.low:.2f">1.23</data> to <data value="01.middle.high:.2f">1.52</data>), and the median of the nine differences is <data value="01.extra.median">10.6 ms</data>. The all-reduce alone takes <data value="01.extra.all-reduce">4.24 ms</data>, and
-# <data value="01.wide.all-reduce">4.01 ms</data> by α and B. The step alone takes <data value="01.alone">28.7 ms</data>, and <data value="01.wide.at-rate">15.7 ms</data> at the rate R.
+# (<data value="01.middle.low:.2f">1.23</data> to <data value="01.middle.high:.2f">1.52</data>). The step is <data value="01.extra.median">10.6 ms</data> longer than alone, the median of nine differences. The all-reduce by itself
+# takes <data value="01.extra.all-reduce">4.24 ms</data>. Within rounds, the step with overlap takes {{01.extra.compared}} the step alone and the all-reduce one after the
+# other.
 #
-# The law takes the time of the all-reduce from B and that of the step from R. It also assumes that the backward keeps its
-# speed while an all-reduce runs, and that filling buckets takes no time. To test the first, we run a backward beside an *unrelated* all-reduce of as many bytes, and stop the clock when the backward
-# is done. To test the second, we make each rank a data-parallel group of one: it fills buckets and has nobody to send to.
-# We count a cost as shown if its verdict is *slower*.
+# The law takes its times from B and R alone. By them the all-reduce takes {{01.wide.by-bandwidth}}, and the step alone
+# <data value="01.wide.at-rate">15.7 ms</data>; measured, that step takes <data value="01.alone">28.7 ms</data>. The law also assumes that the backward keeps its
+# speed while an all-reduce runs, and that filling buckets takes no time. To test the first, we run a backward beside an
+# *unrelated* all-reduce of as many bytes, and stop the clock when the backward is done. To test the second, we
+# make each rank a data-parallel group of one: it fills buckets and has nobody to send to.
 
 
 # %%
@@ -604,20 +605,18 @@ lesson.show(measured={name: median(s) for name, s in causes.items()}, unit="s",
             title="Two costs that the law leaves out, at 16 images a rank",
             key="01.cause")  # fmt: skip
 last = theory.seconds("all_reduce", BUCKET_MB * 2**20, N, card.link)
-lesson.record("01.together", figures.explain_step(
-    factors, last, median(causes[ALONE]), during[middle]))  # fmt: skip
+lesson.record("01.together", figures.explain_step(causes, last, during[middle]))
 
 # %% [markdown]
-# The last bucket, which no backward can overlap, takes <data value="01.together.last-bucket">2.82 ms</data> by α and B. As a share of the step
-# alone, <data value="01.cause.step-alone.measured">22.1 ms</data>, we add it to the product of the two factors, <data value="01.cause.beside-an-unrelated-all-reduce.factor:.2f">1.14</data> x <data value="01.cause.with-buckets-nothing-sent.factor:.2f">1.07</data>. This gives <data value="01.together.ratio:.2f">1.35</data>. The sweep's range was <data value="01.middle.low:.2f">1.23</data> to <data value="01.middle.high:.2f">1.52</data>, and this number lies <data value="01.together.lies">within this range, so these costs can explain it</data>.
-# This check is rough: the table's seconds may give other ratios than the factors, which are medians of ratios within rounds.
+# The last bucket, which no backward can overlap, takes <data value="01.together.last-bucket">2.82 ms</data> by α and B, or {{01.together.share:.3f}} of the step
+# alone, <data value="01.cause.step-alone.measured">22.1 ms</data>. Together the costs make <data value="01.cause.beside-an-unrelated-all-reduce.factor:.2f">1.14</data> x <data value="01.cause.with-buckets-nothing-sent.factor:.2f">1.07</data> + {{01.together.share:.3f}} = <data value="01.together.ratio:.2f">1.35</data>. If we divide the table's seconds instead of taking its
+# factors, they make {{01.together.by-seconds:.2f}}. The sweep's range was <data value="01.middle.low:.2f">1.23</data> to <data value="01.middle.high:.2f">1.52</data>. <data value="01.together.lies">within this range, so these costs can explain it</data>.
 #
 # <details><summary>Why seconds and factors differ</summary>
 #
 # The seconds of two rows are medians, too, but perhaps of different rounds. So <data value="01.cause.beside-an-unrelated-all-reduce.measured">34.9 ms</data> divided by <data value="01.cause.step-alone.measured">22.1 ms</data> need not give
 # <data value="01.cause.beside-an-unrelated-all-reduce.factor:.2f">1.14</data>. If it gives a number outside the row's range, the machine changed its speed between the rounds of this cell. Such a
-# change hits both times of one round alike, so the factors suffer less from it than the seconds. With the seconds' ratios the
-# sum would be another.
+# change hits both times of one round alike, so the factors suffer less from it than the seconds.
 #
 # A step alone took <data value="01.cause.step-alone.measured">22.1 ms</data> here and <data value="01.alone">28.7 ms</data> in the sweep. The machine's speed can change between cells. So compare
 # ratios within rounds, not seconds of two cells. The memory figure's time does not compare with them
@@ -764,7 +763,7 @@ lesson.field_guide.show()
 #
 # <details><summary>If the distance falls at a later overflow</summary>
 #
-# Then another rank has skipped a step, but not the same one. The replicas are closer and not equal, and from then on their
+# Then a second rank has skipped too, at a different step. The replicas are closer and not equal, and from then on their
 # scales may differ. The all-reduce adds gradients with different scales, and each rank divides the sum by its scale.
 # </details>
 #
@@ -824,7 +823,8 @@ lesson.check(exercises.sampler, diagnose)
 # ```
 #
 # ZeRO stage 1 shards the optimizer states, stage 2 also the gradients, and stage 3 also the weights, which it gathers
-# block by block in the forward and in the backward. Only bytes matter here, so this cell's ranks use CPUs.
+# block by block in the forward and in the backward. Only bytes matter here, so this cell's ranks use CPUs. `SMALL` gets
+# 32 classes, because 3 would not divide evenly among them.
 
 
 # %%

@@ -26,7 +26,7 @@ from hpnb.plot.curves import CurvePanel, Series, count, curves, looks, rule, set
 from hpnb.plot.grammar import CARD, CATEGORY, INK, SOFT, STYLE, OpStyle
 from hpnb.plot.timeline import timeline
 from hpnb.record import Event, Timeline
-from hpnb.theory import exposed_share
+from hpnb.theory import bytes_sent, exposed_share
 
 ALONE, ALL_REDUCE = "step alone", "all-reduce alone"
 AFTER, DURING = "reduced after the backward", "reduced during the backward"
@@ -65,7 +65,7 @@ def versions(timelines: Mapping[str, Timeline], overlap: Spread) -> Figure:
     results = {
         "faster": "Buckets save time, and overlap saves more",
         "slower": "Buckets save time; overlap costs time here",
-        "cannot tell": "Buckets save time; overlap changes too little to tell",
+        "cannot tell": "Buckets save time; whether overlap does, the rounds cannot tell",
     }
     named = map(_name_work, timelines.values())
     return timeline(*named, names=list(timelines), exposed=True, bubble=None, title=results[overlap.verdict])
@@ -85,11 +85,6 @@ def _name_work(tl: Timeline) -> Timeline:
 def divide_makespans(steps: Sequence[Timeline], others: Sequence[Timeline]) -> Spread:
     """How many times as long one version's step takes as another's, divided within each round."""
     return divide_rounds([tl.makespan for tl in steps], [tl.makespan for tl in others])
-
-
-def multiply(factors: Mapping[str, Spread]) -> float:
-    """What several causes do together, if each multiplies the time by its median factor."""
-    return math.prod(spread.median for spread in factors.values())
 
 
 def count_messages(timelines: Mapping[str, Timeline]) -> dict[str, int]:
@@ -121,30 +116,63 @@ def describe_ratio(measured: Spread, predicted: float) -> dict[str, float | str]
 
 
 def explain_step(
-    factors: Mapping[str, Spread], last: float, alone: float, measured: Spread
+    causes: Mapping[str, Sequence[float]], last: float, measured: Spread
 ) -> dict[str, float | str | tuple[float, str]]:
-    """Whether factors, and `last` seconds on top of `alone`, explain the `measured` ratio of a step."""
-    ratio = multiply(factors) + last / alone
-    words = range_words(ratio, measured)
-    meaning = {
-        "below": "so something else costs time as well",
-        "within": "so these costs can explain it",
-        "above": "so these costs do not simply add up",
-    }[words.split()[0]]
-    return {"ratio": ratio, "lies": f"{words}, {meaning}", "last-bucket": (last, "s")}
+    """Whether causes and `last`, the seconds of the last bucket, explain the `measured` ratio of a step.
+
+    Each cause multiplies the time by a factor, and the last bucket adds its share of the step ALONE. A factor
+    is the median of the ratios within rounds; "by-seconds" takes the ratio of the median seconds instead.
+
+    Args:
+        causes: {ALONE or a cause: seconds of each round}.
+    """
+    alone, others = causes[ALONE], [seconds for cause, seconds in causes.items() if cause != ALONE]
+    share = last / median(alone)
+    factors = Spread(
+        *map(math.prod, zip(*(divide_rounds(seconds, alone) for seconds in others), strict=True))
+    )
+    by_factors = factors.median + share
+    by_seconds = math.prod(median(seconds) / median(alone) for seconds in others) + share
+    places = [range_words(ratio, measured) for ratio in (by_factors, by_seconds)]
+    undecided = "this run cannot say whether these costs explain the step"
+    if places[0] != places[1]:
+        words = f"The first number lies {places[0]} and the second {places[1]}, so {undecided}"
+    elif (
+        by_factors < measured.low <= factors.high + share or by_factors > measured.high >= factors.low + share
+    ):
+        words = f"Both numbers lie {places[0]}, but the ranges of the factors reach it, so {undecided}"
+    else:
+        meaning = {
+            "below this range": "something else costs time as well",
+            "within this range": "these costs can explain the step",
+            "above this range": "these costs do not simply add up",
+        }
+        words = f"Both numbers lie {places[0]}, so {meaning[places[0]]}"
+    return {
+        "ratio": by_factors,
+        "by-seconds": by_seconds,
+        "share": share,
+        "lies": words,
+        "last-bucket": (last, "s"),
+    }
 
 
 def free_words(ratios: Mapping[int, Spread]) -> str:
-    """At which tokens a step is free, is not, or may be either, in words."""
-    first_free, not_free = _surely_free(ratios), _surely_not_free(ratios)
-    if first_free is not None:
-        words = f"free from {first_free:,} tokens on"
-        return f"{words}, not free at {not_free:,}" if not_free else words
-    if not not_free:
-        return "undecided at all sizes"
-    if not_free == max(ratios):
-        return f"not free even at {not_free:,} tokens"
-    return f"not free at {not_free:,} tokens, undecided above"
+    """At which tokens a step is not free, at which undecided, and from where on free, in words."""
+    first_free = _surely_free(ratios)
+    before = [tokens for tokens in sorted(ratios) if first_free is None or tokens < first_free]
+    not_free = [tokens for tokens in before if ratios[tokens].low >= LIMIT]
+    undecided = [tokens for tokens in before if tokens not in not_free]
+    words = [f"{verdict} at {_in_words(at)}" for verdict, at in
+             (("not free", not_free), ("undecided", undecided)) if at]  # fmt: skip
+    words += [f"free from {first_free:,} on"] if first_free is not None else []
+    return ", ".join(words)
+
+
+def _in_words(numbers: Sequence[int]) -> str:
+    """ "17, 68 and 272"."""
+    *first, last = (f"{number:,}" for number in numbers)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def law_words(law: float, ratios: Mapping[int, Spread]) -> str:
@@ -164,6 +192,18 @@ def answer_words(first_free: int | None) -> str:
     return f"So the question is scored with {first_free:,} tokens"
 
 
+def free_range(ratios: Mapping[int, Spread]) -> tuple[int, int]:
+    """Between which tokens a step becomes free: the most that are not, 0 if all are, and the first that are.
+
+    Raises:
+        ValueError: no size is surely free.
+    """
+    first_free = _surely_free(ratios)
+    if first_free is None:
+        raise ValueError(f"no step is surely free at {_in_words(sorted(ratios))} tokens; measure longer ones")
+    return _surely_not_free(ratios), first_free
+
+
 def _surely_free(ratios: Mapping[int, Spread]) -> int | None:
     return measured_knee({tokens: spread.high for tokens, spread in ratios.items()}, LIMIT)
 
@@ -180,14 +220,20 @@ def count_verdicts(ratios: Mapping[int, Spread]) -> dict[str, int]:
     return counts | {"undecided": verdicts.count("cannot tell")}
 
 
-def cost_of_overlap(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Seconds that DURING takes longer than ALONE, with the range, and what ALL_REDUCE takes by itself."""
+def cost_of_overlap(times: Mapping[str, Sequence[float]]) -> dict[str, float | str]:
+    """Seconds that DURING takes longer than ALONE, with the range; what ALL_REDUCE takes by itself; and how
+    DURING compares with ALONE and ALL_REDUCE one after the other, in words."""
     extra = subtract_rounds(times[DURING], times[ALONE])
-    return {**extra._asdict(), "all-reduce": median(times[ALL_REDUCE])}
+    in_turn = [sum(pair) for pair in zip(times[ALONE], times[ALL_REDUCE], strict=True)]
+    beyond = subtract_rounds(times[DURING], in_turn)
+    words = "not clearly more or less than"
+    if beyond.low > 0 or beyond.high < 0:
+        words = "more than" if beyond.low > 0 else "less than"
+    return {**extra._asdict(), "all-reduce": median(times[ALL_REDUCE]), "compared": words}
 
 
 def describe_wide(size: ViTSize, dtype: torch.dtype, card: MachineCard) -> dict[str, object]:
-    """The model of the sweep, the bytes of its gradients, and what α, B and R say at MIDDLE images a rank."""
+    """The model of the sweep, the bytes of its gradients, and what B and R say at MIDDLE images a rank."""
     parameters = size.parameters(classes=3)
     gradient = dtype.itemsize * parameters
     return {
@@ -195,7 +241,7 @@ def describe_wide(size: ViTSize, dtype: torch.dtype, card: MachineCard) -> dict[
         "width": size.hidden,
         "parameters": parameters,
         "gradient": (gradient, "B"),
-        "all-reduce": (card.predicted(gradient), "s"),
+        "by-bandwidth": (bytes_sent("all_reduce", gradient, card.ranks) / card.bandwidth, "s"),
         "at-rate": (size.training_flops(MIDDLE, classes=3) / card.matmul, "s"),
     }
 
@@ -247,7 +293,7 @@ def step_ratios(
         if points:
             x, y = [t * aside[name] for t in points], [spread.median for spread in points.values()]
             series.append(Series(name, x, y, look[name], "dots", f"measured {name}"))
-    words = "lines: the law; markers: measured, beside their tokens; bars: ranges"
+    words = "lines: the law; markers: measured, a little left and right of their tokens; bars: ranges"
     keys = [Key(OpStyle(SOFT, "", words), "words")]
     panel = CurvePanel(
         series, "step / step alone (log scale)", "xy", 2.8, xlabel="tokens per rank (log scale)"

@@ -18,7 +18,7 @@
 # [![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/hpnb/hpnb/blob/main/notebooks/00_ranks_and_collectives.ipynb)
 #
 # **The question.** When several GPUs train one model, each computes on its own data, and then all of them must agree
-# on one result. How many bytes, how many seconds, and who waits for whom?
+# on one result. How many bytes does it take, how many seconds, and who waits for whom?
 #
 # **You will be able to** run code on several processes from a notebook cell; say what a collective leaves on each
 # rank and how many bytes it sends; write a ring all-reduce; predict its time from latency and bandwidth; find the
@@ -69,8 +69,7 @@ lesson.record("00.ran", {"ranks": N, "backend": here.backend + counting})
 # ## Several processes, no shared memory
 #
 # A training job on several GPUs is one program that runs several times. Each copy is a *process* with its
-# own memory and usually its own GPU. PyTorch numbers the processes from 0 and calls each
-# of them a *rank*. A machine is a *node* and commonly runs one rank per GPU.
+# own memory and usually its own GPU. PyTorch numbers the processes from 0 and calls each a *rank*. A machine is a *node*.
 #
 # ```text
 #   notebook ── starts ──▶  rank 0       rank 1       rank 2       rank 3      own memory each
@@ -113,8 +112,7 @@ x
 # it uses from the notebook.
 # </details>
 #
-# The other way to run code on ranks is `hpnb.launch(function, ranks=N)`. It starts fresh processes, runs the function
-# on each, and returns the list of their results.
+# `hpnb.launch(function, ranks=N)` starts fresh processes, runs the function on each, and returns the list of results.
 #
 # <details><summary>In your tools: starting ranks</summary>
 #
@@ -153,7 +151,7 @@ x
 # | barrier | nothing | a return, once all have called it | 0 |
 #
 # A *shard* is one of n equal parts of a tensor, and each rank keeps one. The cell runs four of these collectives in
-# plain `torch.distributed`, and draws what every rank held, darker to lighter as values grow.
+# plain `torch.distributed`, and draws what every rank held.
 
 
 # %%
@@ -188,8 +186,8 @@ lesson.predict("00.ring-bytes", question, guess=None, **answer)
 # most, because gradients of different data must be added.
 #
 # The cell ends with a question, `lesson.predict`. Write a number for `guess` before you read on. Until you do, the page
-# scores a rule of thumb: each rank sends its tensor once. Later
-# `lesson.reveal` shows the answer beside the formula's number, *predicted*, and `lesson.claim` marks a true statement ✓.
+# scores a rule of thumb: each rank sends its tensor once. Later `lesson.reveal` shows the answer beside the formula's
+# number, *predicted*, and `lesson.claim` marks a true statement ✓.
 #
 # **Takeaway.** What each rank holds before and after defines a collective. An all-reduce is a reduce-scatter and an
 # all-gather.
@@ -310,7 +308,7 @@ lesson.claim("the ring and dist.all_reduce give every rank the same sum", all(eq
 # many ranks there are**. No algorithm in which the ranks do the adding sends fewer bytes from its busiest rank
 # (Patarasuk and Yuan 2009).
 #
-# Does that leave a rank? We count on CPUs over gloo, whose TCP connections can be counted.
+# Do so many bytes really leave a rank? We count on CPUs over gloo, whose TCP connections can be counted.
 #
 # - *Predicted* is the formula.
 # - *Counted* adds up our ring's sends, with `hpnb.record.traffic`. It cannot see the sends inside of `dist.all_reduce`,
@@ -440,7 +438,7 @@ lesson.check(exercises.doubling, doubling_all_reduce)
 #
 # $$ \rho = \frac{\text{matmul FLOP/s of a rank}}{\text{bytes/s that a rank sends}} $$
 #
-# A FLOP is one floating-point operation. So ρ is how many FLOP a rank could have computed while it sent one byte.
+# A FLOP is one floating-point operation, so ρ is how many of them a rank could have done while it sent one byte.
 #
 # A transformer computes on *tokens*, such as pieces of words or patches of images. With T tokens on each rank, the
 # all-reduce of its gradients takes $2\rho / (3T)$ times as long as its computing, if both run at their peak rates.
@@ -485,7 +483,7 @@ lesson.predict("00.many-calls", question, guess=None, rule_of_thumb=1)
 # knee at <data value="00.card.knee">3.19 MB</data>. On average the dots are at <data value="00.fit.left:.2f">1.03</data> times the curve left of the knee, and at
 # <data value="00.fit.right:.2f">1.03</data> times the curve right of it.
 #
-# A byte costs <data value="00.card.rho:,.0f">54</data> FLOP here, at measured rates. At published rates a byte costs an H200
+# Here ρ is <data value="00.card.rho:,.0f">54</data> FLOP a byte, at measured rates. At published rates ρ of an H200 is
 # <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data> over NVLink and <data value="00.rho.ethernet-10-gb.at-published-rates">791,000 FLOP/B</data> over 10 Gb Ethernet. Measured rates are lower than published ones, so do not compare the two.
 # With 16,384 tokens on each rank, $2\rho / (3T)$ at published rates is <data value="00.share.nvlink-4:.2f">0.09</data> over NVLink and <data value="00.share.ethernet-10-gb:.0f">32</data> over Ethernet.
 #
@@ -532,8 +530,8 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 # collects gradients in *buckets*, each of many tensors that go in one call.
 #
 # The formula says <data value="00.many-calls.predicted:.1f">29.2</data>. The one call took <data value="00.off.one:.2f">1.01</data> times its prediction, and the hundred took <data value="00.off.hundred:.2f">1.07</data> times
-# theirs. The predicted ratio is right only if both factors are equal. So trust the formula to tell whether one call or a hundred is
-# slower, and measure by how much.
+# theirs. The predicted ratio is right only if both factors are equal. So trust the formula to say which is slower, and
+# measure by how much.
 #
 # <details><summary>On a laptop</summary>
 #
@@ -546,9 +544,9 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 #
 # If a measured time is too long, a cost may be missing: the formula leaves out the additions, the time in which a process
 # hands a call to its GPU, and users of cores and links that came after the fit. If it is too short, the fit contains a
-# cost that these calls do not pay. The fit timed call by call. A process queues a hundred calls for its GPU and waits for it once,
-# while the one call pays this wait alone. This run does not test these causes. Run the cell twice. What differs between
-# the runs is noise.
+# cost that these calls do not pay. The fit waited for the GPU after every call. A process queues the hundred calls and
+# waits for its GPU once, so each of them pays a hundredth of that wait, and the one call all of it. This run does not test
+# these causes. Run the cell twice. What differs between the runs is noise.
 # </details>
 #
 # A ring is not always best: its $2(n-1)$ latencies hurt when the tensor is small and the ranks are many. The *explorer*
@@ -610,7 +608,7 @@ lesson.check(exercises.bucket, bucket_bytes)
 # %% [markdown]
 # ## Waiting is not moving
 #
-# So far all ranks called the all-reduce together. In training they rarely do, and an early rank has to wait:
+# So far all ranks called the all-reduce together. In training they rarely do, and an early rank waits:
 #
 # ```text
 #   rank 0   ▇▇ compute ▇▇░░░░░░░░░ wait ░░░░░░░░░▒▒ move ▒▒
@@ -618,15 +616,16 @@ lesson.check(exercises.bucket, bucket_bytes)
 # ```
 #
 # A profiler shows wait and move as **one** bar, named all-reduce. We split it when the last rank arrives: before that
-# moment a rank *waits*, afterwards bytes *move*. The last one is a *straggler*. We make one: rank 1 sleeps 100 ms longer
-# than the others.
+# moment a rank *waits*, afterwards bytes *move*. The last one is a *straggler*. Here it is rank 1, which sleeps 100 ms
+# longer than the others.
 #
 # A `Layout` arranges ranks as a grid and says how many lie along each axis. Here all lie along `dp`: in *data
 # parallelism* (notebook 01) each rank trains a copy of the model on its own data. `Mesh(layout).dp` is the group along
 # that axis, and its `rank` is this rank's number in it.
 #
 # The cell runs three cases with 8 MB: all ranks at once, all after a pause of 30 ms, and rank 1 late. It records a
-# *timeline*, the start and end of each event on each rank. The figure shows the last case.
+# *timeline*, the start and end of each event on each rank. The figure shows the last case. The output below it calls the
+# length of a rank's bar, wait and move together, its *cost*.
 
 # %%
 question = f"Rank 1 of {N} is slow. Which rank has the SHORTEST all-reduce bar?"
@@ -659,8 +658,8 @@ recorded = hpnb.launch(record_steps, cases, ranks=N, device=DEVICE)[0]
 late = recorded["rank 1 late"]
 title = "measured · compute is a sleep; rank 1 sleeps longest and waits least"
 lesson.show(figures.waits(late, title=title, steps=5))
-reduces = late.select(["all_reduce"]).by_rank
-costs = {f"rank {r}": sum(e.duration for e in events) for r, events in reduces.items()}
+spent = figures.time_by_part(late.split_waits("all_reduce"), 5)  # as in the figure
+costs = {f"rank {r}": part["wait"] + part["move"] for r, part in spent.items()}
 order = sorted(costs, key=costs.get)
 lesson.reveal("00.shortest-bar", order, predicted=["rank 1"], costs=costs)
 lesson.claim("the late rank has the shortest all-reduce", order[0] == "rank 1")
@@ -668,9 +667,8 @@ times = {"time (s)": (expected, took)}  # of the one 8 MB call, for notebook 08'
 lesson.ledger.add("00", Layout(dp=N), "all-reduce of 8 MB", times, card.hardware)
 
 # %% [markdown]
-# The straggler has the *shortest* all-reduce, wait and move together, because it arrives last and waits for nobody.
-# Whoever optimizes the longest bar works on the wrong rank. The output adds up five steps and the figure has medians,
-# so their orders may differ.
+# The straggler has the *shortest* all-reduce because it arrives last and waits for nobody.
+# Whoever optimizes the longest bar works on the wrong rank.
 #
 # We also *replay* the last case on other links: compute takes as long as recorded, and collectives take what the formula
 # says.
@@ -696,7 +694,8 @@ moves = {name: median(tl, "move") for name, tl in replays.items()}
 parts = {"wait (s)": waits, "move (s)": moves}
 title = "replayed · the steps with the late rank, on six links"
 lesson.show(columns=parts, key="00.replay", title=title)
-lesson.record("00.pause", figures.compare_moves(recorded["at once"], late))
+pause = figures.compare_moves(recorded["at once"], recorded["after a pause"])
+lesson.record("00.pause", pause)
 waiting, moving = wait["rank 1 late"], move["rank 1 late"]
 lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", moving))
 
@@ -706,15 +705,16 @@ lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", movin
 # Ethernet and <data value="00.replay.nvlink-4.move">44.7 µs</data> on NVLink. The wait stays at <data value="00.replay.ethernet-10-gb.wait">100 ms</data>, because a replay keeps the recorded compute times.
 #
 # The formula says <data value="00.bar.at-once.predicted-move">19.0 ms</data> for every move. The three cases took <data value="00.bar.at-once.measured-move">13.9 ms</data>, <data value="00.bar.after-a-pause.measured-move">15.1 ms</data> and <data value="00.bar.rank-1-late.measured-move">15.3 ms</data>.
-# Does a pause make the move longer? Every rank pauses in "rank 1 late", so we pair each of its steps with each of
-# "at once". In <data value="00.pause.longer">18</data> of <data value="00.pause.pairs">25</data> pairs the move after the pause is longer. Noise alone seldom gives more than 22 or fewer than 3, so <data value="00.pause.words">this run shows no effect of the pause</data>.
+# Does a pause make the move longer? We pair each of the five steps of "after a pause" with each of the five of "at once".
+# In <data value="00.pause.longer">18</data> of <data value="00.pause.pairs">25</data> pairs the move after the pause is longer. Noise alone seldom gives more than 22 or fewer than 3, so <data value="00.pause.words">this run shows no effect of the pause</data>.
 #
 # <details><summary>How long does an 8 MB all-reduce take, then?</summary>
 #
 # The formula counts until the slowest rank is done. Counted like that, the one call of the previous section took
 # <data value="00.calls.1-call-of-8-mb.measured">19.2 ms</data>, and the 8.4 MB of the fit took <data value="00.fit.large">20.1 ms</data>. The moves of the table are medians over ranks, and the slowest rank
-# takes at least as long. A move that is shorter even so may have met a less busy machine than the fit did. This run does not
-# test that. A move that is longer than the fit's time contains something besides the link, because the fit used the same link.
+# takes at least as long. If a move of the table is much shorter than the formula says, the machine was perhaps less busy than
+# during the fit. This run does not test that. A move that is longer than the fit's time contains something besides the
+# link, because the fit used the same link.
 #
 # That may be a *cold start*. After a pause, the code that launches a call has left the caches, and GPUs and
 # links may be saving power. Before you blame a link, time the call with and without a pause before it.

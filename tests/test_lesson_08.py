@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -199,6 +202,29 @@ def test_parts_of_a_recorded_step_add_up() -> None:
     )
 
 
+def test_layouts_that_differ_by_less_than_repeats_are_tied() -> None:
+    def run(*steps: float) -> Any:
+        schedule, layout = schedules.make("1f1b", 1, 1), ParallelLayout()
+        actions = [dict.fromkeys(schedule.actions[0], took / 2) for took in steps]
+        record = step_breakdown.RankRecord({"pp": 0}, actions=actions, optimizer=[0.0] * len(steps))
+        return gpt2_hybrid.LayoutRun(layout, [record], schedule, FREE, 0.0, 0.0)
+
+    runs = {"a": run(9.5, 10.5), "b": run(11.0, 11.0), "c": run(20.0, 20.0)}
+    assert runs["a"].repeats == pytest.approx([9.5, 10.5])
+    took = {name: one.seconds for name, one in runs.items()}
+    judged = gpt2_hybrid.ties(runs, took, ["b", "c", "a"])
+    assert judged["spread"] == (pytest.approx(100 / 9.5), "%")
+    assert (judged["second"], judged["longer"]) == ("b", (pytest.approx(10.0), "%"))
+    assert judged["first"] == "the first 2 layouts are tied"
+    assert (judged["decided"], judged["order"]) == (2, 1)  # b and c; not a and c, and a and b are tied
+    runs["a"] = run(10.0, 10.0)
+    assert gpt2_hybrid.ties(runs, took, ["a", "b", "c"])["first"] == "no layout is tied with the first"
+    assert gpt2_hybrid.fit_in_words(["a", "c"], ["a", "b"]) == "the predicted ones without b and with c"
+    assert gpt2_hybrid.fit_in_words(["b", "a"], ["a", "b"]) == "the predicted ones"
+    assert gpt2_hybrid.collectives_in_words(0.006, "cpu") == "6.00 ms in collectives"
+    assert "untimed" in gpt2_hybrid.collectives_in_words(0.0, "cuda")
+
+
 # --- figures -----------------------------------------------------------------------------------------
 
 
@@ -253,6 +279,65 @@ def test_a_frontier_has_what_nobody_beats() -> None:
         figures.choices({"a": (0.0, 1.0)})
 
 
+CROWD = {  # {layout: (bytes, tokens a second)}, in a crowd as of the page's layouts
+    "dp 2 x pp 4, zb-h1": (24.4, 10.29), "dp 2 x pp 4, interleaved, 2 chunks": (24.7, 10.1),
+    "dp 2 x pp 4": (24.5, 9.29), "dp 4 x pp 2, ZeRO 1": (25.1, 9.03), "pp 8": (20.2, 8.67),
+    "dp 4 x tp 2": (32.1, 8.09), "dp 2 x tp 4, ZeRO 1, sequence parallel": (24.6, 4.39),
+}  # fmt: skip
+AHEAD = {
+    "dp 2 x pp 4, zb-h1": (26.6, 10.86), "dp 2 x pp 4, interleaved, 2 chunks": (23.5, 10.0),
+    "dp 2 x pp 4": (23.5, 8.44), "dp 4 x pp 2, ZeRO 1": (24.2, 8.51), "pp 8": (19.3, 7.63),
+    "dp 4 x tp 2": (32.1, 9.7), "dp 2 x tp 4, ZeRO 1, sequence parallel": (25.0, 5.67),
+}  # fmt: skip
+
+
+def crossing(first: Any, second: Any) -> bool:
+    (a, b), (c, d) = first, second
+
+    def side(p: Any, q: Any, r: Any) -> float:
+        return float((q[0] - p[0]) * (r[1] - p[1]) - (q[1] - p[1]) * (r[0] - p[0]))
+
+    return side(a, b, c) * side(a, b, d) < 0 and side(c, d, a) * side(c, d, b) < 0
+
+
+def test_names_of_a_crowd_stand_beside_their_dots_and_their_lines_do_not_cross() -> None:
+    fig = figures.choices(CROWD, AHEAD, {"pp 8": "fits", "dp 2 x pp 4, zb-h1": "fastest"}, capacity=21.3)
+    (ax,) = fig.axes
+    fig.canvas.draw()
+    boxes = {
+        gid.removeprefix("name of "): text.get_window_extent()
+        for text in ax.texts
+        if (gid := text.get_gid() or "").startswith("name of ")
+    }
+    assert boxes.keys() == CROWD.keys()
+    at, ahead = (
+        {name: ax.transData.transform(point) for name, point in side.items()} for side in (CROWD, AHEAD)
+    )
+    starts = {tuple(point): name for name, point in CROWD.items()}
+    lines = {
+        starts[tuple(ends[0])]: ax.transData.transform(ends)
+        for line in ax.lines
+        if line.get_linewidth() == 0.7 and (ends := line.get_xydata()) is not None
+    }
+    assert lines  # the crowd has no room for all names
+    for one, other in itertools.combinations(CROWD, 2):
+        assert not boxes[one].overlaps(boxes[other]), (one, other)
+        if one in lines and other in lines:
+            assert not crossing(lines[one], lines[other]), (one, other)
+
+    def gap(name: str, point: Any) -> float:
+        box = boxes[name]
+        return math.dist(point, (np.clip(point[0], box.x0, box.x1), np.clip(point[1], box.y0, box.y1)))
+
+    for name in boxes:
+        nearest = min(gap(name, side[n]) for side in (at, ahead) for n in CROWD if n != name)
+        if name in lines:
+            assert gap(name, lines[name][1]) < 8  # pixels: it leads to the words
+            assert nearest > 8
+        else:
+            assert gap(name, at[name]) < nearest
+
+
 # --- regret ------------------------------------------------------------------------------------------
 
 
@@ -294,6 +379,7 @@ def fine_tune(recipe: Any, folder: str, hooks: Any = ()) -> Any:
 def test_a_rank_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
     recipe, folder = paraphrases.training_recipe(pairs=96, test=16), str(tmp_path)
     assert "trained from scratch on" in str(recipe)
+    assert recipe.data == "96 generated pairs of sentences, instead of MRPC, which is not on this machine"
     hooks = [hpnb.CheckpointHook(folder, 2), paraphrases.KillRankHook(3)]
     with pytest.raises(hpnb.RankError, match="killed by SIGKILL"):
         hpnb.launch(fine_tune, recipe, folder, hooks, ranks=2, device="cpu")

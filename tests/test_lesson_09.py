@@ -61,6 +61,9 @@ def test_halving_tells_what_a_step_rests_on() -> None:
     assert found["memory"] == pytest.approx(more, rel=0.1)  # the bubble has some as well
     assert found["memory"] >= more
     assert found["matmuls"] > found["inside"] > 0
+    slow = cluster_planning.double_latency(given, "inside")
+    assert slow.inside == replace(given.inside, latency=2 * given.inside.latency)
+    assert replace(slow, inside=given.inside) == given
     one_node = replace(given, gpus=8, host=8)
     assert longer(MODELS["1.7B"], one_node, ParallelLayout(8), "between") == 0.0
 

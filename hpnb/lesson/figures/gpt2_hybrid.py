@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.transforms import offset_copy
 
+from hpnb.lesson.figures.dot_names import along, name_dots
 from hpnb.plot.bars import Bar, BarPanel, bars
-from hpnb.plot.canvas import SMALL, Key, text_inches
+from hpnb.plot.canvas import SMALL, Key
 from hpnb.plot.curves import CurvePanel, Kind, Look, Series, curves, rule
-from hpnb.plot.grammar import ALARM, AXIS, INK, SERIES, SOFT, STYLE, OpStyle
+from hpnb.plot.grammar import ALARM, AXIS, INK, SERIES, STYLE, OpStyle
 from hpnb.plot.memory import CAPACITY
 from hpnb.plot.training import by_layout
 from hpnb.plot.units import byte_count, bytes_unit, seconds
@@ -89,9 +86,6 @@ def resumed(
 
 Points = Mapping[str, tuple[float, float]]  # {layout: (bytes, tokens a second)}
 _MANY = 12  # dots, with more of which not all can have their names
-_FAR = 120  # points that a name may be from its dot
-_APART = 14.0  # points between two names on a line, or they read as one
-_LONG = 24  # characters of a name, with more of which it is in two lines
 _GOAL = OpStyle(SERIES[3][0], "", "goal", ":")
 _MEASURED, _PREDICTED = Look(SERIES[0][0], "o"), Look(SERIES[2][0], "s")
 
@@ -172,11 +166,12 @@ def choices(
         ring.set(markeredgecolor=ALARM, markeredgewidth=2.0, label=f"chosen: {name}")
     few = len(at) <= _MANY
     shown = {n: at[n] for n in at if n in picks or (text and (few or n in front))}
-    marks = [*at.values(), *hollow.values(), *(p for ends in pairwise(stair) for p in _along(*ends))]
-    marks += [p for name in hollow.keys() & at.keys() for p in _along(at[name], hollow[name])]
+    marks = [*at.values(), *hollow.values(), *(p for ends in pairwise(stair) for p in along(*ends))]
+    marks += [p for name in hollow.keys() & at.keys() for p in along(at[name], hollow[name])]
     if capacity:
-        marks += _along((capacity / size, low), (capacity / size, most / scale * 1.18))
-    _name_points(ax, shown, marks, picks, 130 if few else 36, capacity / size if capacity else None)
+        marks += along((capacity / size, low), (capacity / size, most / scale * 1.18))
+    wall = capacity / size if capacity else None
+    name_dots(ax, shown, (at, hollow), marks, picks, 130 if few else 36, wall)
     for drawn in ax.get_lines():
         if len(drawn.get_xdata()) > 1:  # type: ignore[arg-type]
             drawn.set_label(f"_{drawn.get_label()}")  # the label of the figure says it
@@ -198,13 +193,6 @@ def rule_across(ax: Axes, y: float) -> None:
     ax.axhline(y, color=_GOAL.color, linestyle=_GOAL.line, linewidth=1.8, zorder=1)
 
 
-def _along(start: tuple[float, float], end: tuple[float, float]) -> list[tuple[float, float]]:
-    """Points of a straight line."""
-    return [
-        (start[0] + k / 40 * (end[0] - start[0]), start[1] + k / 40 * (end[1] - start[1])) for k in range(41)
-    ]
-
-
 def frontier_of(points: Points) -> list[str]:
     """Layouts than which no other is at least as fast and holds less, from the leanest to the fastest."""
     frontier: list[str] = []
@@ -212,102 +200,3 @@ def frontier_of(points: Points) -> list[str]:
         if not frontier or points[name][1] > points[frontier[-1]][1]:
             frontier.append(name)
     return frontier
-
-
-Rect = tuple[float, float, float, float]  # left, low, right, high
-
-
-def _name_points(
-    ax: Axes,
-    points: Mapping[str, tuple[float, float]],
-    marks: Sequence[tuple[float, float]],
-    picks: Mapping[str, str],
-    reach: float,
-    wall: float | None,
-) -> None:
-    """Words beside the dots, each where it covers nothing and up to `reach` points away, then with a line.
-
-    What was picked has what it is above its name. Where there are many, a name without room is left out. A
-    name stays on its dot's side of the `wall`, an x.
-    """
-    (left, right), (low, high), place = ax.get_xlim(), ax.get_ylim(), ax.get_position()
-    fig_inches = ax.figure.get_size_inches()  # type: ignore[union-attr]
-    wide, tall = place.width * fig_inches[0] * 72, place.height * fig_inches[1] * 72
-
-    def in_points(mark: tuple[float, float]) -> tuple[float, float]:
-        return (mark[0] - left) / (right - left) * wide, (mark[1] - low) / (high - low) * tall
-
-    taken: list[Rect] = [(x - 4, y - 4, x + 4, y + 4) for x, y in map(in_points, marks)]
-    for x, y in (in_points(points[name]) for name in picks):  # the rings
-        turns = [math.pi * k / 8 for k in range(16)]
-        ring = [(x + 8 * math.cos(turn), y + 8 * math.sin(turn)) for turn in turns]
-        taken += [(a - 1, b - 1, a + 1, b + 1) for a, b in ring]
-    labels: list[Rect] = []  # words over words cannot be read: worse than words over a line
-    dots = {name: in_points(point) for name, point in points.items()}
-    crowd = {n: sum(math.dist(at, other) < 60 for other in dots.values()) for n, at in dots.items()}
-    for name in sorted(points, key=lambda n: (n not in picks, -crowd[n])):
-        halves = name.split(", ", 1) if name in picks else name.rsplit(", ", 1)
-        words = ",\n".join(halves) if len(name) > (14 if name in picks else _LONG) else name
-        words = f"{picks[name]}:\n{words}" if picks.get(name) else words
-        weight = "bold" if name in picks else "normal"
-        length = max(72 * text_inches(part, SMALL, weight) for part in words.split("\n"))
-        depth = 11.5 * (1 + words.count("\n"))
-        x, y = dots[name]
-        spots: list[Any] = []  # what each covers, and then what it is
-        for dx, dy in _offsets(length, depth, *((max(reach, _FAR), 12) if name in picks else (reach, 7))):
-            box = (x + dx, y + dy, x + dx + length, y + dy + depth)
-            if not (box[0] > 0 and box[2] < wide + 10 and box[1] > 0 and box[3] < tall + 4):
-                continue
-            nearest = min(max(x, box[0]), box[2]), min(max(y, box[1]), box[3])
-            thread = _along((x, y), nearest) if math.dist((x, y), nearest) > 9 else []
-            crossed = [(a, b, a, b) for a, b in thread if max(abs(a - x), abs(b - y)) > 14]
-            covered = _count_overlaps([box, *crossed], taken)
-            wide_box = (box[0] - _APART, box[1], box[2] + _APART, box[3])
-            covered += 50 * _count_overlaps([wide_box, *crossed], labels) if labels else 0
-            covered += sum(math.dist(p, at) < 5 for n, at in dots.items() if n != name for p in thread)
-            apart = {n: _gap_to(box, at) for n, at in dots.items()}
-            if not thread and any(gap < apart[name] + 2 for n, gap in apart.items() if n != name):
-                covered += 30  # it would read as the name of another dot
-            if wall is not None:
-                border = in_points((wall, low))[0]
-                covered += 20 * (box[2] > border if x < border else box[0] < border)
-            spots.append((covered, len(spots), dx, dy, box, thread, crossed))
-            if not covered:
-                break
-        if not spots or (min(spots)[0] and name not in picks and reach < _FAR):
-            continue  # no room: the table has it
-        _, _, dx, dy, box, thread, crossed = min(spots)
-        taken += crossed
-        labels.append(box)
-        where = offset_copy(ax.transData, ax.figure, dx, dy, units="points")  # type: ignore[arg-type]
-        ax.text(*points[name], words, size=SMALL, weight=weight, color=INK if name in picks else SOFT,
-                zorder=6, transform=where, linespacing=1.1, va="bottom")  # fmt: skip
-        if thread:
-            thread = thread[: -max(1, round(2.5 / math.dist(*thread[:2])))]  # it ends before the words
-            ends = [(left + a / wide * (right - left), low + b / tall * (high - low)) for a, b in thread]
-            ax.plot(*zip(*ends, strict=True), color=SOFT, linewidth=0.7, zorder=2)
-
-
-def _gap_to(box: Rect, point: tuple[float, float]) -> float:
-    (x, y), (left, low, right, high) = point, box
-    return math.dist(point, (min(max(x, left), right), min(max(y, low), high)))
-
-
-def _offsets(length: float, depth: float, reach: float, ring: float) -> list[tuple[float, float]]:
-    """Where the lower left corner of a name of this size may be, in points from its dot, which fills
-    `ring`; the nearest first."""
-    steps = [0.0, 6.0, *range(16, int(reach), 12)]
-
-    def gap(low: float, size: float) -> float:
-        return max(low, -low - size, 0.0)
-
-    across = [-length / 2, *(ring + step for step in steps), *(-ring - length - step for step in steps)]
-    upright = [-depth / 2, *(5 + step for step in steps), *(-3 - depth - step for step in steps)]
-    places = [(dx, dy) for dx in across for dy in upright if gap(dx, length) or gap(dy, depth)]
-    return sorted(places, key=lambda at: math.hypot(gap(at[0], length), gap(at[1], depth)))
-
-
-def _count_overlaps(boxes: Sequence[Rect], taken: Sequence[Rect]) -> int:
-    a, b = np.asarray(boxes)[:, None], np.asarray(taken)[None]
-    apart = (a[..., :2] >= b[..., 2:]) | (b[..., :2] >= a[..., 2:])
-    return int((~apart.any(-1)).sum())

@@ -1,10 +1,11 @@
 """What notebook 09 plans with: a planner fitted to one published run, clusters by name, benchmarked runs.
 
-    fitted_cluster()                   DGX A100s whose matmul rate explains the smallest published run
-    cluster(512, network)              so many of these GPUs, with a network of NETWORKS
-    benchmarked_runs()                 {layout: predicted twice, and measured} of GPT-2 XL on two H200s
-    halve_field(cluster, "inside")     the cluster with half of one number
-    best_layouts(models)               the best layout of each model on clusters of each size
+fitted_cluster()                   DGX A100s whose matmul rate explains the smallest published run
+cluster(512, network)              so many of these GPUs, with a network of NETWORKS
+benchmarked_runs()                 {layout: predicted twice, and measured} of GPT-2 XL on two H200s
+halve_field(cluster, "inside")     the cluster with half of one number; of a link its bandwidth
+double_latency(cluster, "inside")  the cluster with twice the latency of one link
+best_layouts(models)               the best layout of each model on clusters of each size
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ NETWORKS = {FAST: (HDR, 1.0), "Ethernet 100 Gb, one NIC per GPU": (ETHERNET, 1.0
 
 MODELS = {known.name: known.run for known in MEGATRON}
 FIELDS = {"matmuls": "share", "memory": "memory_bandwidth", "inside": "inside", "between": "between"}
-"""{what can be half as fast: its field of a Cluster}"""
+"""{what can be half as fast: its field of a Cluster; of a link its bandwidth}"""
+LATENCIES = ("inside", "between")
+"""Links of a Cluster, whose latency can double."""
 
 
 @lru_cache(maxsize=1)
@@ -62,6 +65,12 @@ def halve_field(nodes: Cluster, field: str) -> Cluster:
     value: Any = getattr(nodes, field)
     half: Any = replace(value, bandwidth=value.bandwidth / 2) if isinstance(value, Link) else value / 2
     return replace(nodes, **{field: half})
+
+
+def double_latency(nodes: Cluster, field: str) -> Cluster:
+    """A cluster with twice the latency of one link."""
+    link: Link = getattr(nodes, field)
+    return replace(nodes, **{field: replace(link, latency=2 * link.latency)})  # type: ignore[arg-type]
 
 
 def best_layouts(

@@ -37,6 +37,7 @@ from hpnb.lesson.programs.rank_rates import time_undivided as time_undivided
 from hpnb.lesson.programs.step_breakdown import RankRecord, replay_step, split_step
 from hpnb.lesson.programs.step_timing import relative_distance
 from hpnb.lesson.programs.vit_tensor import ExclusiveRecorder
+from hpnb.lesson.tables import number
 from hpnb.mesh import Axis, ParallelLayout
 from hpnb.models import GPT2Size
 from hpnb.pipeline_parallel import Action, Schedule, full_state_dict, schedules
@@ -88,6 +89,18 @@ class LayoutRun:
     @property
     def seconds(self) -> float:
         return sum(self.parts.values())
+
+    @property
+    def repeats(self) -> list[float]:
+        """Seconds of each timed step: recorded, or replayed from that step's actions alone."""
+        if timelines := self.records[0].timelines:
+            return [sum(split_step(tl).values()) for tl in timelines]
+        took = []
+        for k in range(min(len(record.actions) for record in self.records)):
+            step = [replace(r, actions=r.actions[k : k + 1], optimizer=r.optimizer[k : k + 1])
+                    for r in self.records]  # fmt: skip
+            took.append(sum(replay_step(step, self.layout, self.schedule, self.link)[0].values()))
+        return took
 
     @property
     def timeline(self) -> Timeline:
@@ -295,6 +308,50 @@ def pairs_in_order(ranking: Sequence[str], took: Mapping[str, float]) -> tuple[i
     gaps = [took[first] / took[second] - 1 for first, second in combinations(ranking, 2)]
     wrong = [gap for gap in gaps if gap > 0]
     return len(gaps) - len(wrong), len(gaps), max(wrong, default=0.0)
+
+
+def ties(
+    runs: Mapping[str, LayoutRun], took: Mapping[str, float], ranking: Sequence[str]
+) -> dict[str, float | str | tuple[float, str]]:
+    """What a race decides. Steps are tied that differ by no more than the repeats of one layout do.
+
+    Args:
+        took: seconds of a step.
+        ranking: the layouts in the predicted order.
+
+    Returns:
+        For `lesson.record`: by what share repeats of one layout differ at most ("spread"), the "second"
+        layout and how much longer its step is ("longer"), how many are tied for the first place in words
+        ("first"), and of the pairs that are not tied ("decided") how many the ranking has in "order".
+    """
+    spread = max(max(run.repeats) / min(run.repeats) - 1 for run in runs.values())
+    best, second, *_ = order = sorted(took, key=lambda name: took[name])
+    first = sum(took[name] <= (1 + spread) * took[best] for name in order)
+    gaps = [took[late] / took[early] for early, late in combinations(ranking, 2)]
+    decided = [gap for gap in gaps if max(gap, 1 / gap) > 1 + spread]
+    return {
+        "spread": (100 * spread, "%"),
+        "second": second,
+        "longer": (100 * (took[second] / took[best] - 1), "%"),
+        "first": f"the first {first} layouts are tied" if first > 1 else "no layout is tied with the first",
+        "decided": len(decided),
+        "order": sum(gap > 1 for gap in decided),
+    }
+
+
+def collectives_in_words(seconds: float, device: str) -> str:
+    """What a rank's calls of collectives took, for prose: on a GPU nobody timed them."""
+    return f"{number(seconds, 's')} in collectives" if device == "cpu" else "an untimed part in collectives"
+
+
+def fit_in_words(fits: Sequence[str], predicted: Sequence[str]) -> str:
+    """Whether the layouts that fit are those of which it was predicted, as the end of a sentence."""
+    if {*fits} == {*predicted}:
+        return "the predicted ones"
+    missing = "; ".join(name for name in predicted if name not in fits)
+    added = "; ".join(name for name in fits if name not in predicted)
+    words = [f"without {missing}"] * bool(missing) + [f"with {added}"] * bool(added)
+    return f"the predicted ones {' and '.join(words)}"
 
 
 def replay_on_links(

@@ -71,6 +71,14 @@ class ParaphraseRecipe:
         tokenizer = hpnb.data.bpe_tokenizer(self.merges, SMALL.vocab_size)
         return model, hpnb.data.collate_pairs(tokenizer, SMALL.length)
 
+    @property
+    def data(self) -> str:
+        """What it is trained on, in a plain phrase for the page's banner."""
+        count, source = f"{len(self.train):,}", self.train.source
+        if source.kind == "generated":
+            return f"{count} generated pairs of sentences, instead of MRPC, which is not on this machine"
+        return f"{count} pairs of sentences of {source.name}"
+
     def __str__(self) -> str:
         pairs = f"{len(self.train):,} pairs of {self.train.source.name}"
         if self.train.source.kind == "generated":

@@ -683,7 +683,7 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 # shorter ones. Below 1, Ulysses exposes less. <data value="10.touch">The bars of the two touch at 64 tokens; there, this run can't say which is faster</data>.
 #
 # Ulysses wins where bytes decide and computing is too short to cover a ring's
-# messages, because it sends less. The shorter the latency, the sooner bytes decide. Between nodes of H100s it is about 10 µs. By the same
+# messages, because it sends less. With a shorter latency, bytes decide at shorter sequences. Between nodes of H100s the latency is about 10 µs. By the same
 # formulas, with 8 ranks over InfiniBand and G = H, the ring exposes less only from <data value="10.wins.32-kv-heads">17,178</data> tokens a rank on.
 # With 8 of 32 kv heads it does so from <data value="10.wins.8-kv-heads">2,848</data> on. The rule w·ρ·G/H gives 16,000 and 4,000 instead.
 #

@@ -83,7 +83,7 @@ def test_exposed_times_show_the_quartiles_of_each_way_beside_each_other() -> Non
     dots = [float(np.asarray(line.get_xdata())[0]) for line in figure.axes[0].get_lines()[2:]]
     assert [low[0] for low, _ in drawn] == dots
     assert dots[0] < dots[1]
-    assert "quartiles of its rounds" in {text.get_text() for text in figure.texts}
+    assert "quartiles" in {text.get_text() for text in figure.texts}
 
 
 def test_the_crossings_that_the_page_tells_are_those_of_its_explorer() -> None:

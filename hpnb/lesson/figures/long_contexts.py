@@ -133,7 +133,7 @@ def exposed_times(
              Key(OpStyle(SOFT, "", "replayed"), "dot", marker="o")]  # fmt: skip
     keys = [Key(OpStyle(SOFT, "", marked_as, ":"), "line")] if marked is not None and marked_as else []
     if quartiles:
-        kinds.append(Key(OpStyle(SOFT, "", "quartiles of its rounds"), "dot", marker="|"))
+        kinds.append(Key(OpStyle(SOFT, "", "quartiles"), "dot", marker="|"))
     keys = [*(kinds if replayed else ()), *keys]
     what = "time of one attention" if computing else "exposed time of one attention"
     panel = CurvePanel(series, what, "xy", xlabel="sequence length, on all ranks (tokens)")

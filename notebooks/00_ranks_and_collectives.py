@@ -542,11 +542,11 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 #
 # <details><summary>If the prediction is off on your machine</summary>
 #
-# If a measured time is too long, a cost may be missing: the formula leaves out the additions, the time in which a process
-# hands a call to its GPU, and users of cores and links that came after the fit. If it is too short, the fit contains a
-# cost that these calls do not pay. The fit waited for the GPU after every call. A process queues the hundred calls and
-# waits for its GPU once, so each of them pays a hundredth of that wait, and the one call all of it. This run does not test
-# these causes. Run the cell twice. What differs between the runs is noise.
+# If a measured time is too long, a cost may be missing: the formula leaves out the additions, the wait of a process until
+# it hears that its GPU is done, and users of cores and links that came after the fit. If it is too short, the fit contains
+# a cost that these calls do not pay. On GPUs the fit starts each call on an idle GPU, so its time includes the moment in
+# which the process hands the call over. Of the hundred calls, it hands over most while the GPU works on earlier ones. This
+# run does not test these causes. Run the cell twice. What differs between the runs is noise.
 # </details>
 #
 # A ring is not always best: its $2(n-1)$ latencies hurt when the tensor is small and the ranks are many. The *explorer*

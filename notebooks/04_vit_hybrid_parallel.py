@@ -100,7 +100,6 @@ lesson.claim("Both replicas hold the same weights", replicas[0] == replicas[1])
 
 # %% [markdown]
 # In the second figure, a matrix is drawn as in x A, inputs down, outputs across.
-# Ranks 4 to 7 repeat the weights of ranks 0 to 3.
 #
 # **Takeaway.** The order of the axes decides which groups stay on a node.
 #
@@ -365,15 +364,13 @@ tenth = {axis: seconds[8] for axis, seconds in simulated.items()}
 ranking = sorted(sent, key=predict_steps(links[8]).get)
 lesson.reveal("04.tenth", tenth, predicted=ranking, source="simulated")
 added, at_tenth = vit_hybrid.record_added(simulated)
-ratio, near = vit_hybrid.record_ratios(predicted, measured, simulated)
+ratio, _ = vit_hybrid.record_ratios(predicted, measured, simulated)
 bubble = (N - 1) / m * share  # predicted
 vit_hybrid.record_rest(share, bubble, busy, predicted, simulated, measured)
 lesson.claim("On a tenth, tp's grows by most", max(at_tenth, key=at_tenth.get) == "tp")
 lesson.claim("On a hundredth, too", (added["tp"], ">", added["dp"]))
 lesson.claim("There, pp's grows by least", (added["pp"], "<", added["dp"]))
 lesson.claim("pp takes longer than predicted", (ratio["pp"], ">", 1))
-lesson.claim("pp computes longer than predicted", (busy["pp"], ">", share))
-lesson.claim("Simulated, pp is near measured", (abs(near["pp"] - 1), "<", 0.2))
 lesson.claim("Yet dp's step is shorter", (measured["dp"], "<", measured["pp"]))
 vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 
@@ -394,8 +391,6 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 #
 # Along pp the rest is the bubble, predicted as (N-1)/m of the compute, which is <data value="04.rest.bubble">8.60 ms</data>, and sending and waiting. Along tp it is all-reduces and waiting.
 #
-# Compared with a step that sends nothing, the busiest rank computes <data value="04.longer.pp:.2f">1.18</data> times as long along pp, <data value="04.longer.tp:.2f">1.30</data> times along tp and <data value="04.longer.dp:.2f">0.98</data> times along dp.
-#
 # <details><summary>Why the curves differ</summary>
 #
 # tp's curve rises from the start, because the model lets nothing overlap with its all-reduces. dp's
@@ -411,6 +406,7 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 # The prediction leaves out fixed costs, such as calling an operation, which come with every microbatch and shard. On a CPU it also leaves out
 # that ranks send with the cores that compute. Where the rest is shorter than predicted, messages took less than the link's latency and bandwidth say, or were not entirely exposed.
 #
+# Compared with a step that sends nothing, the busiest rank computes <data value="04.longer.pp:.2f">1.18</data> times as long along pp, <data value="04.longer.tp:.2f">1.30</data> times along tp and <data value="04.longer.dp:.2f">0.98</data> times along dp.
 # Compute longer than predicted can have several causes. Along pp a rank computes in small microbatches. Along tp there are no microbatches, but
 # all ranks repeat the norms, and each operation has a fixed cost. The run does not separate these causes.
 #

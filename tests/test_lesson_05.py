@@ -454,7 +454,8 @@ def test_doublings_show_a_wall_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_deepest_models_say_how_large_and_when_they_are_fullest(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: dict[str, Any] = {}
-    monkeypatch.setattr(gpt2_zero_words, "record", lambda key, value: recorded.setdefault(key, {}).update(value))
+    store = lambda key, value: recorded.setdefault(key, {}).update(value)  # noqa: E731
+    monkeypatch.setattr(gpt2_zero_words, "record", store)
     config = ZeroConfig(3, -1)
     gpt2_zero_words.record_depths(SIZE, 1, torch.bfloat16, {config: 9}, {config: 8}, 2, 25.0, 0.0)
     assert recorded["05.millions"]["zero-3"] == replace(SIZE, layers=8).parameters() / 1e6

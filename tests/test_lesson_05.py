@@ -600,7 +600,8 @@ def test_a_readers_plan_is_drawn_above_a_right_one() -> None:
     assert drawn[2] == title
     yours, right = drawn[0].values()
     assert yours == right
-    for stub in (lambda step: ..., lambda step: [], lambda step: 1 / 0):
+    stubs: tuple[Any, ...] = (lambda step: ..., lambda step: [], lambda step: 1 / 0)
+    for stub in stubs:
         assert exercises.compared_plans(stub) is None
 
 

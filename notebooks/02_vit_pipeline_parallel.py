@@ -333,7 +333,8 @@ trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")
 #
 # *Core, 20 minutes.* Write `one_f_one_b(p, m)`. It returns p lists of actions, such as `[["0F0", "0B0"], ["1F0",
 # "1B0"]]` for p = 2, m = 1, with stage r on rank r. For F = 1, B = 2, p = 4 and m = 8, the simulated step has to take
-# $(m + p - 1)(F + B) = 33$ units, with at most p - r = 4, 3, 2, 1 microbatches in flight.
+# $(m + p - 1)(F + B) = 33$ units, with at most p - r = 4, 3, 2, 1 microbatches in flight. The check draws your lists as
+# far as they run.
 #
 # <details><summary>Hint</summary>
 #
@@ -346,7 +347,9 @@ def one_f_one_b(p, m): ...
 
 
 # %% tags=["check-1"]
-lesson.check(exercises.one_f_one_b, one_f_one_b)
+verdict = lesson.check(exercises.one_f_one_b, one_f_one_b)
+exercises.draw_schedule(one_f_one_b, p=4, m=8)
+verdict
 
 # %% [markdown]
 # <details><summary>Solution</summary>
@@ -513,10 +516,13 @@ lesson.predict("02.schedules", question, guess=None, kind="ranking",
 # %% [markdown]
 # ### Exercise 2: interleave by two
 #
-# *Extra, 25 minutes.* Write `interleave(p, m)` with two chunks a rank, stage s on rank s mod p, and m a multiple of p. With
-# F = ½ and B = 1 a chunk, the step for p = 4 and m = 8 has to take $3(m + (p-1)/2) = 28.5$ units, a bubble of 15.8 %.
-# At most
-# $2(p - r - 1) + p + 1$ chunks may be in flight.
+# *Extra, 25 minutes.* Write `interleave(p, m)` with two chunks a rank, stage s on rank s mod p, and m a multiple of p.
+#
+# <details><summary>What the check wants</summary>
+#
+# With F = ½ and B = 1 a chunk, the step for p = 4 and m = 8 has to take $3(m + (p-1)/2) = 28.5$ units, a bubble of 15.8 %.
+# At most $2(p - r - 1) + p + 1$ chunks may be in flight.
+# </details>
 #
 # <details><summary>Hint</summary>
 #
@@ -559,8 +565,13 @@ lesson.check(exercises.interleave, interleave)
 # %% [markdown]
 # ### Exercise 3: place the weight gradients
 #
-# *Extra, 20 minutes.* Write `place_w(p, m)` with actions F, I and W, for m ≥ p. With F = I = W = 1, the step for p = 4 and
-# m = 8 has to take 3m + p - 1 = 27 units, with at most p = 4 microbatches in flight on every rank.
+# *Extra, 20 minutes.* Write `place_w(p, m)` with actions F, I and W, for m ≥ p.
+#
+# <details><summary>What the check wants</summary>
+#
+# With F = I = W = 1, the step for p = 4 and m = 8 has to take 3m + p - 1 = 27 units, with at most p = 4 microbatches in
+# flight on every rank.
+# </details>
 #
 # <details><summary>Hint</summary>
 #
@@ -618,7 +629,7 @@ lesson.show(predicted=predicted, **{RAN: makespans}, unit="s", key="02.race",
             title="Five schedules, one step", columns=columns,
             note=f"All but predictions and messages: {RAN}.")  # fmt: skip
 drawn = {"1f1b": ran["1f1b"], "zb-h2": figures.without_numbers(ran["zb-h2"], "W")}
-lesson.show(drawn, title="W fills ZB-H2's gaps")
+lesson.show(drawn, title="ZB-H2 puts W into gaps and at the end")
 first = min(predicted, key=predicted.get)
 lesson.reveal("02.schedules", makespans, predicted=[first], source=RAN)
 bubbles = columns["bubble (%)"]
@@ -630,13 +641,12 @@ alone = vit_pipeline.compare_split(hpnb.launch(*program, ranks=1)[0])
 lesson.show(columns=alone, key="02.split", title="Split backwards on one rank alone")
 
 # %% [markdown]
-# If we count only differences above the larger of two
-# spreads, <data value="02.race.faster">interleaved is faster than 1f1b; all other pairs are undecided</data>. The prediction puts
+# We call two schedules different only if their steps differ by more than the larger of their own two spreads. So
+# <data value="02.race.faster">interleaved is faster than 1f1b; all other pairs are undecided</data>. The prediction puts
 # <data value="02.race.first.predicted">zb-v</data> first, the run <data value="02.race.first.run">interleaved</data>. The prediction takes I = W and equal chunks, so it
 # cannot decide between schedules that are nearly as fast.
 #
-# Does a split backward also take more computing? We time one rank alone, with a stage's layers: backwards in one piece and
-# split, fifteen rounds in turn. Split, the step takes
+# Does a split backward also take more computing? We time one rank alone, with a stage's layers, in fifteen rounds. Split, the step takes
 # <data value="02.split.split-in-one-piece.factor:.3f">1.078</data> times as long, with the range <data value="02.split.split-in-one-piece.range">1.046 to 1.132</data> and the verdict *<data value="02.split.split-in-one-piece.verdict">slower</data>*.
 #
 # <details><summary>I and W are not equal</summary>
@@ -655,7 +665,7 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 # Predicted: if a rank has two chunks, we average the forward times of all stages and give each chunk half of the average;
 # likewise for I and W. In the figure below the table, weight gradients have no numbers, because many are short.
 #
-# That figure shows where ZB-H2 puts W: in gaps between other actions, and at the end, while 1F1B's ranks wait in the
+# That figure shows where ZB-H2 puts W. At the end it computes W while 1F1B's ranks wait in the
 # cool-down. W does not fill all gaps, because the lists fix the order of actions before their times are known.
 #
 # The formulas for idle time hold with equal stages, W ≤ F and W ≤ I ≤ 2W. With I = W, they make ZB-H1 and ZB-H2 equally fast.
@@ -675,8 +685,7 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 # slow links (notebook 04). With h = 1,024 and six blocks in each stage, the ratio is 110,592/ρ. At notebook 00's published rates
 # of an H200 that is 50 over NVLink, where ρ is <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data>, and 0.14 over 10 Gb Ethernet, where ρ is <data value="00.rho.ethernet-10-gb.at-published-rates">791,000 FLOP/B</data>.
 #
-# The race's predictions leave messages out. Steps took <data value="02.race.over-predicted.interleaved:.2f">0.96</data> times their prediction under interleaving and
-# <data value="02.race.over-predicted.zb-h1:.2f">1.22</data> times under ZB-H1, which sends as few messages as 1F1B. So the ratio of a step to its prediction does not show what messages cost.
+# The race's predictions contain no messages; <data value="02.run.in-race">neither do its replayed steps, so the race does not show what messages cost</data>.
 # </details>
 #
 # <details><summary>In your tools: interleaving and zero bubble</summary>
@@ -876,20 +885,21 @@ lesson.check(exercises.diagnosis, diagnose)
 SWEEP = [m for m in (1, 2, 4, 8, 16, 32, 64, 128) if m <= max(16, IMAGES // 4)]
 by_m = {m: schedules.make("1f1b", N, m) for m in SWEEP}
 task, most = (SIZE, IMAGES, DTYPE, by_m), SWEEP[-1]
-ran = pool.run(vit_pipeline.time_schedules, *task, repeats=2)[0]
+rounds = pool.run(vit_pipeline.time_rounds, *task, repeats=6)[0]  # in turn
 # {} on a CPU; each pipeline is made with hpnb.Pipeline(..., cuda_graphs=True)
-graphed, notes = pool.run(vit_pipeline.time_graphs, *task, repeats=2)[0]
+by_graphs, notes = pool.run(vit_pipeline.time_graphs, *task, repeats=6)[0]
+ran, graphed = (vit_pipeline.median_steps(r, by_m) for r in (rounds, by_graphs))
 busy = {m: step_timing.compute_seconds(tl) for m, tl in ran.items()}  # T/p + m c
 c = max(0.0, busy[most] - busy[1]) / (most - 1)
 ideal = max(0.0, min(busy[1] - c, *busy.values()))  # T/p; at most what ranks worked
 parts = [vit_pipeline.step_parts(tls, by_m, ideal) for tls in (ran, graphed) if tls]
 predicted = [theory.step_seconds(N * ideal, N, m, c) for m in SWEEP]
-best = min(SWEEP, key=lambda m: ran[m].makespan)
-title = f"Launched from Python, the step is shortest at m = {best}"
+best, rivals = vit_pipeline.best_and_rivals(ran, rounds)
+title = vit_pipeline.sweep_title(best, rivals)
 lesson.show(figures.u_curve(SWEEP, parts[0], predicted, title, RAN, *parts[1:]))
-print(vit_pipeline.record_graphs(ran, graphed, notes))
+print(vit_pipeline.record_graphs(ran, graphed, by_graphs, notes))
 lesson.record("02.sweep.formula", theory.best_microbatches(N * ideal, N, c))
-vit_pipeline.record_sweep(ran, parts[0], predicted)
+vit_pipeline.record_sweep(ran, rounds, parts[0], predicted, M)
 alone, shortest = ran[1].makespan, ran[best].makespan
 lesson.claim("Microbatches shorten the step", (alone, ">", 1.1 * shortest))
 if graphed:
@@ -897,9 +907,10 @@ if graphed:
     lesson.claim("CUDA graphs shorten the step with the smallest microbatches", pair)
 
 # %% [markdown]
-# Launched from Python, the step is shortest at m = <data value="02.sweep.best">4</data>; the formula says <data value="02.sweep.formula:.1f">3.6</data>. The bubble
-# takes <data value="02.sweep-bubble.best">63.2 ms</data> at the best m and <data value="02.sweep-bubble.most">55.2 ms</data> at m = <data value="02.sweep.most">16</data>. Beyond the best m, what each microbatch
-# costs adds up to more than the bubble still shrinks.
+# Launched from Python, the shortest step has m = <data value="02.sweep.best">4</data>;
+# <data value="02.sweep.verdict">m = 2 took less in some of 6 rounds and may be as good</data>. The formula says <data value="02.sweep.formula:.1f">3.6</data>. In the shortest step the bubble
+# takes <data value="02.sweep-bubble.best">63.2 ms</data>, at m = <data value="02.sweep.most">16</data> <data value="02.sweep-bubble.most">55.2 ms</data>. Between the two, the fixed costs
+# grow by more than the bubble shrinks.
 #
 # Python can launch small kernels more slowly than a GPU runs them. A *CUDA graph* records all kernels of a
 # stage's forward or backward once and launches them with one call. So c falls,
@@ -919,15 +930,16 @@ if graphed:
 #
 # <details><summary>How sure is the best m?</summary>
 #
-# Steps vary from cell to cell. 1F1B with m = 8 took <data value="02.ran.1f1b.makespan">158 ms</data> beside GPipe and <data value="02.race.step.1f1b">143 ms</data> in the race,
-# and the figure above has a third value. So compare steps of one cell only. Neighbours of the best m that differ from it by no more
-# than such values do are undecided.
+# For six rounds, every m takes its turn. We show <data value="02.run.shown">a replay of each action's median time</data>. Of two equally
+# fast m, one takes longer in all six rounds only in 1 of 32 cases. So an m that does is slower, and any other may be as good.
+# With CUDA graphs one m runs after the other, because graphs keep their memory. From cell to cell, steps can vary more: 1F1B with m = 8 took
+# <data value="02.ran.1f1b.makespan">158 ms</data> beside GPipe, <data value="02.race.step.1f1b">143 ms</data> in the race and <data value="02.sweep-step.usual">134 ms</data> here. So compare steps of one cell only.
 # </details>
 #
 # <details><summary>Has this pipeline paid?</summary>
 #
 # At m = 1 only one rank works at a time. So that step, <data value="02.sweep-step.alone">248 ms</data>, is what one rank would
-# need for all stages, one after the other: T + p c. The best step without graphs takes <data value="02.sweep-step.best">143 ms</data>, which is <data value="02.sweep-share">57.9 %</data> of that; without bubble and launches
+# need for all stages, one after the other: T + p c. The shortest step without graphs takes <data value="02.sweep-step.best">143 ms</data>, which is <data value="02.sweep-share">57.9 %</data> of that; without bubble and launches
 # it would be 1/p. At this m the ranks compute for <data value="02.sweep-step.work">321 ms</data> in all. Where they share cores or a GPU, the real step takes at
 # least this sum, divided by the number of cores or GPUs.
 # </details>
@@ -1005,7 +1017,7 @@ lesson.check(exercises.choose_microbatches, choose)
 # %% [markdown]
 # ## What to remember
 #
-# - A pipeline sends only what crosses its cuts, and wastes time: at least $(p-1)/(m+p-1)$ of ranks × makespan under GPipe and 1F1B.
+# - A pipeline sends only what crosses its cuts, and wastes time: with equal stages and microbatches, GPipe and 1F1B waste $(p-1)/(m+p-1)$ of ranks × makespan.
 # - 1F1B keeps p - r microbatches on rank r instead of m. With equal stages its bubble is GPipe's.
 # - Interleaving shortens idle time and multiplies messages. A split backward fills gaps with W.
 # - The slowest stage sets the pace, and each microbatch has a fixed cost, which CUDA graphs reduce.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -11,6 +12,7 @@ from matplotlib.text import Annotation, Text
 from replayed_graphs import with_graphs
 
 import hpnb
+from hpnb.lesson.exercises import vit_pipeline_parallel as exercises
 from hpnb.lesson.figures.vit_pipeline import u_curve, without_numbers
 from hpnb.lesson.programs import vit_pipeline
 from hpnb.models import ViTSize
@@ -58,12 +60,50 @@ def test_the_race_says_which_pairs_are_undecided(seconds: tuple[float, ...], wor
     assert vit_pipeline.race_words(steps, dict.fromkeys(steps, 0.5)) == words
 
 
+# --- exercise 1 --------------------------------------------------------------------------------------
+
+
+def library_lists(p: int, m: int) -> list[list[str]]:
+    return [list(map(str, actions)) for actions in schedules.make("1f1b", p, m).actions]
+
+
+def swapped_lists(p: int, m: int) -> list[list[str]]:
+    rows = library_lists(p, m)
+    rows[1][1], rows[1][3] = rows[1][3], rows[1][1]
+    return rows
+
+
+def lists_that_begin_with_backwards(p: int, m: int) -> list[list[str]]:
+    return [actions[::-1] for actions in library_lists(p, m)]
+
+
+@pytest.mark.parametrize(
+    ("write", "title", "actions"),
+    [
+        (library_lists, "Your schedule, p = 4 and m = 8", 64),
+        (swapped_lists, "Your schedule, p = 4 and m = 8: it stops after 8 of 64 actions", 8),
+        (lists_that_begin_with_backwards, None, 0),
+        (lambda p, m: None, None, 0),
+        (lambda p, m: ["0F0", 7], None, 0),
+        (lambda p, m: 1 // 0, None, 0),
+    ],
+)
+def test_a_readers_schedule_is_drawn_as_far_as_it_runs(
+    write: Callable[[int, int], Any], title: str | None, actions: int
+) -> None:
+    drawn: list[tuple[Timeline, dict[str, Any]]] = []
+    with patch.object(exercises, "show", lambda tl, **options: drawn.append((tl, options))):
+        exercises.draw_schedule(write, 4, 8)
+    assert [(options["title"], len(tl.events)) for tl, options in drawn] == [(title, actions)] * bool(title)
+    assert all(options["in_flight"] == (actions == 64) for _, options in drawn)
+
+
 # --- with CUDA graphs --------------------------------------------------------------------------------
 
 TINY = ViTSize(hidden=32, layers=2, heads=2, mlp=64, patch=8, image=16)
 
 
-def time_replayed(refused: bool) -> tuple[dict[int, Timeline], list[str], list[int]]:
+def time_replayed(refused: bool) -> tuple[dict[int, list[Timeline]], list[str], list[int]]:
     """`time_captured` with captures that call again, and how many graphs each pipeline had at its end."""
     made: list[Any] = []
     real = hpnb.Pipeline
@@ -78,16 +118,17 @@ def time_replayed(refused: bool) -> tuple[dict[int, Timeline], list[str], list[i
 
     by_m = {m: schedules.make("1f1b", hpnb.world_size(), m) for m in (1, 2)}
     with patch.object(hpnb, "Pipeline", pipeline):
-        steps, notes = vit_pipeline.time_captured(TINY, 4, torch.float32, by_m, 2)
-    return steps, notes, [len(graphs._graphs) for graphs in made]
+        rounds, notes = vit_pipeline.time_captured(TINY, 4, torch.float32, by_m, 2)
+    return rounds, notes, [len(graphs._graphs) for graphs in made]
 
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_steps_are_timed_with_graphs_and_say_which_stages_had_none(refused: bool) -> None:
     results = hpnb.launch(time_replayed, refused, ranks=2, device="cpu")
     why = ["stage 1 runs without CUDA graphs, because it draws random numbers on the CPU"]
-    for rank, (steps, notes, captured) in enumerate(results):
-        assert {m: len(tl.events) for m, tl in steps.items()} == {1: 4, 2: 8}
+    for rank, (rounds, notes, captured) in enumerate(results):
+        counts = {m: [len(tl.events) for tl in timelines] for m, timelines in rounds.items()}
+        assert counts == {1: [4, 4], 2: [8, 8]}
         assert notes == (why if refused else [])  # every rank says it
         assert captured == ([0, 0] if refused and rank == 1 else [1, 2 - rank])  # one for each slot
 
@@ -117,13 +158,17 @@ def test_the_page_says_what_graphs_changed(monkeypatch: pytest.MonkeyPatch) -> N
         {m: schedules.make("1f1b", 2, m).simulate(Costs(cost, 0.0, 0.0, 0.0)) for m in (1, 4)}
         for cost in (1.0, 0.5)
     )
-    assert "a second panel" in vit_pipeline.record_graphs(slow, {}, [])
+    assert "a second panel" in vit_pipeline.record_graphs(slow, {}, {}, [])
     assert recorded["02.graphs"] == "the ranks have no GPU, so the figure has one panel"
-    said = vit_pipeline.record_graphs(slow, fast, ["stage 1 runs without CUDA graphs"])
+    rounds = {m: [tl] * 2 for m, tl in fast.items()}
+    said = vit_pipeline.record_graphs(slow, fast, rounds, ["stage 1 runs without CUDA graphs"])
     assert said.splitlines()[1:] == ["stage 1 runs without CUDA graphs"]
     words = "the step at m = 4 takes 2.50 s with graphs instead of 5.00 s, "
-    words += "and the best step is 1.00 s at m = 1"
+    words += "and the shortest step is 1.00 s at m = 1"
     assert recorded["02.graphs"] == f"{words}, although some stages could not be captured"
+    rounds[1] = [fast[1], slow[4]]  # longer than m = 4 in the second round
+    vit_pipeline.record_graphs(slow, fast, rounds, [])
+    assert recorded["02.graphs"] == f"{words}, where m = 4 may be as good"
 
 
 def test_the_second_panel_has_an_axis_of_its_own() -> None:
@@ -152,11 +197,38 @@ def test_the_sweep_says_how_far_the_formula_is_off_and_how_long_bubbles_are(
     recorded: dict[str, Any] = {}
     monkeypatch.setattr(vit_pipeline, "record", lambda key, value, unit="": recorded.update({key: value}))
     steps = {m: schedules.make("1f1b", 2, m).simulate(Costs(4 / m, 0.0, 0.0, 0.0)) for m in (1, 4)}
-    vit_pipeline.record_sweep(steps, {"bubble": [4.0, 1.0]}, [7.0, 10.0])  # the steps take 8 s and 5 s
+    rounds = {m: [tl, tl] for m, tl in steps.items()}
+    vit_pipeline.record_sweep(steps, rounds, {"bubble": [4.0, 1.0]}, [7.0, 10.0], 1)  # steps of 8 s and 5 s
     assert recorded["02.sweep"] == {"best": 4, "most": 4, "furthest": 4, "over": 0.5}
-    assert recorded["02.sweep-step"] == {"alone": 8.0, "best": 5.0, "work": 8.0}
+    assert recorded["02.sweep-step"] == {"alone": 8.0, "best": 5.0, "usual": 8.0, "work": 8.0}
+    assert recorded["02.sweep.verdict"] == "every other m took longer in each of 2 rounds"
+    rounds[4].append(steps[1])
+    rounds[1].append(steps[4])
+    vit_pipeline.record_sweep(steps, rounds, {"bubble": [4.0, 1.0]}, [7.0, 10.0], 1)
+    assert recorded["02.sweep.verdict"] == "m = 1 took less in some of 3 rounds and may be as good"
     assert recorded["02.sweep-bubble"] == {"best": 1.0, "most": 1.0}
     assert recorded["02.sweep-share"] == 62.5
+
+
+@pytest.mark.parametrize(
+    ("slow", "rivals", "title"),
+    [
+        (5.5, [], "Launched from Python, the step is shortest at m = 4"),
+        (6.0, [8], "Launched from Python: m = 4 takes least; 8 may be as good"),
+        (9.0, [1, 8], "Launched from Python: m = 4 takes least; 1 and 8 may be as good"),
+    ],
+)
+def test_a_rival_of_the_best_m_is_not_longer_in_every_round(
+    slow: float, rivals: list[int], title: str
+) -> None:
+    def step(seconds: float) -> Timeline:
+        return schedules.make("1f1b", 1, 1).simulate(Costs(seconds, 0.0, 0.0))
+
+    took = {1: 8.0, 4: 5.0, 8: 6.0}
+    rounds = {m: [step(t), step(slow if m == 4 else t)] for m, t in took.items()}
+    best = vit_pipeline.best_and_rivals({m: step(t) for m, t in took.items()}, rounds)
+    assert best == (4, rivals)
+    assert vit_pipeline.sweep_title(*best) == title
 
 
 def test_unequal_stages_make_gpipe_take_longer_than_1f1b(monkeypatch: pytest.MonkeyPatch) -> None:

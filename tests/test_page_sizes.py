@@ -86,7 +86,7 @@ def test_one_large_gpu_a_rank_trains_what_the_pages_tell(ranks: int) -> None:
     chosen = {need: choose_sizes(need, share).trial for need in NEEDS}
     wide = ViTSize(hidden=4096, layers=6, heads=32, mlp=16384, patch=16, image=224)
     expected = {
-        "01": Trial(l16, 64), "01.wide": Trial(wide, 64), "02": Trial(l16, 1024),
+        "01": Trial(l16, 64), "01.wide": Trial(wide, 64), "02": Trial(l16, 256 * ranks),
         "03": Trial(l16, 256), "04": Trial(l16, 256), "05": Trial(xl, 4), "06": Trial(xl, 4),
         "07": Trial(xl, 4), "08": Trial(xl, 2),
     }  # fmt: skip

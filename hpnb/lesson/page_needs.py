@@ -306,7 +306,7 @@ NEEDS: dict[str, PageNeed] = {
         _steps(72, False), 60.0,
     ),
     "02": PageNeed(
-        "images", Trial(SMALL_VIT, 16), _vits(*_WHOLE_BATCH), _pipelines, _steps(105, True)
+        "images", Trial(SMALL_VIT, 16), _vits(*_WHOLE_BATCH), _pipelines, _steps(244, True)
     ),
     "03": PageNeed(
         "images", Trial(SMALL_VIT, 64), _vits(*(c for c in _WHOLE_BATCH if c[1] <= 256)), _two_tensor_blocks,

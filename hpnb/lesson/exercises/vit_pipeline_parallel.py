@@ -10,8 +10,11 @@ from typing import Any
 from hpnb.lesson.exercises.checker import Finding, exercise
 from hpnb.lesson.exercises.findings import diagnosis as diagnosis_exercise
 from hpnb.lesson.exercises.findings import divisors, keeps_to_cap
+from hpnb.lesson.exercises.stubs import is_blank
+from hpnb.lesson.show import show
 from hpnb.lesson.tables import number
 from hpnb.pipeline_parallel import Action, Costs, Schedule, ScheduleError, schedules
+from hpnb.pipeline_parallel.simulate import replay
 from hpnb.record import Timeline
 from hpnb.theory import LINKS, Link, seconds
 
@@ -97,6 +100,29 @@ def one_f_one_b(write: Write) -> Iterator[Finding]:
             p, m = schedule.ranks, schedule.microbatches
             yield _makespan(text, tl, 3 * (m + p - 1))
             yield _in_flight(text, tl, [min(p - r, m) for r in range(p)])
+
+
+def draw_schedule(write: Write, p: int, m: int) -> None:
+    """Draw the reader's lists as a timeline, with F = 1 and B = 2, as far as they can be run.
+
+    Nothing is drawn for a stub, and where there is no action that could begin: the check says why.
+    """
+    if is_blank(write):
+        return
+    try:
+        rows = write(p, m)
+        _check_types(rows)
+        schedule = Schedule(rows, "yours")
+        tl = replay(schedule, Costs().seconds)
+    except Exception:  # whatever a reader's function does
+        return
+    if not tl.events:
+        return
+    actions, runs = sum(map(len, schedule.actions)), len(tl.events)
+    title = f"Your schedule, p = {p} and m = {m}"
+    if runs < actions:
+        title += f": it stops after {runs} of {actions} actions"
+    show(tl, title=title, unit="units", in_flight=runs == actions)
 
 
 @exercise("02.2", "interleave by two", 25)

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-WIDGET_BYTES = 100_000  # of saved widget state; a static figure stands beside each explorer anyway
+WIDGET_BYTES = 75_000  # of saved widget state; a static figure stands beside each explorer anyway
 STATE = "application/vnd.jupyter.widget-state+json"
 VIEW = "application/vnd.jupyter.widget-view+json"
 

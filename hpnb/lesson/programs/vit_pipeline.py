@@ -109,18 +109,17 @@ def time_schedules(
     size: ViTSize, images: int, dtype: torch.dtype, schedules: Mapping[str, Schedule], *args: Any, **kw: Any
 ) -> dict[str, Timeline]:
     """{name: the median step of `time_rounds`}, which takes the same. Every rank calls it."""
-    rounds = time_rounds(size, images, dtype, schedules, *args, **kw)
-    return {name: median_step(tls, schedules[name]) for name, tls in rounds.items()}
+    return median_steps(time_rounds(size, images, dtype, schedules, *args, **kw), schedules)
 
 
 def time_rounds(
     size: ViTSize,
     images: int,
     dtype: torch.dtype,
-    schedules: Mapping[str, Schedule],
-    cuts: Mapping[str, How] | None = None,
+    schedules: Mapping[Any, Schedule],
+    cuts: Mapping[Any, How] | None = None,
     repeats: int = 3,
-) -> dict[str, list[Timeline]]:
+) -> dict[Any, list[Timeline]]:
     """Train a few steps under each schedule in turn: {name: its steps, without communication events}.
 
     Every rank calls it.
@@ -150,8 +149,8 @@ def time_rounds(
 
 def time_graphs(
     size: ViTSize, images: int, dtype: torch.dtype, schedules: Mapping[Any, Schedule], repeats: int = 3
-) -> tuple[dict[Any, Timeline], list[str]]:
-    """({name: the median step with CUDA graphs}, which stages ran without graphs, and why).
+) -> tuple[dict[Any, list[Timeline]], list[str]]:
+    """({name: its steps with CUDA graphs}, which stages ran without graphs, and why).
 
     Every rank calls it. There is no step on a CPU, which has no graphs.
     """
@@ -162,9 +161,9 @@ def time_graphs(
 
 def time_captured(
     size: ViTSize, images: int, dtype: torch.dtype, schedules: Mapping[Any, Schedule], repeats: int
-) -> tuple[dict[Any, Timeline], list[str]]:
+) -> tuple[dict[Any, list[Timeline]], list[str]]:
     """`time_graphs` on any device. One pipeline at a time, because graphs keep their activations' memory."""
-    steps = {}
+    rounds = {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for name, schedule in schedules.items():
@@ -174,7 +173,7 @@ def time_captured(
             for _ in range(GRAPH_WARM_UP + repeats):
                 timelines.append(pipe.step(batch, return_outputs=False).timeline.select("FIWB"))
                 pipe.zero_grad()
-            steps[name] = median_step(timelines[GRAPH_WARM_UP:], schedule)
+            rounds[name] = timelines[GRAPH_WARM_UP:]
             del model, pipe
             gc.collect()
             if torch.cuda.is_available():
@@ -185,7 +184,7 @@ def time_captured(
             warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
     by_rank: list[list[str]] = [[]] * hpnb.world_size()
     dist.all_gather_object(by_rank, of_graphs)
-    return steps, list(dict.fromkeys(message for rank in by_rank for message in rank))
+    return rounds, list(dict.fromkeys(message for rank in by_rank for message in rank))
 
 
 def time_cuts(
@@ -269,10 +268,42 @@ def median_step(timelines: Sequence[Timeline], schedule: Schedule) -> Timeline:
     return schedule.replay(medians.__getitem__, source=timelines[0].source)
 
 
+def median_steps(
+    rounds: Mapping[Any, Sequence[Timeline]], schedules: Mapping[Any, Schedule]
+) -> dict[Any, Timeline]:
+    """{name: the `median_step` of its rounds}."""
+    return {name: median_step(tls, schedules[name]) for name, tls in rounds.items()}
+
+
 def spread_of(timelines: Sequence[Timeline]) -> float:
     """Seconds between the longest and the shortest of several steps."""
     makespans = [tl.makespan for tl in timelines]
     return max(makespans) - min(makespans)
+
+
+def best_and_rivals(
+    steps: Mapping[int, Timeline], rounds: Mapping[int, Sequence[Timeline]]
+) -> tuple[int, list[int]]:
+    """(the choice with the shortest step, those that may be as good: not longer than it in every round).
+
+    Of two equally fast choices, one is longer in all of six rounds in 1 of 32 cases.
+
+    Args:
+        steps: {choice, such as a number of microbatches: its median step}.
+        rounds: {choice: its steps}.
+    """
+    best = min(steps, key=lambda m: steps[m].makespan)
+    longer = {
+        m: all(a.makespan > b.makespan for a, b in zip(rounds[m], rounds[best], strict=True)) for m in steps
+    }
+    return best, [m for m in steps if m != best and not longer[m]]
+
+
+def sweep_title(best: int, rivals: Sequence[int]) -> str:
+    """What a sweep over m says about the best one, as a figure's title."""
+    if not rivals:
+        return f"Launched from Python, the step is shortest at m = {best}"
+    return f"Launched from Python: m = {best} takes least; {listed(rivals)} may be as good"
 
 
 def work_and_bubble(steps: Mapping[str, Timeline]) -> dict[str, dict[str, float]]:
@@ -296,7 +327,7 @@ def faster_pairs(steps: Mapping[str, float], spreads: Mapping[str, float]) -> li
         a: [b for b in steps if steps[b] - steps[a] > max(spreads[a], spreads[b])]
         for a in sorted(steps, key=steps.__getitem__)
     }
-    return [f"{a} is faster than {_listed(others)}" for a, others in shorter.items() if others]
+    return [f"{a} is faster than {listed(others)}" for a, others in shorter.items() if others]
 
 
 def race_words(steps: Mapping[str, float], spreads: Mapping[str, float]) -> str:
@@ -308,9 +339,10 @@ def race_words(steps: Mapping[str, float], spreads: Mapping[str, float]) -> str:
     return ", ".join(faster) + ("" if decided else "; all other pairs are undecided")
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[object]) -> str:
     """ "a", "a and b", "a, b and c"."""
-    return " and ".join([*([", ".join(names[:-1])] if names[1:] else []), names[-1]])
+    *others, last = map(str, names)
+    return " and ".join([*([", ".join(others)] if others else []), last])
 
 
 def seconds_without_waits(tl: Timeline, schedule: Schedule) -> float:
@@ -396,35 +428,44 @@ def record_run(here: Banner, shape: Sequence[int], dtype: torch.dtype) -> str:
     """Record what a message between stages looks like, what this run's steps are, "measured", where each rank
     has a GPU or a core, or "replayed", and which step of several is shown."""
     kind = "measured" if here.timings_mean_something else "replayed"
+    race = "its steps contain them, and also launches and waits, so the ratio of a step to its prediction "
+    race += "does not show what messages cost"
     if kind == "measured":
         messages = "steps include the time of messages"
     elif here.device == "cpu":
         messages = "messages take no time"
+        race = "neither do its replayed steps, so the race does not show what messages cost"
     else:
         messages = "messages take an NVLink's time"  # REPLAY_LINK's
+        race = "its replayed steps count an NVLink's time for them, so the race does not show their cost"
     images, tokens, hidden = shape
     sizes = {"images": images, "tokens": tokens, "hidden": hidden, "bytes": dtype.itemsize}
     shown = "the median step" if kind == "measured" else "a replay of each action's median time"
-    record("02.run", {"kind": kind, "messages": messages, "shown": shown, **sizes})
+    record("02.run", {"kind": kind, "messages": messages, "in-race": race, "shown": shown, **sizes})
     return kind
 
 
 def record_graphs(
-    steps: Mapping[int, Timeline], graphed: Mapping[int, Timeline], notes: Sequence[str]
+    steps: Mapping[int, Timeline],
+    graphed: Mapping[int, Timeline],
+    rounds: Mapping[int, Sequence[Timeline]],
+    notes: Sequence[str],
 ) -> str:
     """Record in words what CUDA graphs changed at the largest number of microbatches, and say it.
 
     Args:
-        steps, graphed: {number of microbatches: step}, launched from Python and as graphs.
+        steps, graphed: {number of microbatches: median step}, launched from Python and as graphs.
+        rounds: {number of microbatches: all its steps with graphs}.
         notes: which stages ran without graphs.
     """
     if not graphed:
         record("02.graphs", "the ranks have no GPU, so the figure has one panel")
         return "On GPUs the figure has a second panel: the same steps with CUDA graphs."
-    most, best = max(steps), min(graphed, key=lambda m: graphed[m].makespan)
+    most, (best, rivals) = max(steps), best_and_rivals(graphed, rounds)
     eager, replayed = (number(at[most].makespan, "s") for at in (steps, graphed))
     words = f"the step at m = {most} takes {replayed} with graphs instead of {eager}, "
-    words += f"and the best step is {number(graphed[best].makespan, 's')} at m = {best}"
+    words += f"and the shortest step is {number(graphed[best].makespan, 's')} at m = {best}"
+    words += f", where m = {listed(rivals)} may be as good" if rivals else ""
     words += ", although some stages could not be captured" if notes else ""
     record("02.graphs", words)
     return "\n".join([f"{words[0].upper()}{words[1:]}.", *notes])
@@ -440,23 +481,33 @@ def record_beside_gpipe(steps: Mapping[str, Timeline], schedules: Mapping[str, S
 
 
 def record_sweep(
-    steps: Mapping[int, Timeline], parts: Mapping[str, Sequence[float]], predicted: Sequence[float]
+    steps: Mapping[int, Timeline],
+    rounds: Mapping[int, Sequence[Timeline]],
+    parts: Mapping[str, Sequence[float]],
+    predicted: Sequence[float],
+    usual: int,
 ) -> None:
-    """Record the shortest step and that of one microbatch, the bubble at the best and at the largest number,
-    and where the formula is furthest from the run.
+    """Record the shortest step and those of one microbatch and of the `usual` number, which numbers may be as
+    good as the best, the bubble at the best and at the largest, and where the formula is furthest off.
 
     Args:
-        steps: {number of microbatches: step}, in rising order.
-        parts: of these steps, as `step_parts` has them.
+        steps: {number of microbatches: median step}, in rising order.
+        rounds: {number of microbatches: all its steps}.
+        parts: of the median steps, as `step_parts` has them.
         predicted: seconds of each by the formula.
+        usual: the number of microbatches of other cells.
     """
     took = {m: tl.makespan for m, tl in steps.items()}
-    best, bubbles = min(took, key=took.__getitem__), dict(zip(took, parts["bubble"], strict=True))
+    (best, rivals), bubbles = best_and_rivals(steps, rounds), dict(zip(took, parts["bubble"], strict=True))
     ratios = {m: took[m] / formula for m, formula in zip(took, predicted, strict=True)}
     furthest = max(ratios, key=lambda m: abs(math.log(ratios[m])))
     record("02.sweep", {"best": best, "most": max(took), "furthest": furthest, "over": ratios[furthest]})
     work = compute_seconds(steps[best]) * len(steps[best].ranks)
-    record("02.sweep-step", {"alone": took[1], "best": took[best], "work": work}, "s")
+    record("02.sweep-step", {"alone": took[1], "best": took[best], "usual": took[usual], "work": work}, "s")
+    some, every = (f"{which} of {len(rounds[best])} rounds" for which in ("some", "each"))
+    decided = f"every other m took longer in {every}"
+    undecided = f"m = {listed(rivals)} took less in {some} and may be as good" if rivals else ""
+    record("02.sweep.verdict", undecided or decided)
     record("02.sweep-bubble", {"best": bubbles[best], "most": bubbles[max(took)]}, "s")
     record("02.sweep-share", 100 * took[best] / took[1], "%")
 
@@ -464,16 +515,15 @@ def record_sweep(
 def record_race(
     name: str, predicted: Mapping[str, float], steps: Mapping[str, Timeline], spreads: Mapping[str, float]
 ) -> None:
-    """Record which schedules are faster beyond the spread, which comes first, how many times its prediction
-    each step takes, and 1F1B's backward over two forwards; add all to the ledger."""
+    """Record which schedules are faster beyond the spread, which comes first, and 1F1B's backward over two
+    forwards; add all to the ledger."""
     makespans = {schedule: tl.makespan for schedule, tl in steps.items()}
     first = {
         "predicted": min(predicted, key=predicted.__getitem__),
         "run": min(makespans, key=makespans.__getitem__),
     }
     words = race_words(makespans, spreads)
-    over = {schedule: seconds / predicted[schedule] for schedule, seconds in makespans.items()}
-    record("02.race", {"faster": words, "first": first, "over-predicted": over})
+    record("02.race", {"faster": words, "first": first})
     total = {op: sum(e.duration for e in steps["1f1b"].events if e.op == op) for op in "FB"}
     record("02.race.half-backward", total["B"] / 2 / total["F"])  # the prediction's W over F
     record("02.race.step", makespans, "s")

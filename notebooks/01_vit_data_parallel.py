@@ -338,7 +338,6 @@ lesson.reveal("01.step-bytes", sent[0].bytes["dp"] / 3, "B", expected, source="c
 # (MiB of a bucket, reduce during the backward); a bucket of 1 byte holds one tensor
 VERSIONS = {"A: tensors, after": (1e-6, False), "B: buckets, after": (BUCKET_MB, False),
             "C: buckets, during": (BUCKET_MB, True)}  # fmt: skip
-a, b, c = VERSIONS
 
 
 def record_versions():
@@ -367,6 +366,7 @@ alone, rounds = pool.run(record_versions)[0]
 ideal = {v: alone[mb].as_long_as(alone[BUCKET_MB]).on(card.link, N, during)
          for v, (mb, during) in VERSIONS.items()}  # fmt: skip
 predicted = {v: timeline.makespan for v, timeline in ideal.items()}
+a, b, c = VERSIONS
 lesson.predict("01.overlap", "How many times as long as B does C take?",
                rule_of_thumb=alone[BUCKET_MB].end / predicted[b])  # nothing is exposed
 lesson.show(ideal, exposed=True, bubble=None, axis_labels={0: "each rank"},
@@ -380,12 +380,12 @@ lesson.show(predicted=predicted, measured=steps, unit="s", key="01.step",
             columns={"measured, exposed (s)": exposed},
             title="Forward and backward, medians of nine rounds",
             note="Exposed: mean over ranks, with waits for slower ones.")  # fmt: skip
-lesson.reveal("01.overlap", c_over_b.median, predicted=predicted[c] / predicted[b],
-              truth_range=(c_over_b.low, c_over_b.high))  # fmt: skip
+b_by_formula, c_by_formula = predicted[b] / predicted[a], predicted[c] / predicted[b]
+low_high = (c_over_b.low, c_over_b.high)
+lesson.reveal("01.overlap", c_over_b.median, "", c_by_formula, truth_range=low_high)
 lesson.claim("buckets beat single tensors", b_over_a.verdict == "faster")
-for key, ratio, by_formula in (("01.b-over-a", b_over_a, predicted[b] / predicted[a]),
-                               ("01.c-over-b", c_over_b, predicted[c] / predicted[b])):
-    lesson.record(key, figures.describe_ratio(ratio, by_formula))
+lesson.record("01.b-over-a", figures.describe_ratio(b_over_a, b_by_formula))
+lesson.record("01.c-over-b", figures.describe_ratio(c_over_b, c_by_formula))
 lesson.record("01.messages", figures.count_messages(timelines))
 lesson.record("01.handling", figures.handling_seconds(timelines), "s")
 

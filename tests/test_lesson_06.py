@@ -63,13 +63,13 @@ def test_a_skyline_knows_its_head_and_smooths_its_blocks() -> None:
     assert FLAT.head == pytest.approx(1.875)
     assert FLAT.smooth == pytest.approx([0.2, 3.2, 3.2, 6.0])
     costs = FLAT.stage_costs((2, 2))
-    assert costs.forward == pytest.approx((1.1, 3.2))
-    assert costs.input_grad == costs.weight_grad == pytest.approx((1.05, 3.1))
+    assert costs.forward == pytest.approx((1.2, 3.1))  # both blocks at their median
+    assert costs.input_grad == costs.weight_grad == pytest.approx((1.1, 3.05))
     seconds = theory.pipeline_seconds([3.4, 9.2], 3)
     assert FLAT.bubble((2, 2), 3) == pytest.approx(1 - 3 * (3.4 + 9.2) / (2 * seconds))
     assert FLAT.best_speedup() == pytest.approx(12.6 / 6.0)
     step = FLAT.step(schedules.make("gpipe", 2, 3), (2, 2))
-    assert step.makespan == pytest.approx(theory.pipeline_seconds([3.2, 9.4], 3))
+    assert step.makespan == pytest.approx(theory.pipeline_seconds([3.4, 9.2], 3))
 
 
 def run_all(run: gpt2_pipeline.PartitionedSchedule) -> tuple[LayerTimes, float, dict[str, list[float]]]:
@@ -138,12 +138,45 @@ def test_the_best_number_beside_the_head_is_compared_with_the_cut_by_time() -> N
     words = gpt2_pipeline.last_cut_in_words({4: slow, 5: fast, 6: close, 9: slow}, 6)
     assert (words["first"], words["most"]) == ("5", 9)
     assert words["by"] == pytest.approx(7 / 3)
-    assert words["others"].startswith("repeats of 6 overlap")
-    assert words["by-time"].endswith("takes 2.00 times as long, within the spread of the repeats")
+    assert words["others"] == "the repeats with 6 overlap with its own, so the run doesn't decide"
+    assert "takes 2.00 times as long, a difference within" in str(words["by-time"])
+    two = gpt2_pipeline.last_cut_in_words({1: close, 2: fast, 6: close, 9: slow}, 2)
+    assert str(two["others"]).startswith("the repeats with 1 and 6 overlap")
     words = gpt2_pipeline.last_cut_in_words({4: fast, 9: slow}, 4)
     assert words["first"] == "4, the fewest that ran"
-    assert words["by-time"] == "The cut by time leaves as many"
-    assert words["others"].startswith("no repeat")
+    assert words["by-time"] == "The cut by time leaves the same number"
+    assert words["others"].startswith("no other repeats")
+
+
+def test_an_order_is_claimed_only_where_repeats_decide_it(capsys: pytest.CaptureFixture[str]) -> None:
+    gpt2_pipeline.claim_order("a is faster", [1, 2], [3, 4])
+    gpt2_pipeline.claim_order("b is faster", [3, 4], [1, 2])
+    gpt2_pipeline.claim_order("c is faster", [1, 3], [2, 4])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "✓ a is faster (2 < 3)"
+    assert lines[1].startswith("✗ Not in this run: b is faster (not 4 < 1)")
+    assert lines[2] == "Not decided, because the repeats overlap: c is faster"
+    fast, close, slow = repeats_of(3, 1, 2), repeats_of(2.5, 4, 5), repeats_of(7, 8, 9)
+    runs = {"fast": fast, "close": close, "slow": slow}
+    gpt2_pipeline.claim_faster(runs, "fast", "slow")
+    gpt2_pipeline.claim_less_idle(runs, "fast", "slow")  # scaled steps have one bubble
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == '✓ Every repeat of "fast" is faster than "slow", s (3.00 < 7.00)'
+    assert lines[1].startswith("Not decided, because the repeats overlap: Every repeat of")
+    assert "doesn't decide" in str(gpt2_pipeline.faster(runs, "fast", "close")["sure"])
+    words = gpt2_pipeline.faster(runs, "fast", "slow")
+    assert words == {"gain": pytest.approx(4.0), "sure": "all of its repeats are faster than all of the slow"}
+    assert str(gpt2_pipeline.faster(runs, "slow", "fast")["sure"]).startswith("all of its repeats are slower")
+
+
+def test_bubbles_have_a_column_for_the_lowest_and_the_highest_repeat() -> None:
+    made, costs = schedules.make("1f1b", 2, 2), hpnb.pipeline_parallel.Costs
+    steps = [made.simulate(costs([1.0, last], 1.0, 1.0)) for last in (1.0, 5.0, 2.0)]
+    columns = gpt2_pipeline.bubble_columns({"1f1b": gpt2_pipeline.StepRepeats(steps)})
+    shares = [100 * step.bubble_fraction for step in steps]
+    assert columns["of the median step (%)"]["1f1b"] == pytest.approx(shares[2])
+    assert columns["lowest (%)"]["1f1b"] == pytest.approx(min(shares))
+    assert columns["highest (%)"]["1f1b"] == pytest.approx(max(shares))
 
 
 def test_values_beside_a_base_are_lower_or_higher() -> None:
@@ -158,14 +191,6 @@ def test_unequal_ranks_leave_a_bubble_with_endless_microbatches() -> None:
     assert padded["gain"] == pytest.approx(2.0)
     assert padded["head"][0] == pytest.approx((4.5 / 2 + 1.5) / 3.2)
     assert padded["spread"] == "beyond the spread of the repeats"
-
-
-def test_the_rank_whose_forwards_differ_most_is_named() -> None:
-    made = schedules.make("1f1b", 3, 4)
-    even, odd = (
-        made.simulate(hpnb.pipeline_parallel.Costs(forward, 2.0, 2.0)) for forward in (1.0, [1.0, 1.5, 1.1])
-    )
-    assert gpt2_pipeline.rank_most_apart({"even": even, "odd": odd}, "even", "odd") == 1
 
 
 def end_times(blocks: int, embedding: float, head: float) -> LayerTimes:
@@ -252,6 +277,7 @@ def test_w_over_i_leaves_out_schedules_that_do_not_split_the_backward() -> None:
 def test_seconds_per_rank_are_the_mean_over_ranks() -> None:
     step = schedules.make("zb-h1", 2, 4).simulate(hpnb.pipeline_parallel.Costs([1.0, 3.0], 2.0, 1.0))
     assert gpt2_pipeline.seconds_per_rank({"zb-h1": step}, "F") == {"zb-h1": pytest.approx(8.0)}
+    assert gpt2_pipeline.seconds_per_rank({"zb-h1": step}, "FW") == {"zb-h1": pytest.approx(12.0)}
 
 
 def test_the_ledger_gets_a_row_for_each_schedule() -> None:

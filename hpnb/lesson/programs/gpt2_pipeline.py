@@ -23,6 +23,8 @@ from hpnb.lesson.programs.layer_times import LayerTimes, overlap, spread_words, 
 from hpnb.lesson.programs.layer_times import time_in_turn as time_in_turn  # notebook 06 finds these two here
 from hpnb.lesson.programs.layer_times import time_layers as time_layers
 from hpnb.lesson.programs.step_timing import median_by
+from hpnb.lesson.tables import present
+from hpnb.lesson.values import claim
 from hpnb.models import GPT2Size
 from hpnb.pipeline_parallel import Schedule
 from hpnb.pipeline_parallel.partition import balanced
@@ -99,6 +101,38 @@ def fastest_in_words(runs: Mapping[str, StepRepeats]) -> dict[str, str]:
     return {"first": first, "others": overlap_words(others)}
 
 
+def claim_order(statement: str, less: Sequence[float], more: Sequence[float], otherwise: str = "") -> None:
+    """Claim that all repeats of `less` are below all of `more`. If they overlap, say "not decided"."""
+    if overlap(less, more):
+        text = f"Not decided, because the repeats overlap: {statement}"
+        present(f"<p>{text}</p>", text)
+    else:
+        claim(statement, (max(less), "<", min(more)), otherwise)
+
+
+def claim_faster(runs: Mapping[str, StepRepeats], fast: str, slow: str) -> None:
+    """`claim_order` of the seconds of two runs."""
+    statement = f'Every repeat of "{fast}" is faster than "{slow}", s'
+    claim_order(statement, runs[fast].seconds, runs[slow].seconds, FEW_TOKENS)
+
+
+def claim_less_idle(runs: Mapping[str, StepRepeats], less: str, more: str) -> None:
+    """`claim_order` of the bubbles of two runs."""
+    bubbles = bubble_percents(runs)
+    statement = f'Every repeat of "{less}" has a smaller bubble than "{more}", %'
+    claim_order(statement, bubbles[less], bubbles[more])
+
+
+def faster(runs: Mapping[str, StepRepeats], fast: str, slow: str) -> dict[str, float | str]:
+    """For prose: how many times as fast as `slow` the run `fast` is by the median ("gain"), and in words
+    whether all repeats agree ("sure")."""
+    a, b = runs[fast], runs[slow]
+    words = f"all of its repeats are {'faster' if a.slowest < b.fastest else 'slower'} than all of the {slow}"
+    if a.overlaps(b):
+        words = "their repeats overlap, so this run doesn't decide which is faster"
+    return {"gain": b.median.makespan / a.median.makespan, "sure": words}
+
+
 def compare(
     runs: Mapping[str, StepRepeats], predicted: Mapping[str, float], name: str, base: str
 ) -> dict[str, float | str]:
@@ -139,15 +173,6 @@ def beside(base: float, **values: float) -> dict[str, str]:
     }
 
 
-def rank_most_apart(steps: Mapping[str, Timeline], a: str, b: str, op: str = "F") -> int:
-    """The rank whose actions `op` differ most between the steps `a` and `b`, in seconds."""
-
-    def seconds(name: str, rank: int) -> float:
-        return sum(e.duration for e in steps[name].events if e.op == op and e.rank == rank)
-
-    return max(steps[a].ranks, key=lambda rank: abs(seconds(a, rank) - seconds(b, rank)))
-
-
 def last_cut_in_words(positions: Mapping[int, StepRepeats], beside: int) -> dict[str, Any]:
     """For prose: the number of blocks beside the head that is fastest by the median ("first"), whether the
     run decides that ("others"), and how the cut by time compares with it ("by-time").
@@ -161,14 +186,16 @@ def last_cut_in_words(positions: Mapping[int, StepRepeats], beside: int) -> dict
     """
     first, *close = fastest_of(positions)
     most = max(positions)
-    others = "no repeat of another number overlaps with its own"
+    others = "no other repeats overlap with its own"
     if close:
-        others = f"repeats of {', '.join(map(str, close))} overlap with its own, so the run doesn't decide"
+        numbers = " and ".join(map(str, sorted(close)))
+        others = f"the repeats with {numbers} overlap with its own, so the run doesn't decide"
     ratio = positions[beside].median.makespan / positions[first].median.makespan
     spread = spread_words(positions[beside].seconds, positions[first].seconds)
-    by_time = f"The cut by time leaves {beside}, and its step takes {ratio:.2f} times as long, {spread}"
+    by_time = f"The cut by time leaves {beside}, and its step takes {ratio:.2f} times as long"
+    by_time = f"{by_time}, a difference {spread}"
     if beside == first:
-        by_time = "The cut by time leaves as many"
+        by_time = "The cut by time leaves the same number"
     edge = ", the fewest that ran" if first == min(positions) > 0 else ""
     by = positions[most].fastest / positions[first].slowest
     return {"first": f"{first}{edge}", "others": others, "by-time": by_time, "most": most, "by": by}
@@ -188,7 +215,7 @@ def cuts_in_words(same: bool, versus: Mapping[str, Any]) -> str:
 def schedules_in_words(runs: Mapping[str, StepRepeats], base: str) -> dict[str, str]:
     """For prose: `fastest_in_words`; {run: how its bubble's difference from `base`'s compares with the
     spread of both}; and of how many pairs the repeats don't overlap ("decided")."""
-    bubbles = {name: [tl.bubble_fraction for tl in repeats.timelines] for name, repeats in runs.items()}
+    bubbles = bubble_percents(runs)
     words = {name: spread_words(shares, bubbles[base]) for name, shares in bubbles.items() if name != base}
     pairs = list(combinations(runs.values(), 2))
     decided = sum(not a.overlaps(b) for a, b in pairs)
@@ -284,6 +311,22 @@ def range_columns(runs: Mapping[Any, StepRepeats]) -> dict[str, dict[Any, float]
     }
 
 
+def bubble_percents(runs: Mapping[Any, StepRepeats]) -> dict[Any, list[float]]:
+    """{run: the bubble of each repeat, ascending, in percent}."""
+    shares = {name: sorted(tl.bubble_fraction for tl in repeats.timelines) for name, repeats in runs.items()}
+    return {name: [100 * share for share in of_run] for name, of_run in shares.items()}
+
+
+def bubble_columns(runs: Mapping[Any, StepRepeats]) -> dict[str, dict[Any, float]]:
+    """Columns of a table: the bubble of the repeat with the median step, and the lowest and the highest."""
+    bubbles = bubble_percents(runs)
+    return {
+        "of the median step (%)": {name: 100 * runs[name].median.bubble_fraction for name in runs},
+        "lowest (%)": {name: of_run[0] for name, of_run in bubbles.items()},
+        "highest (%)": {name: of_run[-1] for name, of_run in bubbles.items()},
+    }
+
+
 def memory_columns(
     peaks: Mapping[str, Sequence[float]], steps: Mapping[str, Timeline], chunks: Mapping[str, int]
 ) -> dict[str, dict[str, float]]:
@@ -314,10 +357,10 @@ def w_over_i(steps: Mapping[str, Timeline]) -> dict[str, float]:
     return ratios
 
 
-def seconds_per_rank(steps: Mapping[str, Timeline], op: str) -> dict[str, float]:
-    """{schedule: how long the actions `op` take, mean over the ranks}."""
+def seconds_per_rank(steps: Mapping[str, Timeline], ops: str) -> dict[str, float]:
+    """{schedule: how long the actions of `ops` take, mean over the ranks}."""
     return {
-        name: sum(e.duration for e in step.events if e.op == op) / len(step.ranks)
+        name: sum(e.duration for e in step.events if e.op in ops) / len(step.ranks)
         for name, step in steps.items()
     }
 

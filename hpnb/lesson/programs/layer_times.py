@@ -60,13 +60,12 @@ class LayerTimes:
     @property
     def smooth(self) -> list[float]:
         """The costs with equal blocks at their median, because a cut should not follow noise."""
-        median, pairs = self.block, zip(self.kinds, self.costs, strict=True)
-        return [median if kind == "block" else cost for kind, cost in pairs]
+        return [f + b for f, b in zip(self._level(self.forward), self._level(self.backward), strict=True)]
 
     @property
     def block(self) -> float:
-        """Seconds of a block, the median."""
-        return statistics.median(c for kind, c in zip(self.kinds, self.costs, strict=True) if kind == "block")
+        """Seconds of a block: the median of all forwards, and that of all backwards."""
+        return self.smooth[self.kinds.index("block")]
 
     @property
     def head(self) -> float:
@@ -91,9 +90,9 @@ class LayerTimes:
         return {"equal": equal, "words": words, "limit": self.best_speedup()}
 
     def stage_costs(self, counts: Sequence[int]) -> Costs:
-        """Of the stages of a cut: F as measured, I and W half a backward each."""
-        half = [b / 2 for b in stage_loads(self.backward, counts)]
-        return Costs(stage_loads(self.forward, counts), half, half, 0.0)
+        """Of the stages of a cut, from `smooth` layers: F as measured, I and W half a backward each."""
+        half = [b / 2 for b in stage_loads(self._level(self.backward), counts)]
+        return Costs(stage_loads(self._level(self.forward), counts), half, half, 0.0)
 
     def bubble(self, counts: Sequence[int], microbatches: int) -> float:
         """The idle share by sum t + (m - 1) max t, where t are what the stages of a cut take."""
@@ -118,6 +117,12 @@ class LayerTimes:
     def step(self, schedule: Schedule, counts: Sequence[int]) -> Timeline:
         """A step of stages that take what their layers take; "simulated"."""
         return schedule.simulate(self.stage_costs(counts))
+
+    def _level(self, seconds: Sequence[float]) -> list[float]:
+        """`seconds` of each layer, with all blocks at their median."""
+        pairs = list(zip(self.kinds, seconds, strict=True))
+        median = statistics.median(value for kind, value in pairs if kind == "block")
+        return [median if kind == "block" else value for kind, value in pairs]
 
 
 def token_loss(outputs: Any, inputs: Batch) -> torch.Tensor:

@@ -405,8 +405,13 @@ lesson.claim("1F1B takes about as long as GPipe", (change, "<", 0.15))
 #
 # Timed again, beside 1F1B, GPipe's step takes <data value="02.ran.gpipe.makespan">164 ms</data> with a bubble of
 # <data value="02.ran.gpipe.bubble">34.5 %</data>. 1F1B's step takes <data value="02.ran.1f1b.makespan">158 ms</data> with <data value="02.ran.1f1b.bubble">27.6 %</data>. With equal stages both have
-# the same bubble, because filling and draining take as long. Unequal stages can separate them: simulated with the
+# the same bubble, because filling and draining take as long.
+#
+# <details><summary>What separates their steps?</summary>
+#
+# Unequal stages can, and so can noise. Simulated with the
 # median times of GPipe's stages, 1F1B's step takes <data value="02.by-medians:.3f">0.973</data> times as long as GPipe's.
+# </details>
 #
 # **Takeaway.** 1F1B keeps at most p microbatches instead of m, and with equal stages it has GPipe's bubble.
 #
@@ -1017,7 +1022,7 @@ lesson.check(exercises.choose_microbatches, choose)
 # %% [markdown]
 # ## What to remember
 #
-# - A pipeline sends only what crosses its cuts, and wastes time: with equal stages and microbatches, GPipe and 1F1B waste $(p-1)/(m+p-1)$ of ranks × makespan.
+# - A pipeline sends only what crosses its cuts. With equal stages and microbatches, GPipe and 1F1B waste $(p-1)/(m+p-1)$ of ranks × makespan.
 # - 1F1B keeps p - r microbatches on rank r instead of m. With equal stages its bubble is GPipe's.
 # - Interleaving shortens idle time and multiplies messages. A split backward fills gaps with W.
 # - The slowest stage sets the pace, and each microbatch has a fixed cost, which CUDA graphs reduce.

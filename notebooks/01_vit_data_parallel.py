@@ -381,8 +381,7 @@ lesson.show(predicted=predicted, measured=steps, unit="s", key="01.step",
             title="Forward and backward, medians of nine rounds",
             note="Exposed: mean over ranks, with waits for slower ones.")  # fmt: skip
 b_by_formula, c_by_formula = predicted[b] / predicted[a], predicted[c] / predicted[b]
-low_high = (c_over_b.low, c_over_b.high)
-lesson.reveal("01.overlap", c_over_b.median, "", c_by_formula, truth_range=low_high)
+lesson.reveal("01.overlap", c_over_b.median, "", c_by_formula, truth_range=c_over_b[1:])
 lesson.claim("buckets beat single tensors", b_over_a.verdict == "faster")
 lesson.record("01.b-over-a", figures.describe_ratio(b_over_a, b_by_formula))
 lesson.record("01.c-over-b", figures.describe_ratio(c_over_b, c_by_formula))

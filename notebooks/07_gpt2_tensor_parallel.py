@@ -126,7 +126,7 @@ question = f"{SIZE.heads} heads, {N} ranks: time of attention, slowest rank over
 lesson.predict("07.attention", question, rule_of_thumb=1)
 
 # %% [markdown]
-# The chunk's output has the right shape, but its relative distance from the right output is <data value="07.heads.chunk.measured:.2f">1.19</data>. Whole heads are
+# The chunk's output has the right shape, but is off by a relative distance of <data value="07.heads.chunk.measured:.2f">1.19</data>. Whole heads are
 # exact, and so is the library.
 #
 # ### What uneven heads cost
@@ -173,22 +173,22 @@ lesson.show(measured={row: statistics.median(times) for row, times in seconds.it
             unit="s", key="07.time", title="Attention, median of 15 calls")  # fmt: skip
 medians = [statistics.median(seconds[f"{heads} heads"]) for heads in split]
 fullest, ratio = max(medians) * N / sum(medians), theory.imbalance(SIZE.heads, N)
-lesson.reveal("07.attention", fullest, predicted=ratio)
-lesson.record("07.spread", gpt2_pipeline.spread_words(*seconds.values()))
+ends = gpt2_tensor.fullest_range(split, seconds)  # with any repeats
+lesson.reveal("07.attention", fullest, predicted=ratio, truth_range=ends)
 lesson.record("07.nearer", gpt2_tensor.nearer_in_words(fullest, ratio, seconds))
 
 # %% [markdown]
-# Seven heads take <data value="07.time.7-heads.measured">6.40 ms</data> by the median and six <data value="07.time.6-heads.measured">5.59 ms</data>, a difference <data value="07.spread">beyond the spread of the repeats</data>.
-# From the medians, the fullest rank needs <data value="07.attention:.2f">1.10</data> times the mean; the formula, which counts only FLOPs, says
-# <data value="07.attention.predicted:.2f">1.12</data>. In the output above, "holds" means within 25 %, too wide to tell the formula's number from 1.
+# Seven heads take <data value="07.time.7-heads.measured">6.40 ms</data> by the median and six <data value="07.time.6-heads.measured">5.59 ms</data>.
+# From the medians, the fullest rank needs <data value="07.attention:.2f">1.10</data> times the mean; the formula, of FLOPs alone, says
+# <data value="07.attention.predicted:.2f">1.12</data>. The range above pairs slowest repeats of one with fastest of the other.
 # <data value="07.nearer">This run is nearer to the formula than to 1</data>.
 #
 # <details><summary>In your tools: uneven heads</summary>
 #
 # PyTorch's `ColwiseParallel` shards columns and knows no heads, so choose t among the divisors of the number of heads.
-# In many newer models several heads share a k and v, such as 32 heads of q and 8 of k and v. Then the 8 are what does not
-# divide: on more than 8 ranks, k and v are copied, and the gradients of the copies have to be summed. Check before you
-# start:
+# In many newer models several heads share a k and v, such as 32 heads of q and 8 of k and v. Then the number of ranks must
+# divide 8. With more than 8 ranks, several ranks need a copy of the same k and v, and the gradients of the copies have to be
+# summed. Check before you start:
 #
 # ```python
 # assert config.num_attention_heads % tp_size == 0
@@ -284,8 +284,8 @@ def compare_losses(V, n=16):
 
 
 # %% [markdown]
-# The backward of the loss itself sends nothing: the gradient of a logit is its softmax, minus 1 at the target, and by now each rank
-# knows the sum of exponentials. We count the bytes per token of both ways, for four vocabularies, and then a
+# The backward of the loss itself sends nothing: the gradient of a logit is its softmax, minus 1 at the target, and each
+# rank knows the sum of exponentials. We count the bytes per token of both ways, for four vocabularies, and then a
 # training step without its blocks.
 
 # %%
@@ -414,12 +414,12 @@ def draw_masks(policy, tokens_sharded, p=0.5):
     return masks
 
 
-question = "One seed, p = 1/2: in what share of the MLP's mask do two ranks agree?"
+question = "One seed, p = 1/2: share of the MLP's mask equal on first and last rank?"
 lesson.predict("07.one-seed", question, unit="%", rule_of_thumb=100)
 
 # %% [markdown]
 # The figure has the masks of the first and the last rank. Their XOR is empty if they are equal, and half full
-# if they are independent; beneath it stands its share. "MLP: by the row" means that the MLP's output is replicated in the first three rows, and sharded by
+# if they are independent; its share stands beneath. "MLP: by the row" means that the MLP's output is replicated in the first three rows, and sharded by
 # tokens in the last three.
 
 # %%
@@ -449,9 +449,9 @@ for sharded in (False, True):  # the library's GPT-2, and with sequence parallel
     lesson.claim(f"The masks of {name} follow the layout", equal == wanted)
 
 # %% [markdown]
-# One seed fails twice. Different heads share a mask. And the MLP's masks, which should be equal, agree in
-# <data value="07.one-seed">50.0 %</data> of their elements. The second failure comes from the uneven split: rank 0 has 2 of the 5 heads and the
-# last rank 1, so rank 0 has drawn more numbers when they reach the MLP. *A seed each* is wrong wherever an activation is replicated. With tokens sharded, a seed each fails by
+# One seed fails twice. Different heads share a mask. And the MLP's masks of the first and the last rank, which should be equal, agree in
+# <data value="07.one-seed">50.0 %</data> of their elements. The second failure comes from the uneven split: rank 0 has more heads than the last rank,
+# so it has drawn more numbers when they reach the MLP. Masks of ranks with equally many heads agree. *A seed each* is wrong wherever an activation is replicated. With tokens sharded, a seed each fails by
 # the embedding alone, and one seed by its heads alone.
 #
 # <details><summary>Why these masks are drawn on the CPU</summary>
@@ -585,7 +585,7 @@ lesson.field_guide.show()
 # </details>
 #
 # **Takeaway.** Compare replicated activations across ranks: they are equal bit for bit, or something is wrong. Compare
-# masks, too, because heads that share one leave them equal.
+# masks, too: heads that share a mask don't show in replicated activations.
 #
 # ### Exercise 3: read the masks
 #
@@ -680,8 +680,8 @@ lesson.check(exercises.seed_policy, seed_of)
 # That is 34 + 5as/h, as Korthikanti et al. published. Where as/h = 16, as in GPT-2 XL with s = 1,024,
 # it is 34 + 80. Tensor parallelism
 # shards the middle and the right part. Sequence parallelism, as published, shards the left one; in this library 4 of
-# the 10, the inputs of the two pairs, stay unsharded. *Selective recomputation*, in code `attention`, recomputes q times
-# k and the product with v in the backward, for 4bs²h FLOPs. *Full recomputation* keeps only the layer's input.
+# the 10, the inputs of the two pairs, stay unsharded. *Selective recomputation*, in code `attention`, drops the scores.
+# The published formula counts q times k and the product with v as recomputed, 4bs²h FLOPs; we check that below. *Full recomputation* keeps only the layer's input.
 #
 # We count what autograd saves.
 
@@ -829,8 +829,9 @@ lesson.check(exercises.activation_bytes, kept)
 # %% [markdown]
 # ## Three things are called sequence parallelism
 #
-# Ulysses and ring attention are called sequence parallelism, too, or *context parallelism*. All three
-# methods shard tokens outside of attention. Inside it, each token must meet all tokens before it:
+# Ulysses and ring attention are called sequence parallelism, too, or *context parallelism*. Both
+# shard tokens everywhere outside of attention, Megatron's method only between the pairs. Inside attention, each token must
+# meet all tokens before it:
 #
 # ```text
 #            a rank has            and sends                             inside attention            weights
@@ -898,8 +899,8 @@ lesson.claim("All are exact", (max(off for off, _ in compared.values()), "<", 1e
 #
 # $$ \text{Megatron: } 4\,\tfrac{t-1}{t}\,n\,h \qquad \text{Ulysses: } \tfrac{8}{t}\,\tfrac{t-1}{t}\,n\,h \qquad \text{ring: } 6\,\tfrac{t-1}{t}\,n\,h $$
 #
-# numbers from each rank. Ulysses moves q, k, v and the output, and later their gradients, but only for a rank's n/t
-# tokens. The ring sends k and v in the forward and again in the backward, and their gradients once.
+# numbers from each rank. Ulysses moves q, k, v, the output and their gradients, but only for a rank's n/t
+# tokens. The ring sends k and v twice, and their gradients once.
 #
 # <details><summary>What if t doesn't divide the heads?</summary>
 #

@@ -354,3 +354,10 @@ def test_max_is_counted_as_a_reduction(three: hpnb.Ranks) -> None:
         return [message.op for message in t.messages]
 
     assert three.run(counted) == [["all_reduce"]] * 3
+
+
+def test_the_fullest_rank_over_the_mean_has_a_range() -> None:
+    low, high = gpt2_tensor.fullest_range([7, 6, 6, 6], {"6 heads": [5.0, 6.0], "7 heads": [7.0, 8.0]})
+    assert low == pytest.approx(7 * 4 / (7 + 3 * 6))
+    assert high == pytest.approx(8 * 4 / (8 + 3 * 5))
+    assert gpt2_tensor.fullest_range([5, 5], {"5 heads": [1.0, 2.0]}) == (1.0, 1.0)

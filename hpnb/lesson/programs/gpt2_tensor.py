@@ -48,6 +48,21 @@ def nearer_in_words(fullest: float, formula: float, repeats: Mapping[str, Sequen
     return "This run is nearer to 1: the time of kernels doesn't follow their FLOPs here"
 
 
+def fullest_range(split: Sequence[int], repeats: Mapping[str, Sequence[float]]) -> tuple[float, float]:
+    """The least and the most that the fullest rank over the mean can be with any repeats of each rank.
+
+    Args:
+        split: heads of each rank.
+        repeats: {"7 heads": seconds}.
+    """
+    most, low, high = max(split), 0.0, 0.0
+    for heads in split:
+        others, fullest = repeats[f"{heads} heads"], repeats[f"{most} heads"]
+        low += 1.0 if heads == most else max(others) / min(fullest)
+        high += 1.0 if heads == most else min(others) / max(fullest)
+    return len(split) / low, len(split) / high
+
+
 def random_values(*shape: int, seed: int = 0) -> torch.Tensor:
     """Float64 values that are the same on all ranks, on this rank's device."""
     generator = torch.Generator().manual_seed(seed)

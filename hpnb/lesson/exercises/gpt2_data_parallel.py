@@ -284,7 +284,7 @@ def compared_plans(
     name = name or next((name for name in steps if "wide" in name), next(iter(steps)))
     _, answer, right = steps[name]
     words = {f"{whose}, at most {step.most:g} bytes gathered": step
-             for whose, step in (("yours", answer), ("without a stall", right))}  # fmt: skip
+             for whose, step in (("yours", answer), ("right", right))}  # fmt: skip
     return words, TASKS[name].uses, f"{name[0].upper()}{name[1:]}"
 
 

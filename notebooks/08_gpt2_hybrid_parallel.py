@@ -64,7 +64,7 @@ sizes = lesson.choose_sizes("08", pool)
 SIZE, DTYPE, SAMPLES = sizes.size, sizes.dtype, 8 * sizes.batch
 NAME = f"GPT-2, {SIZE.layers} blocks of {SIZE.hidden}, {SAMPLES} x {SIZE.length} tokens"
 recipe = paraphrases.training_recipe(device=pool.choice.device)
-here = lesson.banner(8, model=NAME, data=recipe.train.describe(), sizes=sizes)
+here = lesson.banner(8, model=NAME, data=recipe.data, sizes=sizes)
 
 # %% [markdown]
 # ## One step on three axes
@@ -151,8 +151,6 @@ lesson.show(exact, title="By hand and by Booster: the weights of one process")
 lesson.claim("The hybrid step is exact up to rounding", exact.equal)
 
 # %% [markdown]
-# From here on we use Booster.
-#
 # <details><summary>In your tools: three axes</summary>
 #
 # PyTorch, on each rank of `torchrun --nproc-per-node 8 train.py`:
@@ -215,13 +213,13 @@ lesson.claim("The hybrid step is exact up to rounding", exact.equal)
 #
 # <details><summary>What options change</summary>
 #
-# Stages go with ZeRO-1. ZeRO-3 gathers weights, which pays with many tokens for each gather, while a pipeline wants many
+# With stages we go no further than ZeRO-1. ZeRO-3 gathers weights, which pays with many tokens for each gather, while a pipeline wants many
 # small microbatches, and each of them would gather the weights again. Recomputation keeps a block's input instead of its activations.
 # ZB-H1, 02's zero-bubble schedule, fills idle time with weight gradients. Interleaved 1F1B gives each rank two small
 # stages, its chunks. With sequence parallelism, which shards norms, each all-reduce of tp becomes two collectives.
 #
 # `theory.layout_parts` adds what earlier pages measured. ZeRO-3 sends almost 1.5 times the bytes of dp alone. It
-# gathers the blocks' weights twice, but embeddings once, and Booster reduces its gradients when the backward has ended.
+# gathers the blocks' weights twice, but embeddings once. With ZeRO-3, Booster reduces the gradients after the backward, not during it.
 # Recomputation adds a third of a block and two all-reduces.
 #
 # Memory can peak at two times. In the forward, a rank holds weights, optimizer state, the activations in flight, and gradient
@@ -284,7 +282,7 @@ for name, one in LAYOUTS.items():
     runs[name] = gpt2_hybrid.run_layout(pool, SIZE, SAMPLES, DTYPE, one, LINK, schedule)
 parts = {name: run.parts for name, run in runs.items()}
 took = {name: run.seconds for name, run in runs.items()}
-order = sorted(took, key=took.get)
+order, ranking = sorted(took, key=took.get), sorted(steps, key=steps.get)
 lesson.show(figures.waterfall({name: parts[name] for name in order}, predicted,
             f"{runs['dp 8'].source}, {LINK.name}: {order[0]} first, {order[-1]} last"))
 
@@ -303,7 +301,6 @@ lesson.show(figures.waterfall({name: parts[name] for name in order}, predicted,
 
 # %%
 SOURCE, fastest, slowest = runs["dp 8"].source, order[0], order[-1]
-ranking = sorted(steps, key=steps.get)
 lesson.reveal("08.fastest", order[:3], costs=took, predicted=ranking[:3], source=SOURCE)
 choices = {"prediction": ranking[0], "replicas": "dp 8"}
 extra = {what: 100 * (took[name] / took[fastest] - 1) for what, name in choices.items()}
@@ -311,6 +308,7 @@ lesson.record("08.cost", extra, "%")
 right, pairs, gap = gpt2_hybrid.pairs_in_order(ranking, took)
 lesson.record("08.pairs", {"right": right, "all": pairs, "gap": (100 * gap, "%"),
                            "last": slowest, "predicted-last": ranking[-1]})
+lesson.record("08.ties", gpt2_hybrid.ties(runs, took, ranking))
 bubble = {"1f1b": parts["dp 2 x pp 4"]["bubble"],
           "zb-h1": parts["dp 2 x pp 4, zb-h1"]["bubble"]}
 lesson.record("08.bubble", bubble, "s")
@@ -322,7 +320,7 @@ for role, name in {"winner": fastest, "loser": slowest}.items():
 by = max(theory.STEP_PARTS, key=lambda p: parts[slowest][p] - parts[fastest][p])
 share = 100 * parts[slowest][by] / took[slowest]
 lesson.record("08.by", {"part": by, "share": (share, "%")})
-lesson.claim("The predicted winner is within a tenth", extra["prediction"] < 10)
+lesson.claim("The predicted winner is in the faster half", ranking[0] in order[:6])
 lesson.claim("Two thirds of the pairs are in order", (right, ">", 2 / 3 * pairs))
 exposed = {name: parts[name]["exposed tp"] for name in parts}
 lesson.claim("tp 8 has the most exposed tp", max(exposed, key=exposed.get) == "tp 8")
@@ -335,8 +333,9 @@ lesson.claim("zb-h1 has a shorter bubble than 1F1B", bubble["zb-h1"] < bubble["1
 # <data value="08.pairs.predicted-last">tp 8</data> in the prediction. Times are less exact: without tp a step took <data value="08.short.no-tp.least:.2f">0.88</data> to
 # <data value="08.short.no-tp.most:.2f">1.07</data> times as long as predicted, with tp <data value="08.short.with-tp.least:.2f">1.13</data> to <data value="08.short.with-tp.most:.2f">1.29</data> times.
 #
-# One race does not decide between layouts that are closer than repeats vary, on shared cores by a tenth or more. These are tied, even
-# the first.
+# The outputs put all layouts in an order, even tied ones. Repeats of one layout differ by up to {{08.ties.spread}}. Steps that
+# differ by no more are *tied*: {{08.ties.first}}. The second, {{08.ties.second}}, takes {{08.ties.longer}} longer
+# than the first. Of the {{08.ties.decided}} pairs that are not tied, the prediction has {{08.ties.order}} in the right order.
 #
 # Why is <data value="08.fastest">dp 2 x pp 4, zb-h1</data> fast? Of its step, computing takes <data value="08.winner.share.computing">50.6 %</data>, the bubble
 # <data value="08.winner.share.bubble">32.9 %</data>, exposed tp <data value="08.winner.share.exposed-tp">0 %</data> and exposed dp <data value="08.winner.share.exposed-dp">15.2 %</data>. Under 1F1B dp 2 x pp 4 has a bubble of
@@ -376,17 +375,18 @@ lesson.show(columns={"excess (s)": excess, **why, "rest (s)": rest}, key="08.why
             title="Computing longer than predicted, and three suspects")
 lesson.claim("On average computing misses by larger factors under tp",
              mean(map(factor.get, rows[1:])) > mean(factor.values()))
-lesson.claim("Collectives alone do not explain dp 4 x tp 2",
-             spent["dp 4 x tp 2"]["collectives"] < excess["dp 4 x tp 2"])
+in_calls = spent["dp 4 x tp 2"]["collectives"]
+lesson.record("08.collectives", gpt2_hybrid.collectives_in_words(in_calls, here.device))
 
 # %% [markdown]
-# On `dp 4 x tp 2` computing takes <data value="08.why.dp-4-x-tp-2.excess">21.9 ms</data> longer than predicted: <data value="08.why.dp-4-x-tp-2.collectives">6.00 ms</data> in collectives,
+# On `dp 4 x tp 2` computing takes <data value="08.why.dp-4-x-tp-2.excess">21.9 ms</data> longer than predicted: {{08.collectives}},
 # <data value="08.why.dp-4-x-tp-2.norms">3.79 ms</data> in norms and additions, and <data value="08.why.dp-4-x-tp-2.thin-matmuls">5.10 ms</data> in thin matmuls. The rest is
-# <data value="08.why.dp-4-x-tp-2.rest">7.01 ms</data>. On `dp 8`, which has no tp, it is <data value="08.why.dp-8.rest">1.62 ms</data>, and with sequence parallelism <data value="08.why.dp-2-x-tp-4-zero-1-sequence-parallel.rest">21.8 ms</data>. We did not trace these rests.
+# <data value="08.why.dp-4-x-tp-2.rest">7.01 ms</data>.
 #
 # <details><summary>Other parts and options</summary>
 #
-# On `dp 8` nothing is thin, so its time for thin matmuls is noise.
+# The rest is <data value="08.why.dp-8.rest">1.62 ms</data> on `dp 8`, which has no tp, and with sequence parallelism <data value="08.why.dp-2-x-tp-4-zero-1-sequence-parallel.rest">21.8 ms</data>. We did not trace
+# these rests. On `dp 8` nothing is thin, so its time for thin matmuls is noise.
 #
 # Recomputation repeats a forward, for which we assumed a third of a block's time. On dp 2 x pp 4 forwards take <data value="08.forward">41.8 %</data> of forward and backward together, so we would
 # expect recomputation to add about as much. It made computing <data value="08.again">55.3 %</data> longer. We did not trace the difference.
@@ -418,8 +418,8 @@ again = parts["dp 2 x pp 4, recomputation full"]["computing"]
 lesson.record("08.again", 100 * (again / parts["dp 2 x pp 4"]["computing"] - 1), "%")
 after = {name: parts[name]["computing"] / expected[name]["computing"] for name in rows}
 cube = "dp 2 x pp 2 x tp 2"
-lesson.record("08.cube-ratio", {
-    "before": factor[cube], "after": after[cube], "tp-8": after["tp 8"]})
+lesson.record("08.cube-ratio", {"before": factor[cube], "after": after[cube],
+                                "tp-8-before": factor["tp 8"], "tp-8": after["tp 8"]})
 short = {name: took[name] / steps[name] for name in order}  # replayed / predicted
 for kind in ("with-tp", "no-tp"):
     some = [f for n, f in short.items() if (LAYOUTS[n].tp > 1) == (kind == "with-tp")]
@@ -430,12 +430,12 @@ lesson.show(columns={"without calls": short, "with calls": in_all},
 least, *_, most = sorted(in_all.values())
 lesson.record("08.with-calls", {"least": least, "most": most})
 lesson.claim("With calls, computing on 2 x 2 x 2 is nearer",
-             (abs(after[cube] - 1), "<", abs(factor[cube] - 1)))
+             (abs(after[cube] - 1), "<=", abs(factor[cube] - 1)))
 
 # %% [markdown]
 # A call costs <data value="08.call">542 µs</data>. On 2 x 2 x 2 a rank has half the blocks but four microbatches, hence twice as
-# many calls. Computing there took <data value="08.cube-ratio.before:.2f">1.33</data> times as long as predicted, and <data value="08.cube-ratio.after:.2f">0.92</data> times with calls; on `tp 8` it took
-# <data value="08.cube-ratio.tp-8:.2f">1.31</data> times. One cost for tensors of any size is rough. But with calls the steps of
+# many calls. Computing there took <data value="08.cube-ratio.before:.2f">1.33</data> times as long as predicted without calls, and <data value="08.cube-ratio.after:.2f">0.92</data> times with them. On `tp 8`
+# it took {{08.cube-ratio.tp-8-before:.2f}} and <data value="08.cube-ratio.tp-8:.2f">1.31</data> times. With calls the steps of
 # all twelve take <data value="08.with-calls.least:.2f">0.88</data> to <data value="08.with-calls.most:.2f">1.07</data> times as long as predicted.
 #
 # ### Another interconnect, another winner
@@ -451,19 +451,18 @@ winners = table[f"fastest, {SOURCE}"]
 sends = {speed: runs[winners[f"{times} x bandwidth"]].bytes
          for speed, times in {"fast": 10, "slow": 0.1}.items()}
 lesson.record("08.sends", sends, "B")
-lesson.claim("The slow link's winner sends less", (sends["slow"], "<", sends["fast"]))
+lesson.claim("The slow link's winner sends no more", sends["slow"] <= sends["fast"])
 lesson.claim("pp 8 sends least", min(runs, key=lambda n: runs[n].bytes) == "pp 8")
 
 # %% [markdown]
 # With ten times the bandwidth <data value="08.links.10-x-bandwidth.fastest-replayed">dp 8</data> is fastest, whose ranks send <data value="08.sends.fast">12.1 MB</data> on average. With a tenth,
 # <data value="08.links.0.1-x-bandwidth.fastest-replayed">pp 8</data> is, with <data value="08.sends.slow">1.05 MB</data>. There, replicas alone lose <data value="08.links.0.1-x-bandwidth.dp-8-costs">271 %</data> to the fastest, and the layout
 # predicted to be fastest loses <data value="08.links.0.1-x-bandwidth.prediction-costs">0 %</data>. No layout sends less than pp 8,
-# which sends activations and `wte`'s gradient, but no other gradients.
+# which sends activations, their gradients and `wte`'s gradient, but the gradients of no other weights.
 #
 # ### The fastest that fits
 #
 # A layout is on the *frontier* if no other is both faster and smaller. Left of the dashed line they fit.
-# Thin gray lines lead from round dots to distant labels.
 
 # %%
 sent, peaks = ({n: getattr(runs[n], what) for n in runs} for what in ("bytes", "peak"))
@@ -479,7 +478,7 @@ lesson.claim("Peaks are right within a fifth", (far, "<", 20))
 BUDGET = max(BUDGET, min(peaks.values()))  # at least the smallest fits
 fits = {name: took[name] for name in order if peaks[name] <= BUDGET}
 able = [name for name in ranking if memory[name] <= BUDGET]
-lesson.claim("Those fit that were predicted to", {*fits} == {*able})
+lesson.record("08.fit.words", gpt2_hybrid.fit_in_words([*fits], able))
 best, *_ = fits  # in order of time
 speed, ahead = ({name: (size[name], task.tokens / seconds[name]) for name in runs}
                 for size, seconds in ((peaks, took), (memory, steps)))
@@ -494,7 +493,7 @@ lesson.explorers.layout_choice()
 
 # %% [markdown]
 # Bytes are off by <data value="08.error.bytes">1.77 %</data> at most, because norms and biases are whole on every rank of tp. The worst peak, that of
-# <data value="08.worst">dp 2 x pp 4, zb-h1</data>, is off by <data value="08.error.memory">8.41 %</data>. The layouts that fit are the predicted ones, and the fastest of them is <data value="08.choice">pp 8</data>. It takes <data value="08.fit.memory">18.7 %</data> longer than the fastest of all. The prediction's
+# <data value="08.worst">dp 2 x pp 4, zb-h1</data>, is off by <data value="08.error.memory">8.41 %</data>. The layouts that fit are {{08.fit.words}}. The fastest of them is <data value="08.choice">pp 8</data>. It takes <data value="08.fit.memory">18.7 %</data> longer than the fastest of all. The prediction's
 # choice loses <data value="08.fit.ours">0 %</data> to it.
 #
 # **Takeaway.** Use replicas if they fit and the link is fast; else ZeRO for states, recomputation for activations. On a
@@ -602,8 +601,7 @@ lesson.check(exercises.choose_layout, choose)
 # %% [markdown]
 # ## Fine-tune, with the right learning rate
 #
-# On 2 x 2 x 2 we train a classifier that says whether two sentences are paraphrases. With a GPU, a pretrained GPT-2 and the
-# data set MRPC at hand this would be fine-tuning. This run has <data value="08.recipe">a small GPT-2, trained from scratch on 720 composed pairs</data>.
+# On 2 x 2 x 2 we train a classifier that says whether two sentences are paraphrases. It is <data value="08.recipe">a small GPT-2, trained from scratch on 720 composed pairs</data>.
 #
 # The recipe gives a rate for B samples on one process; d replicas train d B. For SGD the rate grows with d (Goyal et al.), for Adam
 # with √d. pp and tp add no samples. A colleague's script takes the root of
@@ -753,7 +751,7 @@ lesson.field_guide.show()
 # *Core. Implement, 25 minutes.* Write `train(run, folder, steps, every)`; all ranks call it. It trains up to step `steps`, saves after each
 # `every` steps, and continues from the newest checkpoint in `folder` if there is one. `run.step(batch)` does one step. `run.loader`
 # has 8 batches an epoch; `run.loader.set_epoch(n)` gives epoch n its order. `run.booster.save` and `.load` take a path, then `run.model`, `run.optimizer`,
-# `run.scheduler`, `run.loader`. The check kills two runs, resumes each on another layout, and wants one process's losses.
+# `run.scheduler`, `run.loader`. The check kills two runs, resumes each on another layout, and compares the losses with those of one process that was never killed.
 #
 # <details><summary>Hint</summary>
 #
@@ -837,19 +835,19 @@ lesson.check(exercises.diagnose, diagnose)
 # %% [markdown]
 # ## A GPT-2 on 2 x 2 x 2, predicted
 #
-# For another model, a wider GPT-2, and real text we measure one rank, take the cost of a
+# For {{08.cube.loss.model}} and real text we measure one rank, take the cost of a
 # call from the race, and predict. The rule of thumb divides the step's FLOPs by what eight ranks reach in a large matmul.
 
 # %%
-on_cpu = replace(SIZE, hidden=256, mlp=1024), 4
-WIDE, STEPS = on_cpu if here.device == "cpu" else (SIZE, 6)  # steps of text
-english = hpnb.data.text("train", block=WIDE.length)  # a vocabulary of 509 tokens
+on_cpu = replace(SIZE, hidden=256, mlp=1024), 4, "a wider GPT-2"
+WIDE, STEPS, which = on_cpu if here.device == "cpu" else (SIZE, 6, "the same GPT-2")
+english = hpnb.data.text("train", block=WIDE.length)  # 509 of the model's tokens
 batches = list(islice(hpnb.data.Loader(english, SAMPLES), STEPS))
 alone = pool.run(gpt2_hybrid.measure_rates, WIDE, few, 2 * few, DTYPE)[0]
 job = gpt2_hybrid.layout_task(WIDE, SAMPLES, DTYPE, alone, LINK)
 job, plan = replace(job, call_cost=cost), layout(2, 2, 2)
 called, naive = theory.layout_parts(job, plan), job.flops / 8 / alone.matmul
-question = "How long is a step of the wider GPT-2 on 2 x 2 x 2?"
+question = "How long is a step of text on 2 x 2 x 2?"
 lesson.predict("08.cube", question, unit="s", rule_of_thumb=naive)
 ran = gpt2_hybrid.run_layout(
     pool, WIDE, SAMPLES, DTYPE, plan, LINK, repeats=STEPS - 2, batches=batches)
@@ -861,8 +859,8 @@ lesson.show(ran.timeline, in_flight=True, axis_labels={0: "stage 0", 1: "stage 1
 said = {"sent": theory.layout_bytes(job, plan), "peak": theory.layout_memory(job, plan)}
 lesson.show(predicted=said, counted={"sent": ran.bytes, "peak": ran.peak}, unit="B",
             title="Bytes are predicted, too", note=english.describe())
-losses = {"first": ran.losses[0], "last": ran.losses[-1], "steps": STEPS}
-lesson.record("08.cube.loss", losses)
+lesson.record("08.cube.loss", {"first": ran.losses[0], "last": ran.losses[-1],
+                               "steps": STEPS, "model": which})
 lesson.claim("It learns", (ran.losses[-1], "<", ran.losses[0]))
 lesson.claim("The prediction is nearer than the rule of thumb",
              abs(ran.seconds / sum(called.values()) - 1) < abs(ran.seconds / naive - 1))
@@ -912,7 +910,7 @@ lesson.claim("Predictions hold more often than rules of thumb",
 # | 01 dp | When are replicas free? | tokens a rank above ρ(d-1)/d | with overlap, measured: <data value="01.measured.during">not free at 272 tokens, undecided above</data>; by the law free from <data value="01.law.during:,.0f">69</data> | the batch cannot grow |
 # | 02 pp | Who is idle? | (p-1)/(m+p-1) | <data value="02.bubble">31.8 %</data> for p = 4, m = 8 | fewer microbatches than stages |
 # | 03 tp | How do you split a matrix exactly? | 4 all-reduces of b·s·h a block | computing takes <data value="03.ratio:.1f">1.8</data> times as long as sending | links between nodes |
-# | 04 mesh | Which axis deserves the fast link? | tp talks most often, dp least | a ViT on one axis, at a tenth of the bandwidth: <data value="04.tenth">dp</data> is fastest; for this page's GPT-2, <data value="08.links.0.1-x-bandwidth.fastest-replayed">pp 8</data> | one axis is enough |
+# | 04 mesh | Which axis deserves the fast link? | tp talks most often, dp least | a ViT on one axis, at a tenth of the bandwidth: <data value="04.tenth">dp</data> is fastest | one axis is enough |
 # | 05 ZeRO | How far does dp alone go? | 16 bytes a parameter, over d | <data value="05.largest">21 blocks</data> instead of <data value="05.depth.zero-0.measured">8 blocks</data> | the model fits |
 # | 06 cuts | Where do you cut unequal layers? | Σ t + (m-1) max t | cut by time instead of by count, <data value="06.faster.gain:.2f">1.01</data> times as fast | one layer is a stage by itself |
 # | 07 heads | What refuses to divide? | three sums a token instead of logits for the whole vocabulary | <data value="07.loss.reduced">18 B</data> instead of <data value="07.loss.gathered">151 kB</data> | more ranks than heads |

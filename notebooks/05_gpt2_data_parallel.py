@@ -640,7 +640,7 @@ lesson.claim("One ahead, only the first gather is exposed", early.stall == 0)
 # Gathers share one link, in order. A block is freed
 # after its use, unless the next use is of the same block. Block b has `step.sizes[b]` bytes, and gathered blocks may have
 # `step.limit` bytes together, from the start of their gathers. The check simulates three `step`s: only the first
-# use may wait, and 2L - 1 gathers are enough for L blocks.
+# use may wait, and 2L - 1 gathers are enough for L blocks. Then it draws your step above a right one.
 # </details>
 #
 # <details><summary>Hint</summary>

@@ -160,6 +160,9 @@ def _spots(
     for a, b in lines:
         if min(math.dist(dot, a), math.dist(dot, b)) > 1:  # not of this dot
             cost += 4.0 * (threads & _cross(dot, ends, a, np.asarray(b)))
+        else:  # of this dot, and a line to its name would lie on it
+            beside = np.linalg.norm(_points_of(dot, ends) - np.asarray(b), axis=2).min(1) < 6
+            cost += 10.0 * (threads & beside)
     if border is not None:
         beyond = boxes[:, 2] > border if x < border else boxes[:, 0] < border
         cost += 20.0 * beyond

@@ -128,7 +128,7 @@ lesson.predict("06.bubble", question, unit="%", rule_of_thumb=formula)
 # `time_steps` runs real steps. Where ranks share cores or a GPU, it times each action alone and *replays* the step
 # from these times, in the schedule's order; here steps are <data value="06.run.source">replayed</data>. Its variants share one set of weights and **take turns**, A B C A B C, so that a busy second slows all of
 # them. It keeps all <data value="06.repeats">3</data> repeats, because a difference smaller than their spread is no
-# finding. Later we also *simulate* steps: the same order, with the times of layers that we measure one by one.
+# finding. Later we also *simulate* steps, from times of single layers.
 
 
 # %%
@@ -179,7 +179,7 @@ lesson.record("06.run", gpt2_pipeline.unequal_ranks(SOURCE, busy))
 # | 774M | 1,280 | 36 | 2.9 | 13.5 |
 # | 1.5B | 1,600 | 48 | 2.4 | 21.3 |
 #
-# A cut that keeps the head on one rank cannot get past the last column. Notebook 07 splits the head itself.
+# A cut that keeps the head on one rank cannot get past the last column.
 #
 # We also time each layer alone. For the last layer we time two parts separately: the head's matmuls, and the loss.
 
@@ -260,7 +260,7 @@ lesson.claim("The padded median is not slower than the odd size's slowest repeat
 #
 # The slowest stage counts m times in a step, so a good cut makes the largest stage as small as possible. We choose a *limit* for all stages, fill one after the other, and start a new one whenever the next layer doesn't fit.
 # If p stages suffice, the limit is possible, so bisect. The costs are `times.smooth`: measured, with all blocks at their
-# median, because blocks are equal and their differences are noise or drift. Simulated steps use the same times.
+# median, because their differences are noise or drift. Simulated steps use the same times.
 
 
 # %%
@@ -390,16 +390,16 @@ lesson.record("06.last", last)
 lesson.claim("Too many blocks on the last stage slow each repeat", (last["by"], ">", 1))
 
 # %% [markdown]
-# On 2 to 8 ranks, the slowest stage of the cut by FLOPs takes at most <data value="06.error.ratio:.2f">1.20</data> times as long as that of the cut by time.
-# In blocks, it is at most <data value="06.error.excess:.1f">1.0</data> longer. It can never be longer by more than the errors of FLOPs on head and embedding
+# On 2 to 8 ranks, the slowest stage by FLOPs takes at most <data value="06.error.ratio:.2f">1.20</data> times as long as by time.
+# In blocks, it is at most <data value="06.error.excess:.1f">1.0</data> longer, and it can never be longer by more than FLOPs' errors on head and embedding
 # together, here <data value="06.error.ends:.1f">2.1</data> blocks. The error costs nothing once both cuts leave the head alone.
 #
 # By the median, the best number of blocks beside the head is <data value="06.last.first">1</data>. We compare its repeats with those of other
 # numbers: <data value="06.last.others">repeats of 3, 0 overlap with its own, so the run doesn't decide</data>. <data value="06.last.by-time">The cut by time leaves as many</data>.
 # Even the fastest repeat with <data value="06.last.most">6</data> blocks takes <data value="06.last.by:.2f">1.22</data> times as long as the slowest with the best number.
 #
-# While another stage is the slowest, a block more beside the head can make that stage shorter. Once the last stage is the
-# slowest, each further block there delays every microbatch.
+# While another stage is the slowest, a block more beside the head can make that one shorter. After that, each further
+# block delays every microbatch.
 #
 # <details><summary>In your tools: where to cut</summary>
 #

@@ -131,8 +131,7 @@ lesson.predict("07.attention", question, rule_of_thumb=1)
 #
 # ### What uneven heads cost
 #
-# 25 heads on 4 ranks are 7, 6, 6 and 6. All ranks meet in the all-reduce after the attention, so all wait for
-# the one with 7. By FLOPs, attention takes t⌈a/t⌉/a times as long as with an even split. The MLP's columns split evenly. Of the
+# 25 heads on 4 ranks are 7, 6, 6 and 6. In the all-reduce after the attention, all wait for the rank with 7. By FLOPs, attention takes t⌈a/t⌉/a times as long as with an even split. The MLP's columns split evenly. Of the
 # 24h² + 4sh FLOPs that a block computes per token, 8h² + 4sh belong to heads. So a block takes
 #
 # $$ 1 + \frac{2h+s}{6h+s}\left(\frac{t\,\lceil a/t\rceil}{a} - 1\right) $$
@@ -572,8 +571,8 @@ lesson.field_guide.show()
 # seed each, their relative distance in the last step is still at least
 # <data value="07.faults.a-seed-each.last-residual-stream-lowest:.3f">0.265</data>, and with one seed <data value="07.faults.one-seed.last-residual-stream-lowest:.3f">0.265</data>.
 #
-# After the first wrong mask, each rank has its own residual stream, and the backward
-# assumes a common one. So it does not compute the gradient of this loss, and the check gives at most <data value="07.faults.a-seed-each.gradient-check-highest:.3f">0.958</data> with a seed each and <data value="07.faults.one-seed.gradient-check-highest:.3f">0.981</data> with one seed, instead of 1. The table's 30 tensors are replicated weights and their gradients. In the first run,
+# After the first wrong mask, ranks have different residual streams, and the backward
+# assumes a common one. So it computes a wrong gradient, and the check gives at most <data value="07.faults.a-seed-each.gradient-check-highest:.3f">0.958</data> with a seed each and <data value="07.faults.one-seed.gradient-check-highest:.3f">0.981</data> with one seed, instead of 1. The table's 30 tensors are replicated weights and their gradients. In the first run,
 # <data value="07.faults.a-seed-each.differ-of-30-tensors">20</data> differ with a seed each, so the saved
 # model depends on which rank saves it. None of these is a norm's bias: the five norms' biases and their gradients are the other 10.
 #
@@ -909,7 +908,7 @@ lesson.claim("All are exact", (max(off for off, _ in compared.values()), "<", 1e
 # divide the tokens.
 # </details>
 #
-# Under Ulysses and ring every rank also has all weights and all-reduces their gradients, which the table leaves out:
+# Under Ulysses and ring every rank also all-reduces the gradients of all weights, which the table leaves out:
 # 8h²·(t-1)/t numbers for each attention layer, however many tokens there are. For our 64 tokens these are
 # <data value="07.gradients">1.77 MB</data>, so with them Megatron's method sends least. Take tensor parallelism while weights are the
 # problem. For long sequences take Ulysses; on more ranks than heads only the ring is left.
@@ -929,8 +928,8 @@ lesson.claim("All are exact", (max(off for off, _ in compared.values()), "<", 1e
 # `torch.distributed.tensor.experimental.context_parallel`.
 # </details>
 #
-# **Takeaway.** Ask of any sequence parallelism: does it shard heads or tokens inside attention,
-# and does it shard the weights?
+# **Takeaway.** Ask of any sequence parallelism whether it shards heads or tokens inside attention, and
+# whether it shards weights.
 #
 # ## What to remember
 #

@@ -609,9 +609,9 @@ lesson.record("10.dotted", round(N * tokens))
 title = "Computing covers a part of a ring's messages, and none of Ulysses'"
 bars = {way: [times.quartiles[way] for times in replayed] for way in dots}
 lesson.record("10.touch", long_contexts.touching_in_words(replayed, lengths))
-lesson.show(figures.exposed_times(
-    lengths, predicted, dots, lengths, bars, marked=N * tokens, title=title,
-    marked_as="computing covers a forward from here on, by bandwidth and FLOP/s alone"))  # fmt: skip
+rule = "computing covers a forward from here on, by bandwidth and FLOP/s alone"
+lesson.show(figures.exposed_times(lengths, predicted, dots, lengths, bars, title=title,
+                                  marked=N * tokens, marked_as=rule))  # fmt: skip
 
 # %%
 ends = {"first": replayed[0], "last": replayed[-1]}
@@ -630,7 +630,7 @@ over = long_contexts.parts_over_card(replayed, shapes, N, card)  # for each leng
 lesson.record("10.over", {"first": over[0], "last": over[-1], "worst": over[worst]})
 parts = long_contexts.predict_parts(shapes[0], N, card)
 source = long_contexts.source_in_words(replayed[0])
-title = f"One part alone, at {lengths[0]:,} tokens; {source}"
+title = f"One part alone, at {lengths[0]} tokens; {source}"
 lesson.show(predicted=parts, replayed=replayed[0].parts, unit="s", key="10.parts",
             title=title)  # fmt: skip
 longer = replayed[0].parts["computing of a step"] > parts["computing of a step"]

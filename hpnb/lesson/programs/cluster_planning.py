@@ -73,6 +73,22 @@ def double_latency(nodes: Cluster, field: str) -> Cluster:
     return replace(nodes, **{field: replace(link, latency=2 * link.latency)})  # type: ignore[arg-type]
 
 
+def double_latencies(
+    fitted: Cluster, planned: Cluster, run: GPTRun, plan: ParallelLayout
+) -> dict[str, float]:
+    """What the latencies matter, each doubled alone, in %: the worst "error" of `fitted` on the ten published
+    runs of MEGATRON, and how much "longer" a step of `plan` takes on `planned`, at most."""
+    errors, longer = [], []
+    for what in LATENCIES:
+        late, slow = (double_latency(nodes, what) for nodes in (fitted, planned))
+        for known in MEGATRON:
+            reached = tflops(known.run, replace(late, gpus=known.gpus), known.plan)
+            errors.append(100 * abs(known.tflops / reached - 1))
+        steps = [sum(cluster_parts(run, nodes, plan).values()) for nodes in (planned, slow)]
+        longer.append(100 * (steps[1] / steps[0] - 1))
+    return {"error": max(errors), "longer": max(longer)}
+
+
 def best_layouts(
     models: Sequence[str], sizes: Sequence[int] = (32, 128, 512, 2048)
 ) -> dict[str, dict[str, str]]:

@@ -96,7 +96,7 @@ class ContextParallel:
         self.axis, self.mode, self.zigzag = axis, mode, mode != "ulysses"
         self.in_batch: torch.Tensor | None = None
         self.token_mask: torch.Tensor | None = None
-        self._packed = False  # whether the batch at hand has positions of its own
+        self._packed = False  # whether the positions of the batch at hand may tell texts apart
         self._texts: dict[Visibility, tuple[torch.Tensor, Visibility]] = {}  # of the last layer
 
     def __deepcopy__(self, _: dict[int, object]) -> ContextParallel:
@@ -108,7 +108,9 @@ class ContextParallel:
         those of this batch."""
         if self.axis.size == 1:
             return dict(batch)
-        self._packed, self._texts = batch.get("position_ids") is not None, {}
+        # As in transformers, positions tell texts apart only where no mask says what tokens see.
+        self._packed = batch.get("position_ids") is not None and batch.get("attention_mask") is None
+        self._texts = {}
         sharded = shard_batch(batch, self.axis.rank, self.axis.size, self.zigzag)
         self.in_batch, self.token_mask = token_mask(batch, self.axis.rank, self.axis.size, self.zigzag)
         return {**sharded, "attention_mask": self.token_mask} if self.keeps_mask else sharded

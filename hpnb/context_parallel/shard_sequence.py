@@ -80,7 +80,7 @@ def shard_batch(batch: Mapping[str, Any], rank: int, ranks: int, zigzag: bool) -
 
     `labels` become the next tokens: entry i is the target of token i. Sequences are padded on the right until
     they can be split; no token attends to what comes after it, and padding has no target. A batch's own
-    position_ids say where packed texts begin: each counts from 0.
+    position_ids say where packed texts begin, if it has no attention_mask: each counts from 0.
 
     Raises:
         ValueError: no input_ids (B, s), no tokens in them, or padding on the left.

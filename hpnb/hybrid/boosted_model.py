@@ -31,6 +31,7 @@ from hpnb.data_parallel import DataParallel
 from hpnb.expert_parallel import ExpertParallel, SelectionBias
 from hpnb.hybrid.global_loss import Weigher, with_lazy_loss
 from hpnb.hybrid.model_loss import ModelLoss, loss_of_outputs
+from hpnb.hybrid.packed_texts import CacheSwitch, PackingWarning
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.torch_clipping import refuse_clipping
 from hpnb.mesh import Axis
@@ -110,6 +111,8 @@ class Boosted(nn.Module):
             self.generation_config = generation_config
         self.last_step: PipelineStepResult | None = None
         self._model_loss, self._weigher, self._device = model_loss, Weigher(plugin.mesh.dp_cp), this_device()
+        self._cache = CacheSwitch(module)
+        self._packing = PackingWarning(causal or context is not None, config)
         self._pipe, self._syncs = pipe, True
         self._frees_other_stages = pipe is not None
         self._criterion: Criterion | None = None
@@ -185,6 +188,9 @@ class Boosted(nn.Module):
         Targets are counted in what it is given: entries of "labels" that are not -100 (a causal model's
         shifted ones), samples if there are none.
 
+        A language model makes no key-value cache in training, and outside of it only with use_cache=True. So
+        texts that `position_ids` pack into one sequence stay separated (`packed_texts.py`).
+
         Raises:
             RuntimeError: the model is cut into stages, or called by a DistributedDataParallel.
             TypeError: outputs in which hpnb finds no tensors.
@@ -199,6 +205,7 @@ class Boosted(nn.Module):
             raise RuntimeError(_REDUCED_ALREADY)
         self._check_filled()
         args, kwargs = self._prepare_batch(args), self._prepare_batch(kwargs)
+        kwargs = {**kwargs, **self._cache.arguments(kwargs, self.training, len(args))}
         self._broadcast_buffers()
         takes_labels = self._model_loss is not None and kwargs.get("return_dict", True)
         labels = kwargs.get("labels") if takes_labels else None
@@ -321,7 +328,9 @@ class Boosted(nn.Module):
         elif self._replica is not None:
             sink = self._replica.sink
         reducer: Any = None if sink is None else SimpleNamespace(sink=sink)  # its hooks stay attached
-        stage = WholeModel(module, _forward_inputs(module, self._model_loss), self.causal)
+        takes = _forward_inputs(module, self._model_loss)
+        no_cache = lambda given: self._cache.arguments(given, self.training)  # noqa: E731
+        stage = WholeModel(module, takes, self.causal, no_cache)
         pipe = Pipeline(
             stage, mesh.pp, self.plugin.schedule(1), self._loss, reducer, replicas=mesh.dp_cp,
             cuda_graphs=self.plugin.enable_cuda_graphs,
@@ -363,6 +372,7 @@ class Boosted(nn.Module):
         def cast(x: Any) -> Any:
             return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
+        self._packing.look_at(batch)
         batch = to_device(batch, self._device)
         if self.context is not None and batch:
             if not isinstance(batch, Mapping):

@@ -144,6 +144,7 @@ class WholeModel(Stages):
         takes: which entries of a mapping its forward takes, (names) -> names; by default all. Of another kind
             of batch, and of a mapping if the model is a Sequential, it takes `first_input`.
         causal: whether its targets are its inputs, shifted by one.
+        adds: what its forward gets besides these entries, or in place of them, (entries) -> arguments.
     """
 
     _whole_model: nn.Module
@@ -153,6 +154,7 @@ class WholeModel(Stages):
         model: nn.Module,
         takes: Callable[[Collection[str]], Collection[str]] = lambda names: names,
         causal: bool = False,
+        adds: Callable[[Inputs], Inputs] = lambda given: {},
     ) -> None:
         nn.Module.__init__(self)
         # The model is no child, or its name would stand in front of all others: the two modules share their
@@ -161,7 +163,7 @@ class WholeModel(Stages):
         for table in ("_parameters", "_buffers", "_modules"):
             setattr(self, table, getattr(model, table))
         self.numbers, self.tied, self.units, self.causal = (0,), (), [], causal
-        self._layers = {0: (Layer((Part("", model),), partial(_run_whole_model, model, takes)),)}
+        self._layers = {0: (Layer((Part("", model),), partial(_run_whole_model, model, takes, adds)),)}
         self.training = model.training
 
     def train(self, mode: bool = True) -> WholeModel:
@@ -171,12 +173,17 @@ class WholeModel(Stages):
 
 
 def _run_whole_model(
-    model: nn.Module, takes: Callable[[Collection[str]], Collection[str]], hidden: Any, inputs: Inputs
+    model: nn.Module,
+    takes: Callable[[Collection[str]], Collection[str]],
+    adds: Callable[[Inputs], Inputs],
+    hidden: Any,
+    inputs: Inputs,
 ) -> Any:
     if not isinstance(inputs, Mapping):
         return model(first_input(inputs))
     if names := takes(inputs.keys()):
-        return model(**{name: inputs[name] for name in names})
+        given = {name: inputs[name] for name in names}
+        return model(**{**given, **adds(given)})
     if type(model).forward is nn.Sequential.forward:  # whose argument has no name of its own
         return model(first_input(inputs))
     arguments = ", ".join(inspect.signature(model.forward).parameters) or "nothing"

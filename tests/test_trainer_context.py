@@ -5,6 +5,7 @@ pytest tests/test_trainer_context.py
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 import hpnb
+from hpnb.hybrid.training import resuming
 
 
 class Seen(hpnb.Hook):
@@ -166,3 +168,76 @@ def test_a_replica_without_samples_in_the_last_batch(kind: str, packed: bool, la
         assert found[0] == pytest.approx(alone[0], rel=1e-12)
         assert found[1] == pytest.approx(alone[1], rel=1e-12)
         assert found[2] == pytest.approx(alone[2], rel=1e-12)
+
+
+# --- a run that is resumed in the middle of an epoch, with another size of cp -------------------------------
+
+
+def train_and_save(
+    folder: str, own_criterion: bool, resume: str | None = None, **layout: Any
+) -> tuple[dict[str, list[float]], list[dict[str, Any]]]:
+    """Sums in the checkpoint after 2 of 4 steps, and the history: 13 samples of unequal lengths."""
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=4,
+                         num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).double()
+    generator = torch.Generator().manual_seed(1)
+    samples = []
+    for _ in range(13):
+        ids, length = (
+            torch.randint(31, (12,), generator=generator),
+            torch.randint(2, 13, (), generator=generator),
+        )
+        mask = torch.arange(12) < length
+        samples.append(
+            {"input_ids": ids, "labels": ids.masked_fill(~mask, -100), "attention_mask": mask.long()}
+        )
+    plugin = hpnb.HybridParallelPlugin(precision="fp64", **layout)
+    booster, loader = hpnb.Booster(plugin=plugin), plugin.prepare_dataloader(samples, 4 // plugin.dp_size)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    hooks = [hpnb.AccuracyHook(), hpnb.CheckpointHook(folder, every=2, keep=9)]
+    criterion = sum_over_targets if own_criterion else None
+    trainer = hpnb.Trainer(booster, model, optimizer, criterion, hooks=hooks, display_progress=False)
+    if resume is not None:
+        trainer.resume(resume)
+    history = trainer.fit(loader, epochs=1)
+    return resuming.read_state(Path(resume or f"{folder}/step-00000002"))["sums"], history
+
+
+def sum_over_targets(outputs: Any, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of labels that are the next tokens already, as those of a rank of context parallelism are."""
+    logits, labels = outputs.logits, inputs["labels"]
+    if labels.shape[1] == 12:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return total, labels.ne(-100).sum()
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp": {}, "cp": {"cp_size": 2}, "ulysses": {"cp_size": 2, "context_parallel": "ulysses"},
+    "pp": {"pp_size": 2, "num_microbatches": 2}, "cp 4": {"cp_size": 4},
+    "cp x pp": {"cp_size": 2, "pp_size": 2, "num_microbatches": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("own_criterion", [False, True])
+@pytest.mark.parametrize(
+    ("saved_by", "resumed_by"),
+    [("dp", "cp"), ("cp", "dp"), ("cp 4", "pp"), ("ulysses", "cp x pp"), ("cp x pp", "cp 4")],
+)
+def test_a_resumed_epoch_counts_all_its_targets_alike(
+    tmp_path: Path, saved_by: str, resumed_by: str, own_criterion: bool
+) -> None:
+    """A checkpoint's sums are those of the batch, and not once for each rank that has a shard of it."""
+    alone, first, second = (str(tmp_path / name) for name in ("alone", "first", "second"))
+    ranks = 4 if {"cp 4", "cp x pp"} & {saved_by, resumed_by} else 2
+    ((sums, history),) = hpnb.launch(train_and_save, alone, own_criterion, ranks=1, device="cpu")
+    how = {"ranks": ranks, "device": "cpu"}
+    saved = hpnb.launch(train_and_save, first, own_criterion, **how, **LAYOUTS[saved_by])[0][0]
+    assert saved["loss"] == pytest.approx(sums["loss"], rel=1e-6)  # rotary tables are in float32
+    assert saved["accuracy"] == sums["accuracy"]
+    checkpoint = f"{first}/step-00000002"
+    results = hpnb.launch(train_and_save, second, own_criterion, checkpoint, **how, **LAYOUTS[resumed_by])
+    for _, ours in results:
+        assert ours[0]["loss"] == pytest.approx(history[0]["loss"], rel=1e-6)
+        assert ours[0]["accuracy"] == history[0]["accuracy"]

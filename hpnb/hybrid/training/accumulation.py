@@ -48,6 +48,7 @@ class HookedCriterion:
         self.unsharded: Any = None  # the batch that the model gets, if it is not a pipeline
 
     def __call__(self, outputs: Any, inputs: Any) -> Any:
+        inputs = self._of_outputs(inputs)
         result = call_criterion(self._criterion, outputs, inputs)
         value, count = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(value, torch.Tensor) or value.dim():
@@ -61,21 +62,20 @@ class HookedCriterion:
         return weighted if count is None else (weighted, count)
 
     def _show(self, outputs: Any, inputs: Any, value: torch.Tensor, count: Any) -> None:
-        # The model shards this batch and shifts its labels. A pipeline gives its criterion the shard.
-        causal = self._trainer.causal or (
-            getattr(self._trainer.model, "context", None) is not None and inputs is self.unsharded
-        )
-        known = count_targets(inputs, causal) if count is None else count
+        known = count_targets(inputs, self._trainer.causal) if count is None else count
         n = torch.as_tensor(known, dtype=torch.float64, device=value.device)
         # The mean over no targets is nan, and must not count.
         total = value.double() if count is not None else torch.where(n > 0, value.double() * n, 0.0)
-        inputs = self._of_outputs(inputs)
         for hook in self._trainer.hooks:
             hook.on_outputs(self._trainer, outputs, inputs)
             hook.on_loss(self._trainer, total, n)
 
     def _of_outputs(self, inputs: Any) -> Any:
-        """What the outputs are of: under context parallelism this rank's tokens, with labels shifted."""
+        """What the outputs are of: under context parallelism this rank's tokens, with labels shifted.
+
+        A pipeline gives its criterion these. Without one this gets the batch that the model shards. All ranks
+        of a context-parallel group have that one, so its targets would count once a rank.
+        """
         context = getattr(self._trainer.model, "context", None)
         if context is None or inputs is not self.unsharded:
             return inputs

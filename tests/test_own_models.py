@@ -594,7 +594,8 @@ def test_without_roles_the_parts_and_the_pipeline_are_checked(roles: Any) -> Non
     report = hpnb.models.check(OwnLlama(), batch())
     assert report == (
         "OwnLlama is registered well: names of parameters; parts against the forward, with gradients; "
-        "pipeline on 2 ranks. It has no roles, so tensor and sequence parallelism are left out."
+        "pipeline on 2 ranks; ZeRO 3 on 2 ranks; ZeRO 3 in a pipeline on 2 ranks. It has no roles, so tensor "
+        "and sequence parallelism are left out."
     )
     assert "left out" in hpnb.models.check(OwnLlama(), batch(), ranks=1)
     for function in (hpnb.models.roles, lambda net: hpnb.models.decay_groups(net, 0.1)):

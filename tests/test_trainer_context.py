@@ -232,7 +232,7 @@ def test_a_resumed_epoch_counts_all_its_targets_alike(
     alone, first, second = (str(tmp_path / name) for name in ("alone", "first", "second"))
     ranks = 4 if {"cp 4", "cp x pp"} & {saved_by, resumed_by} else 2
     ((sums, history),) = hpnb.launch(train_and_save, alone, own_criterion, ranks=1, device="cpu")
-    how = {"ranks": ranks, "device": "cpu"}
+    how: dict[str, Any] = {"ranks": ranks, "device": "cpu"}
     saved = hpnb.launch(train_and_save, first, own_criterion, **how, **LAYOUTS[saved_by])[0][0]
     assert saved["loss"] == pytest.approx(sums["loss"], rel=1e-6)  # rotary tables are in float32
     assert saved["accuracy"] == sums["accuracy"]

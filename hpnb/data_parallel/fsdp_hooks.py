@@ -16,6 +16,8 @@ and what starts or ends a forward or a backward leaves the other's units as they
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -56,6 +58,7 @@ class FSDPState(GradientSink):
         _in_forward, _in_backward    the root's forward runs; a backward runs, and `_end_backward` is queued
         _running_forward             units whose forward has begun and not ended
         sync                         reduce in the backward; off in no_sync, and if a pipeline calls `finish`
+        _failed_inside               an exception ended the forward of a unit, and goes on to the root's
         unit.unsharded_registered    the modules have the full parameters
         unit.pending_backwards       for units with frozen parameters: see `_hook_input_gradients`
         flat.missing                 gradients that the running backward has not brought yet
@@ -79,7 +82,7 @@ class FSDPState(GradientSink):
         self.axis, self.policy, self.average = axis, policy, policy.average
         self.find_unused, self.reshard_after_forward = find_unused, reshard_after_forward and not find_unused
         self.sync = True
-        self._in_forward = self._in_backward = False
+        self._in_forward = self._in_backward = self._failed_inside = False
         self._running_forward: set[FSDPUnit] = set()
         self._reductions = Reductions()
         self._prefetch = PrefetchOrder[FSDPUnit](prefetch)
@@ -107,9 +110,12 @@ class FSDPState(GradientSink):
             return FlatParam(parameters, axis, background, policy, on_complete)
 
         self.units = []
+        self._names: dict[FSDPUnit, str] = {}  # of all but the root
         for name, parameters in assigned.items():
             unit = FSDPUnit(parameters, modules, make_flat_param, self._on_complete)
             self.units.append(unit)
+            if name:
+                self._names[unit] = name
             self._register_hooks(module_of[name] if name else module, unit)
         self.root = self.units[0]
         self.flat_params = [flat for unit in self.units for flat in unit.flat_params]
@@ -157,12 +163,16 @@ class FSDPState(GradientSink):
                     "lost: convert or move the module before, and load with load_full_state_dict"
                 )
         self._reshard_all()
-        self._in_forward = True
+        self._in_forward, self._failed_inside = True, False
         self._prefetch.start_forward()
         for unit in self.units:
             unit.pending_backwards = 0
 
     def _after_forward(self, unit: FSDPUnit, _: nn.Module, __: Any, output: Any) -> None:
+        if output is None and (error := sys.exception()) is not None:
+            if unit is self.root and not self._failed_inside:
+                self._explain_parts(error)
+            self._failed_inside = True
         if self._recomputes():
             return  # the unit's backward follows at once
         self._running_forward.discard(unit)
@@ -186,6 +196,26 @@ class FSDPState(GradientSink):
         if not trains:
             self._reshard_all()
             self._synchronize_offload()
+
+    def _explain_parts(self, error: BaseException) -> None:
+        """Say so if the root's forward failed in a module of a unit whose forward was not called, so that
+        nothing had gathered the weights."""
+        unit_of = {
+            p: name
+            for unit, name in self._names.items()
+            for flat in unit.flat_params
+            for p in flat.sharded_params
+        }
+        modules = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        parameters = [p for m in modules if isinstance(m, nn.Module) for p in m._parameters.values()]
+        names = [unit_of[p] for p in parameters if p in unit_of]
+        if names and type(error) is RuntimeError:
+            error.args = (
+                f"{error}; this is in {names[-1]}, whose modules are called without it. ZeRO 3 gathers its "
+                "weights in front of its own forward: call the block, as in block(hidden), and put what it "
+                "does into its forward; or give its class no forward, and ZeRO 3 gathers before each of its "
+                "modules",
+            )
 
     def _recomputes(self) -> bool:
         """Whether the forward that runs is one of activation checkpointing, inside of a backward."""

@@ -109,7 +109,7 @@ class FSDPUnit:
 def find_blocks(module: nn.Module) -> list[nn.Module]:
     """The items of every outermost nn.ModuleList in `module`; if there is none, of every nn.Sequential.
 
-    An item that is only a container has no forward to gather before, so its items are taken in turn.
+    An item without a forward, such as another list, has nothing to gather before, so its children are taken.
     """
     return list(_items(module, nn.ModuleList)) or list(_items(module, nn.Sequential))
 
@@ -117,23 +117,23 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
 def _items(module: nn.Module, kind: type[nn.ModuleList] | type[nn.Sequential]) -> Iterator[nn.Module]:
     for child in module.children():
         if isinstance(module, kind) and not isinstance(module, ParametrizationList):
-            yield from _with_forward(child)
+            yield from modules_with_forward(child)
         else:
             yield from _items(child, kind)
 
 
-def _with_forward(module: nn.Module) -> Iterator[nn.Module]:
+def modules_with_forward(module: nn.Module) -> Iterator[nn.Module]:
+    """`module`, or if it has no forward of its own, the outermost modules inside of it that have one."""
     if has_no_forward(module):
         for child in module.children():
-            yield from _with_forward(child)
+            yield from modules_with_forward(child)
     else:
         yield module
 
 
 def has_no_forward(module: nn.Module) -> bool:
-    """Whether `module` is a list or dict without a forward."""
-    kinds = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-    return isinstance(module, kinds) and type(module).forward is nn.Module.forward
+    """Whether `module` only holds others, as a list or dict does, or a block whose caller runs its parts."""
+    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 
 def find_units(module: nn.Module, units: Iterable[nn.Module | str] | None) -> dict[str, nn.Module]:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from hpnb import data_parallel
 from hpnb.data_parallel import DataParallel
+from hpnb.data_parallel.fsdp_units import modules_with_forward
 from hpnb.hybrid.boosted_optimizer import make_zero_optimizer, twin
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.training.hybrid_adam import HybridAdam
@@ -37,12 +38,15 @@ def apply_data_parallel(
     axis, stage = plugin.mesh.dp_cp, plugin.zero_stage
     if stage == 3:
         replicas, shards = plugin.zero_axes
+        units = None
+        if pipe is not None:
+            units = [inner for block in pipe.module.units for inner in modules_with_forward(block)]
         data_parallel.fully_shard(
             module,
             shards,
             replicas=replicas,
             expert_axes=plugin.expert_zero_axes,
-            units=None if pipe is None else pipe.module.units,
+            units=units,
             communication_dtype=plugin.communication_dtype,
             prefetch=int(plugin.overlap_communication),
             average=False,

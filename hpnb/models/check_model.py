@@ -5,16 +5,21 @@
     names       every parameter lies in one part, and has a role that fits its shape
     parts       one after the other they give the forward's outputs and gradients, dropout included
     pipeline    on 2 ranks, half of the blocks each: the same outputs and gradients, tied weights included
+    ZeRO 3      on 2 ranks that gather each block in front of its forward: the same of the model's
+                forward, and of the parts, as a pipeline runs them
     roles       on 2 ranks of tensor parallelism: the same again, masks included; and on 3 ranks, where every
                 split has pieces for 3, because heads that are left over show what an even split hides
-    sequence    on 2 ranks that shard the tokens between the matrices; the reason, if that is refused
+    sequence    on 2 ranks that shard the tokens between the matrices
 
-A model that is registered without roles is checked without the last two, and the answer says so.
-What differs is listed with the names of parts and parameters.
+Where ZeRO 3 or sequence parallelism is refused or raises, the answer says why, and the other checks count.
+Other numbers than those of one process are an error everywhere. A model that is registered without roles is
+checked without the last two, and the answer says so. What differs is listed with the names of parts and
+parameters.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from importlib import import_module
@@ -22,6 +27,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hpnb.models import registry
@@ -30,6 +36,7 @@ from hpnb.models.compare_parts import (
     arguments_of,
     draw_weights,
     find_difference,
+    model_forward,
     run_parts,
     tensors_of,
 )
@@ -43,12 +50,18 @@ from hpnb.models.registry import (
     registration_of,
     roles,
 )
+from hpnb.placement import gather_full, placement_of
 from hpnb.ranks import launch
 from hpnb.ranks.current_rank import inside_rank
 from hpnb.ranks.errors import RankError
 
 TOLERANCE = 1e-9
 _REFUSED = "refused: "
+_ZERO_3, _ZERO_3_PIPELINE, _SEQUENCE = "ZeRO 3", "ZeRO 3 in a pipeline", "sequence parallelism"
+_TOKENS = (
+    "; each rank has a part of the tokens then, and blocks that take hidden states apart by them need all"
+)
+_RAISED = re.compile(r"rank \d+ of \d+ raised \w+: ")
 
 
 def check(model: nn.Module, batch: Mapping[str, Any], ranks: int = 2, timeout: float = 120.0) -> str:
@@ -102,15 +115,23 @@ def check(model: nn.Module, batch: Mapping[str, Any], ranks: int = 2, timeout: f
     if not problems and ranks > 1 and not inside_rank():
         copied.eval()
         wanted = _outputs_and_gradients(lambda: run_parts(anatomy(copied), inputs), copied)
-        runs: list[tuple[str, Any, int]] = [("pipeline", _on_a_pipeline, ranks)]
+        of_forward = _outputs_and_gradients(lambda: model_forward(copied, inputs), copied)
+        runs: list[tuple[str, Any, int]] = [
+            ("pipeline", _on_a_pipeline, ranks),
+            (_ZERO_3, _on_zero_3, ranks),
+            (_ZERO_3_PIPELINE, _on_zero_3_in_a_pipeline, ranks),
+        ]
         if with_roles:
             runs.append(("tensor parallelism", _on_tensor_parallel, ranks))
-            runs.append(("sequence parallelism", _on_sequence_parallel, ranks))
+            runs.append((_SEQUENCE, _on_sequence_parallel, ranks))
             if _can_split_unevenly(copied, ranks + 1):
                 runs.append(("tensor parallelism", _on_tensor_parallel, ranks + 1))
         for what, compute, n in runs:
             note = f" [on {n} ranks and not {ranks}, so that units are left over]" if n != ranks else ""
-            lines = list(_compare_on_ranks(what, compute, registration, copied, inputs, wanted, n, timeout))
+            if what == _ZERO_3_PIPELINE and any(_ZERO_3 in reason for reason in refused):
+                continue
+            result = of_forward if what == _ZERO_3 else wanted
+            lines = list(_compare_on_ranks(what, compute, registration, copied, inputs, result, n, timeout))
             if lines and lines[0].startswith(_REFUSED):
                 reason = lines[0].removeprefix(_REFUSED).removesuffix(".")
                 refused.append(f" It cannot use {what}: {reason}.")
@@ -178,7 +199,7 @@ def _check_parts(model: nn.Module, inputs: dict[str, Any]) -> Iterator[str]:
         yield difference
         return
     parts = _outputs_and_gradients(lambda: run_parts(anatomy(model), inputs), model)
-    forward = _outputs_and_gradients(lambda: model(**arguments_of(model, inputs)), model)
+    forward = _outputs_and_gradients(lambda: model_forward(model, inputs), model)
     if {n: t.shape for n, t in parts[0].items()} == {n: t.shape for n, t in forward[0].items()}:
         yield from _differences("the parts", parts, forward)
 
@@ -239,7 +260,16 @@ def _compare_on_ranks(
     try:
         results = launch(compute, registration, model, inputs, ranks=ranks, device="cpu", timeout=timeout)
     except RankError as error:
-        yield f"{what} on {ranks} ranks: {str(error).splitlines()[0]}"
+        reason = str(error).splitlines()[0]
+        if what in (
+            _ZERO_3,
+            _ZERO_3_PIPELINE,
+            _SEQUENCE,
+        ):  # others may fit, and training would raise this too
+            hint = _TOKENS if what == _SEQUENCE and "of the tokens" not in reason else ""
+            yield f"{_REFUSED}{_RAISED.sub('', reason)}{hint}"
+        else:
+            yield f"{what} on {ranks} ranks: {reason}"
         return
     if isinstance(results[0], str):
         yield results[0]
@@ -268,12 +298,56 @@ def _on_a_pipeline(registration: Registration, model: nn.Module, inputs: dict[st
     return {name: value.detach() for name, value in outputs.items()}, gradients
 
 
+def _on_zero_3(registration: Registration, model: nn.Module, inputs: dict[str, Any]) -> Result:
+    registry.REGISTERED[type(model)] = registration
+    zero, axis = import_module("hpnb.data_parallel"), _axis("dp")
+    zero.fully_shard(model, axis, find_unused_parameters=True)
+    outputs = tensors_of(model_forward(model, inputs))
+    loss_of(outputs.values()).backward()
+    return {name: value.detach() for name, value in outputs.items()}, _gather_gradients(model, axis)
+
+
+def _on_zero_3_in_a_pipeline(registration: Registration, model: nn.Module, inputs: dict[str, Any]) -> Result:
+    registry.REGISTERED[type(model)] = registration
+    hpnb, zero = import_module("hpnb"), import_module("hpnb.data_parallel")
+    units = import_module("hpnb.data_parallel.fsdp_units")
+    schedule = import_module("hpnb.pipeline_parallel").schedules.make("1f1b", stages=1, microbatches=1)
+    axis = _axis("dp")
+
+    def loss(outputs: Any, _: Any) -> Any:
+        return loss_of(tensors_of(outputs).values()), 1
+
+    pipe = hpnb.Pipeline(model, hpnb.Mesh(hpnb.Layout(dp=hpnb.world_size())).pp, schedule, loss)
+    blocks = [inner for block in pipe.module.units for inner in units.modules_with_forward(block)]
+    zero.fully_shard(pipe.module, axis, units=blocks, find_unused_parameters=True)
+    pipe.gradients = zero.sink(pipe.module)
+    outputs = tensors_of(pipe.step(inputs).outputs)
+    return {name: value.detach() for name, value in outputs.items()}, _gather_gradients(pipe.module, axis)
+
+
+def _gather_gradients(module: nn.Module, axis: Any) -> dict[str, torch.Tensor]:
+    """In full, of parameters that are sharded over `axis`."""
+    sharded = {name: p for name, p in module.named_parameters() if p.grad is not None}
+    placements = {name: placement_of(p, name) for name, p in sharded.items()}
+    peers: list[Any] = [None] * axis.size
+    dist.all_gather_object(peers, placements, axis.group)
+    return {
+        name: gather_full(
+            torch.as_tensor(p.grad),
+            placements[name],
+            {axis.name: [of[name] for of in peers]},
+            {axis.name: axis},
+        )
+        for name, p in sharded.items()
+    }
+
+
 def _on_sequence_parallel(
     registration: Registration, model: nn.Module, inputs: dict[str, Any]
 ) -> Result | str:
     """The result, or why such a model cannot run like this, which is no fault of what is registered."""
     registry.REGISTERED[type(model)] = registration
-    axis = _tp_axis()
+    axis = _axis("tp")
     try:
         import_module("hpnb.tensor_parallel").parallelize(model, axis, sequence_parallel=True)
     except ValueError as error:
@@ -286,13 +360,14 @@ def _on_sequence_parallel(
 
 def _on_tensor_parallel(registration: Registration, model: nn.Module, inputs: dict[str, Any]) -> Result:
     registry.REGISTERED[type(model)] = registration
-    import_module("hpnb.tensor_parallel").parallelize(model, _tp_axis())
+    import_module("hpnb.tensor_parallel").parallelize(model, _axis("tp"))
     return _result_of_shards(model, inputs)
 
 
-def _tp_axis() -> Any:
+def _axis(name: str) -> Any:
+    """All ranks, as the axis of this name."""
     hpnb = import_module("hpnb")
-    return hpnb.Mesh(hpnb.Layout(tp=hpnb.world_size())).tp
+    return getattr(hpnb.Mesh(hpnb.Layout(**{name: hpnb.world_size()})), name)
 
 
 def _result_of_shards(model: nn.Module, inputs: dict[str, Any]) -> Result:

@@ -232,6 +232,14 @@ def arguments_of(model: nn.Module, inputs: Mapping[str, Any], targets: bool = Fa
     return {**taken, "use_cache": False} if makes_cache else taken
 
 
+def model_forward(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """Its outputs without targets; with them, if it must have them."""
+    try:
+        return model(**arguments_of(model, inputs))
+    except TypeError:
+        return model(**arguments_of(model, inputs, targets=True))
+
+
 def tensors_of(outputs: Any, name: str = "") -> dict[str, torch.Tensor]:
     """{path: tensor} of the floating-point tensors in what a model returns."""
     if isinstance(outputs, torch.Tensor):

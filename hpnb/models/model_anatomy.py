@@ -146,7 +146,8 @@ class Anatomy(ABC):
         raise NotImplementedError(
             f"{type(self).__name__} does not say how many tokens a batch has, which sequence parallelism "
             "under a pipeline needs to know: give the class a method tokens(self, inputs) that returns "
-            "(samples, tokens of each), such as inputs['input_ids'].shape, or leave sequence parallelism out"
+            "(samples, tokens of each), such as inputs['input_ids'].shape; or leave sequence parallelism "
+            "out, as for blocks that slice hidden states by tokens or multiply along them"
         )
 
     def check_stages(self, needs_tokens: bool = False) -> None:

@@ -45,25 +45,34 @@ def around_forward(module: nn.Module, begin: Callable[[], None], end: Callable[[
     module.register_forward_hook(lambda *_: end(), always_call=True)
 
 
-def explain_fixed_heads(block: Part, ranks: int, roles: str) -> None:
+def explain_first_failure(block: Part, ranks: int, roles: str, sequence_parallel: bool) -> None:
     """If the first forward of `block` fails, say that its attention may count the heads of all ranks, or its
-    roles name another kind, or other units than heads.
+    roles name another kind, or other units than heads; with sequence parallelism, that it may use all tokens.
 
     Args:
         roles: what they are, in words.
     """
+    why = _TOKENS if sequence_parallel else _HEADS
 
     def explain(module: nn.Module, args: Any, output: Any) -> None:
         error = sys.exception()
         if output is not None:
             hook.remove()
         elif type(error) is RuntimeError:
-            error.args = (
-                f"{error}; this is {block.name} on one of {ranks} tensor-parallel ranks. Its roles are "
-                f"{roles}. A rank has some units of each column, whose outputs only a row takes; what else "
-                "takes them needs all. Units are heads for q and o, and key-value heads for k and v. An "
-                "attention has only some heads then: fold them by their width, .view(..., -1, head_size), or "
-                "name the modules that count heads, hpnb.models.register(.., attentions=..)",
-            )
+            where = f"this is {block.name} on one of {ranks} tensor-parallel ranks"
+            error.args = (f"{error}; {where}. {why.format(ranks)}. Its roles are {roles}",)
 
     hook = block.module.register_forward_hook(explain, always_call=True)
+
+
+_HEADS = (
+    "A rank has some units of each column, whose outputs only a row takes; what else takes them needs all. "
+    "Units are heads for q and o, and key-value heads for k and v. An attention has only some heads then: "
+    "fold them by their width, .view(..., -1, head_size), or name the modules that count heads, "
+    "hpnb.models.register(.., attentions=..)"
+)
+_TOKENS = (
+    "With sequence parallelism a block gets 1 / {} of the tokens, and only its column matrices get all. What "
+    "slices hidden states by tokens, or multiplies along them, needs all too: leave sequence parallelism out "
+    "for such a model"
+)

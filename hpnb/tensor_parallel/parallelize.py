@@ -33,7 +33,7 @@ from hpnb.models.registry import explain_alias, registration_of
 from hpnb.placement import Placement
 from hpnb.ranks.current_rank import device as this_device
 from hpnb.tensor_parallel.mode import NAMES, ModelToShard, Section, TensorParallelMode, check_ranks
-from hpnb.tensor_parallel.module_hooks import explain_fixed_heads
+from hpnb.tensor_parallel.module_hooks import explain_first_failure
 from hpnb.tensor_parallel.sharded_logits import keep_logits_sharded
 from hpnb.tensor_parallel.tp_1d import TensorParallel1D
 from hpnb.tensor_parallel.tp_2d import TensorParallel2D
@@ -120,7 +120,7 @@ def parallelize(
         _check_first_forward(model, first_forward_check)
     if axis.size > 1 and not to_shard.attentions:
         for block in to_shard.anatomy.blocks:
-            explain_fixed_heads(block, axis.size, _roles_in(block, to_shard))
+            explain_first_failure(block, axis.size, _roles_in(block, to_shard), sequence_parallel)
     if not any(p.is_meta for p in model.parameters()):
         model.to(this_device())
     return model

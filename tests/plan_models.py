@@ -16,7 +16,7 @@ Batch = dict[str, torch.Tensor]
 COMMON = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4,
     "num_attention_heads": 4, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2, "num_labels": 3,
+    "eos_token_id": 2, "num_labels": 3, "classifier_dropout": 0.0,
 }  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
     "Llama": {"num_key_value_heads": 2, "tie_word_embeddings": True},

@@ -83,7 +83,11 @@ def float64_loss(outputs: Any, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def batch_for(head: str) -> plan_models.Batch:
-    return plan_models.batch(7, classes=3 if "Classification" in head else 0)
+    batch = plan_models.batch(7, classes=3 if head == "ForSequenceClassification" else 0)
+    if head == "ForTokenClassification":
+        labels = batch["labels"]
+        batch["labels"] = torch.where(labels == -100, labels, labels % 3)
+    return batch
 
 
 @cache
@@ -95,8 +99,10 @@ def serial(kind: str, head: str) -> Found:
         optimizer.zero_grad()
         outputs, labels = model(**{n: t for n, t in given.items() if n != "labels"}), given["labels"]
         logits = outputs.logits  # transformers casts them to float32 for the loss
+        if head == "ForCausalLM":
+            logits, labels = logits[:, :-1], labels[:, 1:]
         if logits.dim() == 3:
-            logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+            logits, labels = logits.flatten(0, 1), labels.flatten()
         loss = torch.nn.functional.cross_entropy(logits, labels)
         loss.backward()
         losses.append(loss.item())
@@ -159,6 +165,43 @@ def test_trains_as_on_one_process(pools: RankPools, kind: str, layout: Layout) -
         for loss, wanted in zip(found["losses"], expected["losses"], strict=True):
             assert loss is None or abs(loss - wanted) < 1e-12 * wanted
         assert distance(found["weights"], expected["weights"]) < 1e-12
+
+
+TAGS = {
+    "dp2": Layout(dp=2, direct=True, head="ForTokenClassification"),
+    "pp2": Layout(pp=2, head="ForTokenClassification"),
+    "pp2-tp2-zb-v": Layout(pp=2, tp=2, style="zb-v", head="ForTokenClassification"),
+    "tp2-zero3": Layout(dp=2, tp=2, zero=3, head="ForTokenClassification"),
+}
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GPTNeoX"])
+@pytest.mark.parametrize("layout", TAGS.values(), ids=TAGS)
+def test_classes_of_tokens_are_learned_without_a_criterion(
+    pools: RankPools, kind: str, layout: Layout
+) -> None:
+    expected = serial(kind, layout.head)
+    for found in pools[layout.ranks].run(train, kind, layout):
+        assert [loss for loss in found["losses"] if loss] == pytest.approx(
+            expected["losses"][: 2 if found["losses"][0] else 0], rel=1e-12
+        )
+        assert distance(found["weights"], expected["weights"]) < 1e-12
+
+
+def step_of_masked_model() -> None:
+    """Of a class whose loss hpnb does not compute outside of its forward."""
+    plugin = HybridParallelPlugin(precision="fp64", pp_size=2, num_microbatches=1)
+    booster = hpnb.Booster(plugin=plugin)
+    model: Any = plan_models.build("Llama", "ForCausalLM")
+    model.loss_type = "ForMaskedLM"
+    optimizer: Any = optimizer_of(model)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    booster.execute_pipeline(iter([batch_for("ForCausalLM")]), model, None, optimizer)
+
+
+def test_a_loss_that_stages_cannot_compute_is_called_that(pools: RankPools) -> None:
+    with pytest.raises(hpnb.RankError, match=r"the batch has labels.*Pass a criterion"):
+        pools[2].run(step_of_masked_model)
 
 
 RECOMPUTED = {

@@ -2,6 +2,7 @@
 
     ViTForImageClassification, GPT2ForSequenceClassification    cross entropy of the classes
     GPT2LMHeadModel                                             of the next token, so shifted by one
+    a planned model for sequences, tokens or the next token     the same, and of the class of each token
     a model whose `loss_function` was replaced                  that function, in a pipeline
 
 The first two are transformers' formulas, with two differences. Logits keep their dtype if it is float32 or
@@ -39,6 +40,12 @@ def loss_of_outputs(outputs: Any, inputs: Any) -> Any:
             "(outputs, batch) -> loss to execute_pipeline or to the Trainer, also one that was given to boost"
         )
     loss = outputs.loss
+    if loss is None and isinstance(inputs, Mapping) and "labels" in inputs:
+        raise ValueError(
+            f"the batch has labels, and the {type(outputs).__name__} of the last stage has no loss: hpnb does "
+            "not know how this model computes one, and stages pass hidden states alone. Pass a criterion "
+            "(outputs, batch) -> loss, or use pp_size=1"
+        )
     if loss is None:
         names = f"it has {', '.join(map(str, inputs))}" if isinstance(inputs, Mapping) else "it has no names"
         raise ValueError(
@@ -69,6 +76,8 @@ def find_model_loss(model: nn.Module, in_stages: bool = False) -> ModelLoss | No
             return _with_balance(model, causal)
         if getattr(model, "loss_type", None) == "ForSequenceClassification":
             return partial(classification, model.config)
+        if getattr(model, "loss_type", None) == "ForTokenClassification":
+            return partial(token_classification, model.config)
     return None
 
 
@@ -120,6 +129,13 @@ def classification(config: Any, outputs: Any, labels: torch.Tensor) -> torch.Ten
     targets = labels.to(logits.dtype).reshape(logits.shape)
     criterion = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
     return criterion(logits, targets, reduction="sum") / max(1, logits.numel())
+
+
+def token_classification(config: Any, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+    """Of logits (B, s, classes), and labels (B, s) that are classes, or -100 for a token without one."""
+    return _cross_entropy(
+        _at_least_float32(outputs.logits).reshape(-1, config.num_labels), labels.reshape(-1)
+    )
 
 
 def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

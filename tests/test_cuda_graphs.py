@@ -356,18 +356,43 @@ def test_a_loss_that_cannot_be_captured_runs_eagerly_behind_the_graph(pools: Ran
     assert warning.startswith("the loss runs without CUDA graphs, because Python waits there for a value")
 
 
-def ask_on_a_cpu() -> list[str]:
+def ask_on_a_cpu() -> list[tuple[str, str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         pipe = hpnb.Pipeline(model(), Mesh(Layout(pp=1)).pp, "1f1b", LOSSES["mean"], cuda_graphs=True)
         pipe.step(test_pipeline.batch(8, 0))
         pipe.step(test_pipeline.batch(8, 0))
-    return [str(w.message) for w in caught if "cuda_graphs" in str(w.message)]
+    return [(str(w.message), w.filename) for w in caught if "cuda_graphs" in str(w.message)]
+
+
+def boost_on_a_cpu(pp_size: int) -> list[tuple[str, str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plugin = hpnb.HybridParallelPlugin(
+            pp_size=pp_size, num_microbatches=1, precision="fp32", enable_cuda_graphs=True
+        )
+        booster, net = (
+            hpnb.Booster(plugin=plugin),
+            torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4))),
+        )
+        boosted: Any
+        boosted, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        batches = iter([(torch.ones(2, 4), torch.zeros(2, 4))] * 2)
+        for _ in range(2):
+            booster.execute_pipeline(
+                batches, boosted, lambda y, batch: (y - batch[1]).square().mean(), optimizer
+            )
+    return [(str(w.message), w.filename) for w in caught if "cuda_graphs" in str(w.message)]
 
 
 def test_on_a_cpu_everything_runs_eagerly_and_says_so_once(pools: RankPools) -> None:
-    (warning,) = pools[1].run(ask_on_a_cpu)[0]
-    assert warning == "cuda_graphs=True needs a GPU; on this CPU all stages run eagerly"
+    """At a line of this file, and by the name of the option that it has there."""
+    message = "cuda_graphs=True needs a GPU; on this CPU all stages run eagerly"
+    assert pools[1].run(ask_on_a_cpu)[0] == [(message, __file__)]
+    for pp_size in (1, 2):
+        assert set(map(tuple, pools[pp_size].run(boost_on_a_cpu, pp_size))) == {
+            ((f"enable_{message}", __file__),)
+        }
 
 
 def test_functions_of_the_same_code_and_values_are_the_same() -> None:

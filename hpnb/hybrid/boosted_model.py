@@ -333,7 +333,7 @@ class Boosted(nn.Module):
         stage = WholeModel(module, takes, self.causal, no_cache)
         pipe = Pipeline(
             stage, mesh.pp, self.plugin.schedule(1), self._loss, reducer, replicas=mesh.dp_cp,
-            cuda_graphs=self.plugin.enable_cuda_graphs,
+            cuda_graphs=self.plugin.enable_cuda_graphs and self._device.type == "cuda",  # boost has warned
         )  # fmt: skip
         self._pipe = pipe
         return pipe

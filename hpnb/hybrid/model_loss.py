@@ -42,9 +42,9 @@ def loss_of_outputs(outputs: Any, inputs: Any) -> Any:
     loss = outputs.loss
     if loss is None and isinstance(inputs, Mapping) and "labels" in inputs:
         raise ValueError(
-            f"the batch has labels, and the {type(outputs).__name__} of the last stage has no loss: hpnb does "
-            "not know how this model computes one, and stages pass hidden states alone. Pass a criterion "
-            "(outputs, batch) -> loss, or use pp_size=1"
+            f"the batch has labels, and the {type(outputs).__name__} of the last stage has no loss: hpnb "
+            "does not know how this model computes one, and stages pass hidden states alone. Pass a "
+            "criterion (outputs, batch) -> loss, or use pp_size=1"
         )
     if loss is None:
         names = f"it has {', '.join(map(str, inputs))}" if isinstance(inputs, Mapping) else "it has no names"

@@ -31,6 +31,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hpnb import context_parallel, expert_parallel, tensor_parallel
+from hpnb.caller_frame import warn_caller
 from hpnb.expert_parallel import ExpertParallel, SelectionBias
 from hpnb.hybrid.apply_data_parallel import apply_data_parallel, flatten_masters, use_fused_adam
 from hpnb.hybrid.boost_checks import boosted_models, check_all_found, check_boost
@@ -62,7 +63,7 @@ def parallelize_model(
         example: a batch, for cut="flops" and "time".
     """
     check_boost(plugin, model, optimizer)
-    mesh = plugin.connect()
+    mesh, cuda_graphs = plugin.connect(), _uses_cuda_graphs(plugin)
     replicas_of_shards, data_axis = plugin.zero_axes
     axes = [data_axis, mesh.pp]
     state = optimizer.state_dict() if optimizer is not None and optimizer.state else None
@@ -116,7 +117,7 @@ def parallelize_model(
         schedule = plugin.schedule(plugin.num_microbatches or plugin.least_microbatches)
         pipe = Pipeline(
             model, mesh.pp, schedule, _never, replicas=mesh.dp_cp, cut=plugin.cut, example=example,
-            cuda_graphs=plugin.enable_cuda_graphs,
+            cuda_graphs=cuda_graphs,
         )  # fmt: skip
         pipe.overlaps_pairs = _overlaps_experts(plugin, model)
     elif plugin.zero_stage < 3:  # which moves the model block by block
@@ -171,6 +172,14 @@ def _prepare(model: nn.Module, plugin: HybridParallelPlugin, optimizer: Optimize
         _use_fused_attention(model, plugin.enable_flash_attention)
     if plugin.enable_all_optimization and optimizer is not None:
         use_fused_adam(optimizer)
+
+
+def _uses_cuda_graphs(plugin: HybridParallelPlugin) -> bool:
+    """Whether stages replay CUDA graphs; a warning if they should and there is no GPU."""
+    kind = this_device().type
+    if plugin.enable_cuda_graphs and kind != "cuda":
+        warn_caller(f"enable_cuda_graphs=True needs a GPU; on this {kind.upper()} all stages run eagerly")
+    return plugin.enable_cuda_graphs and kind == "cuda"
 
 
 def _use_fused_attention(model: nn.Module, asked: bool) -> None:

@@ -35,6 +35,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from hpnb.caller_frame import warn_caller
 from hpnb.pipeline_parallel.boundary import KnownBoundaries
 from hpnb.pipeline_parallel.capture_watch import CaptureWatch
 from hpnb.pipeline_parallel.graph_slots import StageMicrobatch, assign_slots
@@ -264,9 +265,7 @@ def make_stage_graphs(
     """For `Pipeline(cuda_graphs=wanted)`. None on a CPU, and a warning if they are wanted."""
     if not wanted or device.type == "cuda":
         return StageGraphs(module, device, split_backward) if wanted else None
-    warnings.warn(
-        f"cuda_graphs=True needs a GPU; on this {device.type.upper()} all stages run eagerly", stacklevel=3
-    )
+    warn_caller(f"cuda_graphs=True needs a GPU; on this {device.type.upper()} all stages run eagerly")
     return None
 
 

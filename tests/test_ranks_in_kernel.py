@@ -77,7 +77,8 @@ def test_ranks_magic_keeps_state_and_picks_members(kernel: Kernel) -> None:
     both = kernel.text("%%ranks 2\nmine + 1")
     assert sorted(both.splitlines()) == ["[rank 0] 1", "[rank 1] 11"]
     assert kernel.text("%%ranks 1,\nmine").splitlines() == ["[rank 1] 10"]
-    kernel.cell("%%ranks --out gathered\nmine")
+    shown = kernel.text("%%ranks --out gathered\nprint('printed')\nmine")
+    assert sorted(shown.splitlines()) == ["[rank 0] printed", "[rank 1] printed"]
     assert kernel.text("gathered") == "[0, 10]"
     kernel.cell("factor = 5")
     assert "[rank 1] 15" in kernel.text("%%ranks\nmine + factor")
@@ -178,6 +179,8 @@ def test_variables_stay_or_a_line_says_that_they_are_gone(kernel: Kernel) -> Non
     shown = kernel.text("%%ranks 1\npass")
     assert "2 ranks" in shown
     assert "weights" in shown
+    assert "rank 1 alone of the 2 would have been %%ranks 1, with a comma" in shown
+    assert "with a comma" not in kernel.text("%%ranks 2\npass")
 
 
 def test_a_line_names_what_is_the_notebooks_copy_again(kernel: Kernel) -> None:

@@ -121,6 +121,11 @@ def roots() -> dict[str, int]:
     return found
 
 
+def test_a_timeline_is_shown_in_one_line() -> None:
+    events = tuple(Event(rank, 0, "F", i, float(i), i + 0.5) for rank in range(4) for i in range(100))
+    assert repr(Timeline(events)) == "<Timeline, measured: 400 events of 4 ranks in 99.5 s>"
+
+
 def test_the_root_of_a_collective_is_noted(pool: Pool) -> None:
     for rank, found in enumerate(pool(4).run(roots)):
         root = rank // 2 * 2 + 1

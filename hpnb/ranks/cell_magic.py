@@ -53,7 +53,8 @@ class RanksMagics(Magics):  # type: ignore[misc]
             %%ranks 4                     four ranks; they are started, unless four are there
             %%ranks                       all ranks that are there
             %%ranks 0,2                   two of them ("0," is rank 0 alone)
-            %%ranks 4 --out losses        put the value of the last line, one per rank, into `losses`
+            %%ranks 4 --out losses        put the value of the last line, one per rank, into `losses`, and do
+                                          not print it
 
             --device cpu                  or cuda; by default GPUs if there are enough
             --timeout 30                  seconds that the cell may take; by default any time
@@ -123,7 +124,7 @@ class RanksMagics(Magics):  # type: ignore[misc]
             advice = f"; %%ranks {needed} starts {needed} of them" if needed > count else ""
             raise ValueError(wrong_members(members, count) + advice)
         choose_device(device, count)
-        lost = _lost(pool)
+        lost = _lost(pool, count)
         if pool is not None:
             pool.close()
         started = Ranks(count, device, start_timeout=start_timeout)
@@ -132,8 +133,9 @@ class RanksMagics(Magics):  # type: ignore[misc]
         return started
 
 
-def _lost(pool: Ranks | None) -> str:
-    """Which variables end with the ranks before, and which are the notebook's again."""
+def _lost(pool: Ranks | None, count: int) -> str:
+    """Which variables end with the ranks before, now that `count` others start, and which are the notebook's
+    again."""
     if pool is None:
         return ""
     notebook = vars(sys.modules["__main__"])
@@ -143,6 +145,8 @@ def _lost(pool: Ranks | None) -> str:
     if gone := _some(pool.assigned):
         how = "are stopped" if pool.alive else "have ended"
         lost += f"\nthe {pool.size} ranks before them {how}, and their variables are gone: {gone}"
+    if count < pool.size and pool.alive and lost:
+        lost += f"\nrank {count} alone of the {pool.size} would have been %%ranks {count}, with a comma"
     if again := _some(copies):
         lost += f"\nthe notebook's copy again, without what ranks have changed in it: {again}"
     return lost

@@ -227,7 +227,8 @@ class _Rank:
         if "cell" in content:
             cell_figures.begin_cell(content["draws"] == self.spec.rank)
             try:
-                value = run_cell(content["cell"], content["filename"], self.main.__dict__)
+                cell, filename = content["cell"], content["filename"]
+                value = run_cell(cell, filename, self.main.__dict__, content["wanted"])
             finally:
                 cell_figures.keep_open_figures()
             finish_call()
@@ -271,8 +272,9 @@ class _Rank:
 _NEVER_FROM_CALLER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def run_cell(text: str, filename: str, namespace: dict[str, Any]) -> object:
-    """Execute a cell; like a notebook, print what its last line evaluates to, and return it."""
+def run_cell(text: str, filename: str, namespace: dict[str, Any], wanted: bool = False) -> object:
+    """Execute a cell and return what its last line evaluates to. Like a notebook, print it, unless it is
+    `wanted`, because the caller puts it into a variable."""
     tree = ast.parse(text, filename)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     run_code(compile(tree, filename, "exec", FLAGS, dont_inherit=True), namespace)
@@ -280,7 +282,8 @@ def run_cell(text: str, filename: str, namespace: dict[str, Any]) -> object:
         return None
     expression = ast.Expression(last.value)
     value = run_code(compile(expression, filename, "eval", FLAGS, dont_inherit=True), namespace)
-    if value is not None and not text.rstrip().endswith(";") and not cell_figures.keep_value(value):
+    is_shown = value is not None and not text.rstrip().endswith(";")
+    if is_shown and not cell_figures.keep_value(value) and not wanted:
         print(repr(value))
     return value
 

@@ -83,6 +83,11 @@ class Timeline:
         ordered = sorted(self.events, key=lambda e: (e.start, e.rank, e.end))
         object.__setattr__(self, "events", tuple(ordered))
 
+    def __repr__(self) -> str:
+        """In one line, because a step of a large pipeline has thousands of events."""
+        what = f"{len(self.events)} events of {len(self.ranks)} ranks in {float(self.makespan):.4g} s"
+        return f"<Timeline, {self.source}: {what}>"
+
     # --- all ranks --------------------------------------------------------------------------
 
     @cached_property

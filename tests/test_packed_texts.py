@@ -122,11 +122,30 @@ LAYOUTS: list[dict[str, Any]] = [
     {},
     {"zero_stage": 3},
     {"tp_size": 2},
+    {"tp_size": 2, "enable_sequence_parallelism": True},
     {"tp_size": 2, "activation_checkpointing": "full"},
     {"pp_size": 2, "num_microbatches": 2},
     {"cp_size": 2},
     {"cp_size": 2, "context_parallel": "ulysses"},
 ]
+
+
+COMBINED: list[dict[str, Any]] = [
+    {"tp_size": 4, "tp_mode": "2d"},
+    {"cp_size": 2, "pp_size": 2, "num_microbatches": 2},
+    {"cp_size": 2, "tp_size": 2, "context_parallel": "all-gather"},
+    {"pp_size": 2, "tp_size": 2, "pp_style": "zb-v", "num_microbatches": 2, "num_model_chunks": 2},
+]
+
+
+@pytest.mark.parametrize("layout", COMBINED, ids=str)
+def test_packed_texts_are_separated_in_layouts_of_four(pools: RankPools, layout: dict[str, Any]) -> None:
+    kind = "gpt2" if "tp_mode" in layout else "llama"
+    losses, norm = train_texts_apart(kind)
+    results = pools[4].run(train_boosted, kind, layout, False)
+    ours, our_norm, _ = next(of_rank for of_rank in results if of_rank[0][0])
+    assert ours == pytest.approx(losses, rel=1e-6)
+    assert our_norm == pytest.approx(norm, rel=1e-6)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -52,9 +52,9 @@ class Trainer(TrainingState):
         criterion: (outputs, inputs) -> the mean over the targets, or (sum, count); None is outputs.loss.
         hooks: see events.py. A LossHook, and an LRSchedulerHook by step, are there anyway; with a
             CheckpointHook also a StopHook, at which Ctrl-C and SIGTERM save on all ranks and exit.
-        accumulation: batches a step. Its loss is the mean over all their targets, so a batch with more targets
-            counts more. accelerate, and a loop that divides each batch's loss by their number, weigh batches
-            alike; both agree where all batches have as many targets.
+        accumulation: batches a step. Its loss is the mean over all their targets: a batch with more targets
+            counts more. accelerate, and a loop that divides each loss by the number of batches, weigh batches
+            alike, which is the same where all have as many targets.
         causal: whether the target of a position is the next one; by default as the model says.
         display_progress: a bar for each epoch; by default unless the environment has CI.
 

@@ -117,6 +117,7 @@ def test_a_block_that_needs_all_tokens_fails_under_sequence_parallelism_alone() 
     with pytest.raises(ValueError, match="sequence parallelism on 2 ranks: output") as failed:
         hpnb.models.check(CenteredLlama(), batch())
     assert "tensor parallelism on 2 ranks:" not in str(failed.value)
+    assert "use tensor parallelism without it" in str(failed.value)
 
 
 @pytest.mark.parametrize(("kind", "part"), [(NoNorm, "norm"), (NoMask, "blocks.0")])

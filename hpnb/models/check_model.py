@@ -128,6 +128,11 @@ def check(model: nn.Module, batch: Mapping[str, Any], ranks: int = 2, timeout: f
                 runs.append(("tensor parallelism", _on_tensor_parallel, ranks + 1))
         for what, compute, n in runs:
             note = f" [on {n} ranks and not {ranks}, so that units are left over]" if n != ranks else ""
+            if what == _SEQUENCE:
+                note = (
+                    " [a rank has a part of the tokens: where a block uses others outside of its attention, "
+                )
+                note += "use tensor parallelism without it]"
             if what == _ZERO_3_PIPELINE and any(_ZERO_3 in reason for reason in refused):
                 continue
             result = of_forward if what == _ZERO_3 else wanted

@@ -52,7 +52,7 @@ import torch, torch.distributed as dist
 import hpnb
 from hpnb import Layout, Mesh, comm, lesson, theory
 from hpnb.lesson.figures import vit_pipeline as figures
-from hpnb.lesson.programs import step_timing, vit_pipeline
+from hpnb.lesson.programs import step_timing, vit_pipeline, vit_pipeline_words as words
 from hpnb.lesson.exercises import vit_pipeline_parallel as exercises
 from hpnb.pipeline_parallel import Costs, Schedule, ScheduleError, cut, schedules
 from hpnb.pipeline_parallel.layers import layers
@@ -68,7 +68,7 @@ NAME = f"ViT, {SIZE.layers} blocks of {SIZE.hidden}, {IMAGES} images"
 leaves = hpnb.data.beans("train", size=48, image_size=32)
 here = lesson.banner(N, model=NAME, data=leaves.describe(), sizes=sizes)
 cpus = pool if here.device == "cpu" else hpnb.Ranks(N, device="cpu")
-RAN = vit_pipeline.record_run(here, SHAPE, DTYPE)  # "measured", or "replayed"
+RAN = words.record_run(here, SHAPE, DTYPE)  # "measured", or "replayed"
 
 # %% [markdown]
 # ## One microbatch walks through the stages
@@ -391,7 +391,7 @@ lesson.show(
 lesson.show(**{RAN: {n: t.makespan for n, t in ran.items()}}, unit="s", key="02.step",
             title="1F1B takes about as long as GPipe", note=f"All columns: {RAN}.",
             columns=vit_pipeline.work_and_bubble(ran))  # fmt: skip
-vit_pipeline.record_beside_gpipe(ran, both)
+words.record_beside_gpipe(ran, both)
 saved = peaks["1f1b"]["rank 0"] / peaks["gpipe"]["rank 0"]
 lesson.claim("1F1B needs less memory on rank 0", (saved, "<", 0.8))
 change = abs(ran["1f1b"].makespan / ran["gpipe"].makespan - 1)
@@ -640,9 +640,9 @@ lesson.reveal("02.schedules", makespans, predicted=[first], source=RAN)
 bubbles = columns["bubble (%)"]
 most = max(bubble for name, bubble in bubbles.items() if name != "1f1b")
 lesson.claim("All four idle less than 1F1B", (most, "<", bubbles["1f1b"]))
-vit_pipeline.record_race(NAME, predicted, ran, spread)
+words.record_race(NAME, predicted, ran, spread)
 program = vit_pipeline.time_split_backward, SIZE, IMAGES, DTYPE, N, M
-alone = vit_pipeline.compare_split(hpnb.launch(*program, ranks=1)[0])
+alone = words.compare_split(hpnb.launch(*program, ranks=1)[0])
 lesson.show(columns=alone, key="02.split", title="Split backwards on one rank alone")
 
 # %% [markdown]
@@ -899,12 +899,12 @@ c = max(0.0, busy[most] - busy[1]) / (most - 1)
 ideal = max(0.0, min(busy[1] - c, *busy.values()))  # T/p; at most what ranks worked
 parts = [vit_pipeline.step_parts(tls, by_m, ideal) for tls in (ran, graphed) if tls]
 predicted = [theory.step_seconds(N * ideal, N, m, c) for m in SWEEP]
-best, rivals = vit_pipeline.best_and_rivals(ran, rounds)
-title = vit_pipeline.sweep_title(best, rivals)
+best, rivals = words.best_and_rivals(ran, rounds)
+title = words.sweep_title(best, rivals)
 lesson.show(figures.u_curve(SWEEP, parts[0], predicted, title, RAN, *parts[1:]))
-print(vit_pipeline.record_graphs(ran, graphed, by_graphs, notes))
+print(words.record_graphs(ran, graphed, by_graphs, notes))
 lesson.record("02.sweep.formula", theory.best_microbatches(N * ideal, N, c))
-vit_pipeline.record_sweep(ran, rounds, parts[0], predicted, M)
+words.record_sweep(ran, rounds, parts[0], predicted, M)
 alone, shortest = ran[1].makespan, ran[best].makespan
 lesson.claim("Microbatches shorten the step", (alone, ">", 1.1 * shortest))
 if graphed:

@@ -45,12 +45,12 @@
 # fmt: off
 import importlib.util
 assert importlib.util.find_spec("hpnb"), "hpnb is missing: run `%pip install hpnb`"
-from statistics import median
-import hpnb, torch
+from statistics import median; import hpnb, torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 from hpnb import Layout, Mesh, comm, lesson, theory
 from hpnb.lesson.figures import gpt2_data_parallel as figures
+from hpnb.lesson.figures.gradient_noise import batch_wall
 from hpnb.lesson.programs import device_timing, gpt2_zero, gradient_noise, step_timing
 from hpnb.lesson.programs import gpt2_zero_words as words
 from hpnb.lesson.exercises import gpt2_data_parallel as exercises
@@ -824,7 +824,7 @@ lesson.show(measured={way: median(estimates) for way, estimates in scales.items(
             columns={"lowest (samples)": {way: scales[way][0] for way in scales},
                      "highest (samples)": {way: scales[way][-1] for way in scales}},
             unit="samples", key="05.scale", title="Four estimates of the noise scale")
-lesson.show(figures.batch_wall(steps, {"law, fitted from 8 on": (fewest, fitted)}, 5, {
+lesson.show(batch_wall(steps, {"law, fitted from 8 on": (fewest, fitted)}, 5, {
     f"gradients, loss {loss}": median(scales[f"loss {loss}, batches of 128"])
     for loss in (6, 5)}))
 gradient_noise.record_doublings(steps, trained, fewest, fitted)

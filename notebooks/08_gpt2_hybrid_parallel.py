@@ -47,13 +47,13 @@ import math, tempfile
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path; from statistics import mean
-import torch, torch.distributed as dist
-import hpnb
+import hpnb, torch, torch.distributed as dist
 from hpnb import Mesh, ParallelLayout, comm, lesson, plot, theory
 from hpnb.lesson.exercises import gpt2_hybrid_parallel as exercises
 from hpnb.lesson.figures import gpt2_hybrid as figures
 from hpnb.lesson.predictions import regret
 from hpnb.lesson.programs import device_timing, gpt2_hybrid, paraphrases
+from hpnb.lesson.programs import gpt2_hybrid_words as words
 from hpnb.models import GPT2Size
 from hpnb.pipeline_parallel import cut, schedules
 from hpnb.pipeline_parallel.layers import layers
@@ -240,7 +240,7 @@ rho = rates.matmul / LINK.bandwidth
 lesson.record("08.balance", 9 * SIZE.hidden / DTYPE.itemsize / rho)
 lesson.record("08.few", few, "samples")
 lesson.record("08.link", LINK.name)
-lesson.record("08.clock", gpt2_hybrid.clock_in_words(here.device))
+lesson.record("08.clock", words.clock_in_words(here.device))
 def layout(dp, pp, tp, **options):
     m = SAMPLES // dp // sizes.batch if pp > 1 else 1  # microbatches of sizes.batch
     return ParallelLayout(dp, pp, tp, m, **options)
@@ -305,10 +305,10 @@ lesson.reveal("08.fastest", order[:3], costs=took, predicted=ranking[:3], source
 choices = {"prediction": ranking[0], "replicas": "dp 8"}
 extra = {what: 100 * (took[name] / took[fastest] - 1) for what, name in choices.items()}
 lesson.record("08.cost", extra, "%")
-right, pairs, gap = gpt2_hybrid.pairs_in_order(ranking, took)
+right, pairs, gap = words.pairs_in_order(ranking, took)
 lesson.record("08.pairs", {"right": right, "all": pairs, "gap": (100 * gap, "%"),
                            "last": slowest, "predicted-last": ranking[-1]})
-lesson.record("08.ties", gpt2_hybrid.ties(runs, took, ranking))
+lesson.record("08.ties", words.ties(runs, took, ranking))
 bubble = {"1f1b": parts["dp 2 x pp 4"]["bubble"],
           "zb-h1": parts["dp 2 x pp 4, zb-h1"]["bubble"]}
 lesson.record("08.bubble", bubble, "s")
@@ -376,7 +376,7 @@ lesson.show(columns={"excess (s)": excess, **why, "rest (s)": rest}, key="08.why
 lesson.claim("On average computing misses by larger factors under tp",
              mean(map(factor.get, rows[1:])) > mean(factor.values()))
 in_calls = spent["dp 4 x tp 2"]["collectives"]
-lesson.record("08.collectives", gpt2_hybrid.collectives_in_words(in_calls, here.device))
+lesson.record("08.collectives", words.collectives_in_words(in_calls, here.device))
 
 # %% [markdown]
 # On `dp 4 x tp 2` computing takes <data value="08.why.dp-4-x-tp-2.excess">21.9 ms</data> longer than predicted: {{08.collectives}},
@@ -444,7 +444,7 @@ lesson.claim("With calls, computing on 2 x 2 x 2 is nearer",
 
 # %%
 rules = {"dp 8": "dp 8", "2 x 2 x 2": "dp 2 x pp 2 x tp 2"}  # of thumb
-table = gpt2_hybrid.replay_on_links(runs, with_calls, (10, 1, 0.1), rules)
+table = words.replay_on_links(runs, with_calls, (10, 1, 0.1), rules)
 lesson.show(columns=table, key="08.links",
             title="The bandwidth decides who wins, and what a rule of thumb costs")
 winners = table[f"fastest, {SOURCE}"]
@@ -478,7 +478,7 @@ lesson.claim("Peaks are right within a fifth", (far, "<", 20))
 BUDGET = max(BUDGET, min(peaks.values()))  # at least the smallest fits
 fits = {name: took[name] for name in order if peaks[name] <= BUDGET}
 able = [name for name in ranking if memory[name] <= BUDGET]
-lesson.record("08.fit.words", gpt2_hybrid.fit_in_words([*fits], able))
+lesson.record("08.fit.words", words.fit_in_words([*fits], able))
 best, *_ = fits  # in order of time
 speed, ahead = ({name: (size[name], task.tokens / seconds[name]) for name in runs}
                 for size, seconds in ((peaks, took), (memory, steps)))

@@ -29,7 +29,14 @@ from hpnb.lesson.exercises import vit_tensor_parallel as notebook_03
 from hpnb.lesson.exercises import vit_tensor_size
 from hpnb.lesson.exercises.checker import passed
 from hpnb.lesson.home import load, read_json, save, write_json
-from hpnb.lesson.programs import device_timing, step_timing, vit_pipeline, vit_tensor, vit_tensor_predictions
+from hpnb.lesson.programs import (
+    device_timing,
+    step_timing,
+    vit_pipeline,
+    vit_pipeline_words,
+    vit_tensor,
+    vit_tensor_predictions,
+)
 from hpnb.models import ViTSize
 from hpnb.pipeline_parallel import schedules
 from hpnb.record import Event, Timeline
@@ -1004,7 +1011,7 @@ def test_costs_of_half_stages_and_half_backwards_are_of_the_record() -> None:
 
 def test_a_schedule_is_faster_only_beyond_the_larger_spread() -> None:
     steps, spreads = {"a": 10.0, "b": 7.0, "c": 5.5}, {"a": 4.0, "b": 1.0, "c": 1.4}
-    assert vit_pipeline.faster_pairs(steps, spreads) == ["c is faster than a and b"]
+    assert vit_pipeline_words.faster_pairs(steps, spreads) == ["c is faster than a and b"]
 
 
 def test_a_step_without_waits_starts_each_action_when_it_can() -> None:

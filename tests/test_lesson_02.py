@@ -14,7 +14,7 @@ from replayed_graphs import with_graphs
 import hpnb
 from hpnb.lesson.exercises import vit_pipeline_parallel as exercises
 from hpnb.lesson.figures.vit_pipeline import u_curve, without_numbers
-from hpnb.lesson.programs import vit_pipeline
+from hpnb.lesson.programs import vit_pipeline, vit_pipeline_words
 from hpnb.models import ViTSize
 from hpnb.pipeline_parallel import Costs, schedules
 from hpnb.record import Timeline
@@ -41,7 +41,7 @@ def test_a_split_backward_is_timed_beside_one_in_one_piece() -> None:
 
 def test_the_split_step_is_divided_by_the_other_one() -> None:
     rounds = {vit_pipeline.IN_ONE_PIECE: [1.0] * 9, vit_pipeline.SPLIT: [1.25] * 9}
-    columns = vit_pipeline.compare_split(rounds)
+    columns = vit_pipeline_words.compare_split(rounds)
     assert [list(column.values()) for column in columns.values()] == [[1.25], ["1.250 to 1.250"], ["slower"]]
 
 
@@ -57,7 +57,7 @@ def test_the_split_step_is_divided_by_the_other_one() -> None:
 )
 def test_the_race_says_which_pairs_are_undecided(seconds: tuple[float, ...], words: str) -> None:
     steps = dict(zip("abcd", seconds, strict=False))
-    assert vit_pipeline.race_words(steps, dict.fromkeys(steps, 0.5)) == words
+    assert vit_pipeline_words.race_words(steps, dict.fromkeys(steps, 0.5)) == words
 
 
 # --- exercise 1 --------------------------------------------------------------------------------------
@@ -153,21 +153,21 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
 
 def test_the_page_says_what_graphs_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: dict[str, Any] = {}
-    monkeypatch.setattr(vit_pipeline, "record", recorded.__setitem__)
+    monkeypatch.setattr(vit_pipeline_words, "record", recorded.__setitem__)
     slow, fast = (
         {m: schedules.make("1f1b", 2, m).simulate(Costs(cost, 0.0, 0.0, 0.0)) for m in (1, 4)}
         for cost in (1.0, 0.5)
     )
-    assert "a second panel" in vit_pipeline.record_graphs(slow, {}, {}, [])
+    assert "a second panel" in vit_pipeline_words.record_graphs(slow, {}, {}, [])
     assert recorded["02.graphs"] == "the ranks have no GPU, so the figure has one panel"
     rounds = {m: [tl] * 2 for m, tl in fast.items()}
-    said = vit_pipeline.record_graphs(slow, fast, rounds, ["stage 1 runs without CUDA graphs"])
+    said = vit_pipeline_words.record_graphs(slow, fast, rounds, ["stage 1 runs without CUDA graphs"])
     assert said.splitlines()[1:] == ["stage 1 runs without CUDA graphs"]
     words = "the step at m = 4 takes 2.50 s with graphs instead of 5.00 s, "
     words += "and the shortest step is 1.00 s at m = 1"
     assert recorded["02.graphs"] == f"{words}, although some stages could not be captured"
     rounds[1] = [fast[1], slow[4]]  # longer than m = 4 in the second round
-    vit_pipeline.record_graphs(slow, fast, rounds, [])
+    vit_pipeline_words.record_graphs(slow, fast, rounds, [])
     assert recorded["02.graphs"] == f"{words}, where m = 4 may be as good"
 
 
@@ -195,16 +195,19 @@ def test_the_sweep_says_how_far_the_formula_is_off_and_how_long_bubbles_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recorded: dict[str, Any] = {}
-    monkeypatch.setattr(vit_pipeline, "record", lambda key, value, unit="": recorded.update({key: value}))
+    monkeypatch.setattr(
+        vit_pipeline_words, "record", lambda key, value, unit="": recorded.update({key: value})
+    )
     steps = {m: schedules.make("1f1b", 2, m).simulate(Costs(4 / m, 0.0, 0.0, 0.0)) for m in (1, 4)}
     rounds = {m: [tl, tl] for m, tl in steps.items()}
-    vit_pipeline.record_sweep(steps, rounds, {"bubble": [4.0, 1.0]}, [7.0, 10.0], 1)  # steps of 8 s and 5 s
+    sweep = steps, rounds, {"bubble": [4.0, 1.0]}, [7.0, 10.0], 1  # steps of 8 s and 5 s
+    vit_pipeline_words.record_sweep(*sweep)
     assert recorded["02.sweep"] == {"best": 4, "most": 4, "furthest": 4, "over": 0.5}
     assert recorded["02.sweep-step"] == {"alone": 8.0, "best": 5.0, "usual": 8.0, "work": 8.0}
     assert recorded["02.sweep.verdict"] == "every other m took longer in each of 2 rounds"
     rounds[4].append(steps[1])
     rounds[1].append(steps[4])
-    vit_pipeline.record_sweep(steps, rounds, {"bubble": [4.0, 1.0]}, [7.0, 10.0], 1)
+    vit_pipeline_words.record_sweep(*sweep)
     assert recorded["02.sweep.verdict"] == "m = 1 took less in some of 3 rounds and may be as good"
     assert recorded["02.sweep-bubble"] == {"best": 1.0, "most": 1.0}
     assert recorded["02.sweep-share"] == 62.5
@@ -226,18 +229,18 @@ def test_a_rival_of_the_best_m_is_not_longer_in_every_round(
 
     took = {1: 8.0, 4: 5.0, 8: 6.0}
     rounds = {m: [step(t), step(slow if m == 4 else t)] for m, t in took.items()}
-    best = vit_pipeline.best_and_rivals({m: step(t) for m, t in took.items()}, rounds)
+    best = vit_pipeline_words.best_and_rivals({m: step(t) for m, t in took.items()}, rounds)
     assert best == (4, rivals)
-    assert vit_pipeline.sweep_title(*best) == title
+    assert vit_pipeline_words.sweep_title(*best) == title
 
 
 def test_unequal_stages_make_gpipe_take_longer_than_1f1b(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: dict[str, Any] = {}
-    monkeypatch.setattr(vit_pipeline, "record", recorded.__setitem__)
+    monkeypatch.setattr(vit_pipeline_words, "record", recorded.__setitem__)
     made = {name: schedules.make(name, 4, 8) for name in ("gpipe", "1f1b")}
     for forward, ratio in (([1.0, 1.0, 1.0, 1.0], 1.0), ([1.25, 1.0, 1.0, 1.0], 0.98)):
         steps = {name: s.simulate(Costs(forward, [2.0] * 4, 0.0)) for name, s in made.items()}
-        vit_pipeline.record_beside_gpipe(steps, made)
+        vit_pipeline_words.record_beside_gpipe(steps, made)
         assert recorded["02.by-medians"] == pytest.approx(ratio, abs=0.01)
         assert recorded["02.ran"] == steps
         assert vit_pipeline.slowest_over_mean(steps["gpipe"]) == pytest.approx(

@@ -20,6 +20,7 @@ from hpnb import lesson, theory
 from hpnb.lesson.exercises import gpt2_data_parallel as exercises
 from hpnb.lesson.exercises.checker import check
 from hpnb.lesson.figures import gpt2_data_parallel as figures
+from hpnb.lesson.figures.gradient_noise import batch_wall
 from hpnb.lesson.programs import (
     device_timing,
     gpt2_zero,
@@ -550,14 +551,14 @@ def test_prefetch_steps() -> None:
 
 
 def test_batch_wall() -> None:
-    fig = figures.batch_wall({2: 100, 4: 70}, {"fit": (40.0, 3.0)}, 5.0)
+    fig = batch_wall({2: 100, 4: 70}, {"fit": (40.0, 3.0)}, 5.0)
     measured, law, *_ = fig.axes[1].lines
     assert list(measured.get_ydata()) == [200, 280]
     x, y = law.get_data()
     np.testing.assert_allclose(y, 40.0 * (np.asarray(x) + 3.0))
     noise = [line for line in fig.axes[0].lines if line.get_label() == "fitted noise scale"]
     assert [line.get_xdata()[0] for line in noise] == [3.0]
-    fig = figures.batch_wall({2: 100, 4: 70}, {"fit": (40.0, 3.0)}, 5.0, {"gradients": 4.0})
+    fig = batch_wall({2: 100, 4: 70}, {"fit": (40.0, 3.0)}, 5.0, {"gradients": 4.0})
     assert [line.get_xdata()[0] for line in fig.axes[1].lines if line.get_label() == "gradients"] == [4.0]
 
 

@@ -21,7 +21,7 @@ from hpnb.lesson.exercises import gpt2_layout_choice
 from hpnb.lesson.figures import gpt2_hybrid as figures
 from hpnb.lesson.predictions import regret
 from hpnb.lesson.predictions.outcome import Outcome
-from hpnb.lesson.programs import gpt2_hybrid, paraphrases, step_breakdown
+from hpnb.lesson.programs import gpt2_hybrid, gpt2_hybrid_words, paraphrases, step_breakdown
 from hpnb.models import GPT2Size
 from hpnb.pipeline_parallel import Costs, schedules
 from hpnb.record import Event, Timeline
@@ -212,17 +212,17 @@ def test_layouts_that_differ_by_less_than_repeats_are_tied() -> None:
     runs = {"a": run(9.5, 10.5), "b": run(11.0, 11.0), "c": run(20.0, 20.0)}
     assert runs["a"].repeats == pytest.approx([9.5, 10.5])
     took = {name: one.seconds for name, one in runs.items()}
-    judged = gpt2_hybrid.ties(runs, took, ["b", "c", "a"])
+    judged = gpt2_hybrid_words.ties(runs, took, ["b", "c", "a"])
     assert judged["spread"] == (pytest.approx(100 / 9.5), "%")
     assert (judged["second"], judged["longer"]) == ("b", (pytest.approx(10.0), "%"))
     assert judged["first"] == "the first 2 layouts are tied"
     assert (judged["decided"], judged["order"]) == (2, 1)  # b and c; not a and c, and a and b are tied
     runs["a"] = run(10.0, 10.0)
-    assert gpt2_hybrid.ties(runs, took, ["a", "b", "c"])["first"] == "no layout is tied with the first"
-    assert gpt2_hybrid.fit_in_words(["a", "c"], ["a", "b"]) == "the predicted ones without b and with c"
-    assert gpt2_hybrid.fit_in_words(["b", "a"], ["a", "b"]) == "the predicted ones"
-    assert gpt2_hybrid.collectives_in_words(0.006, "cpu") == "6.00 ms in collectives"
-    assert "untimed" in gpt2_hybrid.collectives_in_words(0.0, "cuda")
+    assert gpt2_hybrid_words.ties(runs, took, ["a", "b", "c"])["first"] == "no layout is tied with the first"
+    assert gpt2_hybrid_words.fit_in_words(["a", "c"], ["a", "b"]) == "the predicted ones without b and with c"
+    assert gpt2_hybrid_words.fit_in_words(["b", "a"], ["a", "b"]) == "the predicted ones"
+    assert gpt2_hybrid_words.collectives_in_words(0.006, "cpu") == "6.00 ms in collectives"
+    assert "untimed" in gpt2_hybrid_words.collectives_in_words(0.0, "cuda")
 
 
 # --- figures -----------------------------------------------------------------------------------------
@@ -260,8 +260,8 @@ def test_the_axis_of_speed_begins_near_the_slowest_and_not_below_0() -> None:
     assert figures.choices(far).axes[0].get_ylim()[0] == pytest.approx(76.0)
     near = {"a": (1.0, 1.0), "b": (2.0, 100.0)}
     assert figures.choices(near).axes[0].get_ylim()[0] == 0.0
-    assert "CPU time" in gpt2_hybrid.clock_in_words("cpu")
-    assert "GPU" in gpt2_hybrid.clock_in_words("cuda")
+    assert "CPU time" in gpt2_hybrid_words.clock_in_words("cpu")
+    assert "GPU" in gpt2_hybrid_words.clock_in_words("cuda")
 
 
 def test_a_frontier_has_what_nobody_beats() -> None:

@@ -1,21 +1,19 @@
-"""Notebook 05: memory over a step, step time by configuration and link, steps over the batch size."""
+"""Notebook 05: memory over a step, and step time by configuration, tokens and link."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import log
 from statistics import median
 from typing import Any, Literal
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
 from hpnb.lesson.programs.gpt2_zero_predictions import gather_timeline
 from hpnb.plot.bars import Bar, BarPanel, bars
-from hpnb.plot.canvas import SMALL, Key, new_figure, panel_title, text_inches
+from hpnb.plot.canvas import SMALL, Key, new_figure, panel_title
 from hpnb.plot.curves import (
     CurvePanel,
     Series,
@@ -25,13 +23,11 @@ from hpnb.plot.curves import (
     looks,
     note,
     rule,
-    set_ticks,
-    write_values,
 )
-from hpnb.plot.grammar import ALARM, CARD, CATEGORY, INK, SOFT, STYLE, OpStyle, mix
+from hpnb.plot.grammar import ALARM, CATEGORY, INK, SOFT, STYLE, OpStyle, mix
 from hpnb.plot.memory import CAPACITY, draw_bands, draw_capacity
 from hpnb.plot.timeline import timeline
-from hpnb.plot.units import byte_count, bytes_unit, number, seconds, time_unit
+from hpnb.plot.units import byte_count, bytes_unit, seconds, time_unit
 from hpnb.record import MemoryProfile
 from hpnb.theory import LINKS, GatherTimeline
 
@@ -341,69 +337,4 @@ def step_bill(
         scale = panels[0].scale
         rule(memory, capacity / scale, "capacity", CAPACITY.color, CAPACITY.line, 2.0).set_zorder(6)
         memory.set_xlim(0, most / scale * 1.06)
-    return fig
-
-
-def batch_wall(
-    measured: Mapping[int, float],
-    laws: Mapping[str, tuple[float, float]],
-    target: float,
-    estimates: Mapping[str, float] | None = None,
-) -> Figure:
-    """Steps to a loss over the batch size, and beneath them the samples that they take.
-
-        steps = fewest (1 + noise / batch)
-
-    Left of the noise scale a doubled batch halves the steps. Right of it steps hardly fall, and samples rise
-    with the batch.
-
-    Args:
-        measured: {batch: steps}.
-        laws: {name: (fewest steps, noise scale in samples)}, drawn as lines with the scale marked.
-        target: the loss.
-        estimates: {name: a noise scale that gradients gave}, marked in the lower panel.
-    """
-    look = looks(["measured", *laws])
-    batches, steps = list(measured), list(measured.values())
-    low, high = min(batches) / 1.3, max(batches) * 1.3
-    x = np.geomspace(low, high, 80)
-    panels = []
-    for height, words, power in ((1.6, "steps to the loss", 0), (1.3, "samples to the loss", 1)):
-        dots = [s * b**power for s, b in zip(steps, batches, strict=True)]
-        series = [Series("measured", batches, dots, look["measured"], "dots")]
-        series += [
-            Series(name, x.tolist(), (fewest * (1 + noise / x) * x**power).tolist(), look[name])
-            for name, (fewest, noise) in laws.items()
-        ]
-        panels.append(CurvePanel(series, log="xy", height=height, title=words))
-    title = f"To a test loss of {target:g}, larger batches take fewer steps and more samples"
-    fig = curves(panels, title=title, gap=0.35)
-
-    def beside(ax: Axes, words: str, at: float, height: float, color: str) -> None:
-        """Words left of an upright line if there is room, on paper of their own."""
-        inches = fig.get_figwidth() * ax.get_position().width * log(at / low) / log(high / low)
-        offset, side = ((-5, 0), RIGHT) if inches > text_inches(words, SMALL) + 0.1 else ((5, 0), LEFT)
-        note(ax, words, at, height, offset, side, color)
-        ax.texts[-1].set_bbox({"facecolor": CARD, "edgecolor": "none", "pad": 0.8})
-
-    for ax in fig.axes:
-        for name, (_, noise) in laws.items():
-            if low < noise < high:
-                rule(ax, noise, "fitted noise scale", look[name].color)
-                if ax is fig.axes[0]:
-                    beside(ax, f"fitted noise scale {noise:.3g}", noise, 0.9, look[name].color)
-        ax.set_xlim(low, high)
-        set_ticks(ax.xaxis, batches, lambda b: number(b) if b % 1 else f"{b:,.0f}")
-        log_ticks(ax.yaxis, count, (1, 2, 5))
-    above, below = fig.axes
-    for name, scale in (estimates or {}).items():
-        rule(below, scale, name, SOFT, "--")
-        beside(below, f"{name}: {scale:.3g}", scale, 0.05, SOFT)
-    above.set_ylim(min(steps) / 1.5, max(steps) * 1.6)
-    below.set_ylim(bottom=below.get_ylim()[0] / (1.8 if estimates else 1.0))  # room for their names
-    for batch, taken in measured.items():  # on the side of the point that the first law leaves free
-        under = any(taken < fewest * (1 + noise / batch) for fewest, noise in list(laws.values())[:1])
-        write_values(above, [batch], [taken], [f"{taken:,.1f}".removesuffix(".0")], offset=-7 if under else 7)
-    above.tick_params(labelbottom=False)
-    below.set_xlabel("samples in a batch, over all ranks")
     return fig

@@ -15,10 +15,10 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, combinations, repeat
+from itertools import chain, repeat
 from typing import Any
 from unittest.mock import patch
 
@@ -37,7 +37,6 @@ from hpnb.lesson.programs.rank_rates import time_undivided as time_undivided
 from hpnb.lesson.programs.step_breakdown import RankRecord, replay_step, split_step
 from hpnb.lesson.programs.step_timing import relative_distance
 from hpnb.lesson.programs.vit_tensor import ExclusiveRecorder
-from hpnb.lesson.tables import number
 from hpnb.mesh import Axis, ParallelLayout
 from hpnb.models import GPT2Size
 from hpnb.pipeline_parallel import Action, Schedule, full_state_dict, schedules
@@ -45,7 +44,7 @@ from hpnb.pipeline_parallel.executor import contended
 from hpnb.ranks.gpu_turns import gpu_turns
 from hpnb.record import Timeline
 from hpnb.record.recorder import recording
-from hpnb.theory import LayoutTask, Link
+from hpnb.theory import Link
 
 _PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _LEAST_BYTES = 1024.0  # smaller messages are counts and losses
@@ -291,97 +290,6 @@ def run_layout(
     v, m = layout.chunks_per_rank, layout.count_microbatches(samples // layout.dp)
     ran = schedule or schedules.make(layout.schedule, layout.pp * v, m, v)
     return LayoutRun(layout, records, ran, link, sent, peak)
-
-
-def clock_in_words(device: str) -> str:
-    """What times one action where ranks share cores or GPUs: of a CPU's ranks or of a GPU's."""
-    return "CPU time, without waits for a core" if device == "cpu" else "a turn, alone on its GPU"
-
-
-def pairs_in_order(ranking: Sequence[str], took: Mapping[str, float]) -> tuple[int, int, float]:
-    """How well a predicted ranking orders layouts.
-
-    Returns:
-        (pairs in the right order, all pairs, by what share the layout that is put first takes longer in the
-        worst of the other pairs).
-    """
-    gaps = [took[first] / took[second] - 1 for first, second in combinations(ranking, 2)]
-    wrong = [gap for gap in gaps if gap > 0]
-    return len(gaps) - len(wrong), len(gaps), max(wrong, default=0.0)
-
-
-def ties(
-    runs: Mapping[str, LayoutRun], took: Mapping[str, float], ranking: Sequence[str]
-) -> dict[str, float | str | tuple[float, str]]:
-    """What a race decides. Steps are tied that differ by no more than the repeats of one layout do.
-
-    Args:
-        took: seconds of a step.
-        ranking: the layouts in the predicted order.
-
-    Returns:
-        For `lesson.record`: by what share repeats of one layout differ at most ("spread"), the "second"
-        layout and how much longer its step is ("longer"), how many are tied for the first place in words
-        ("first"), and of the pairs that are not tied ("decided") how many the ranking has in "order".
-    """
-    spread = max(max(run.repeats) / min(run.repeats) - 1 for run in runs.values())
-    best, second, *_ = order = sorted(took, key=lambda name: took[name])
-    first = sum(took[name] <= (1 + spread) * took[best] for name in order)
-    gaps = [took[late] / took[early] for early, late in combinations(ranking, 2)]
-    decided = [gap for gap in gaps if max(gap, 1 / gap) > 1 + spread]
-    return {
-        "spread": (100 * spread, "%"),
-        "second": second,
-        "longer": (100 * (took[second] / took[best] - 1), "%"),
-        "first": f"the first {first} layouts are tied" if first > 1 else "no layout is tied with the first",
-        "decided": len(decided),
-        "order": sum(gap > 1 for gap in decided),
-    }
-
-
-def collectives_in_words(seconds: float, device: str) -> str:
-    """What a rank's calls of collectives took, for prose: on a GPU nobody timed them."""
-    return f"{number(seconds, 's')} in collectives" if device == "cpu" else "an untimed part in collectives"
-
-
-def fit_in_words(fits: Sequence[str], predicted: Sequence[str]) -> str:
-    """Whether the layouts that fit are those of which it was predicted, as the end of a sentence."""
-    if {*fits} == {*predicted}:
-        return "the predicted ones"
-    missing = "; ".join(name for name in predicted if name not in fits)
-    added = "; ".join(name for name in fits if name not in predicted)
-    words = [f"without {missing}"] * bool(missing) + [f"with {added}"] * bool(added)
-    return f"the predicted ones {' and '.join(words)}"
-
-
-def replay_on_links(
-    runs: Mapping[str, LayoutRun], task: LayoutTask, factors: Sequence[float], rules: Mapping[str, str]
-) -> dict[str, dict[str, Any]]:
-    """The runs with the bandwidth multiplied by each factor: columns of a table with a row a factor.
-
-    Args:
-        task: for predictions, on the link of the runs.
-        rules: {name of a rule of thumb: the layout that it chooses}.
-
-    Returns:
-        The fastest layout, replayed and predicted, and what the choice of the prediction and of each rule
-        costs over the fastest, in %.
-    """
-    first = next(iter(runs.values()))
-    table: dict[str, dict[str, Any]] = {}
-    for factor in factors:
-        row, link = f"{factor} x bandwidth", replace(first.link, bandwidth=factor * first.link.bandwidth)
-        took = {name: sum(run.parts_on(link).values()) for name, run in runs.items()}
-        expected = {
-            name: sum(theory.layout_parts(replace(task, inside=link), run.layout).values())
-            for name, run in runs.items()
-        }
-        best, ours = min(took, key=lambda n: took[n]), min(expected, key=lambda n: expected[n])
-        table.setdefault(f"fastest, {first.source}", {})[row] = best
-        table.setdefault("fastest, predicted", {})[row] = ours
-        for choice, name in {"prediction": ours, **rules}.items():
-            table.setdefault(f"{choice} costs (%)", {})[row] = 100 * (took[name] / took[best] - 1)
-    return table
 
 
 # --- a step by hand, checked ---------------------------------------------------------------------------

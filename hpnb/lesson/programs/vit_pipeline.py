@@ -9,13 +9,12 @@ Schedules that are compared run in turn, so that a machine that slows down slows
 from __future__ import annotations
 
 import gc
-import math
 import statistics
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -24,18 +23,14 @@ from torch.nn.functional import cross_entropy
 
 import hpnb
 from hpnb.lesson import ledger
-from hpnb.lesson.banner import Banner
 from hpnb.lesson.machine_card import hardware_name
 from hpnb.lesson.programs.device_timing import Batch, all_ranks, vit_and_batch, warmup_steps
 from hpnb.lesson.programs.step_timing import (
     compute_seconds,
-    divide_rounds,
     median_by,
     relative_distance,
     rounds_in_turn,
 )
-from hpnb.lesson.tables import number
-from hpnb.lesson.values import record
 from hpnb.models import ViTSize
 from hpnb.pipeline_parallel import Action, Costs, Schedule, schedules
 from hpnb.pipeline_parallel.executor import contended
@@ -281,68 +276,12 @@ def spread_of(timelines: Sequence[Timeline]) -> float:
     return max(makespans) - min(makespans)
 
 
-def best_and_rivals(
-    steps: Mapping[int, Timeline], rounds: Mapping[int, Sequence[Timeline]]
-) -> tuple[int, list[int]]:
-    """(the choice with the shortest step, those that may be as good: not longer than it in every round).
-
-    Of two equally fast choices, one is longer in all of six rounds in 1 of 32 cases.
-
-    Args:
-        steps: {choice, such as a number of microbatches: its median step}.
-        rounds: {choice: its steps}.
-    """
-    best = min(steps, key=lambda m: steps[m].makespan)
-    longer = {
-        m: all(a.makespan > b.makespan for a, b in zip(rounds[m], rounds[best], strict=True)) for m in steps
-    }
-    return best, [m for m in steps if m != best and not longer[m]]
-
-
-def sweep_title(best: int, rivals: Sequence[int]) -> str:
-    """What a sweep over m says about the best one, as a figure's title."""
-    if not rivals:
-        return f"Launched from Python, the step is shortest at m = {best}"
-    return f"Launched from Python: m = {best} takes least; {listed(rivals)} may be as good"
-
-
 def work_and_bubble(steps: Mapping[str, Timeline]) -> dict[str, dict[str, float]]:
     """Two columns of a table: the mean time for which a rank computes, and the idle share."""
     return {
         "work (s)": {name: compute_seconds(tl) for name, tl in steps.items()},
         "bubble (%)": {name: 100 * tl.bubble_fraction for name, tl in steps.items()},
     }
-
-
-def compare_split(rounds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float | str]]:
-    """Columns of a table with one row: how many times as long a step with split backwards takes."""
-    row, ratio = "split / in one piece", divide_rounds(rounds[SPLIT], rounds[IN_ONE_PIECE])
-    spread = f"{ratio.low:.3f} to {ratio.high:.3f}"  # two digits may leave the median outside
-    return {"factor": {row: ratio.median}, "range": {row: spread}, "verdict": {row: ratio.verdict}}
-
-
-def faster_pairs(steps: Mapping[str, float], spreads: Mapping[str, float]) -> list[str]:
-    """["c is faster than a and b"]: all pairs whose steps differ by more than the larger spread."""
-    shorter = {
-        a: [b for b in steps if steps[b] - steps[a] > max(spreads[a], spreads[b])]
-        for a in sorted(steps, key=steps.__getitem__)
-    }
-    return [f"{a} is faster than {listed(others)}" for a, others in shorter.items() if others]
-
-
-def race_words(steps: Mapping[str, float], spreads: Mapping[str, float]) -> str:
-    """The `faster_pairs` in words, and whether other pairs are undecided."""
-    faster = faster_pairs(steps, spreads)
-    if not faster:
-        return "no schedule is faster than another: all pairs are undecided"
-    decided = all(abs(steps[a] - steps[b]) > max(spreads[a], spreads[b]) for a, b in combinations(steps, 2))
-    return ", ".join(faster) + ("" if decided else "; all other pairs are undecided")
-
-
-def listed(names: Sequence[object]) -> str:
-    """ "a", "a and b", "a, b and c"."""
-    *others, last = map(str, names)
-    return " and ".join([*([", ".join(others)] if others else []), last])
 
 
 def seconds_without_waits(tl: Timeline, schedule: Schedule) -> float:
@@ -422,112 +361,6 @@ def replay_on_link(tl: Timeline, schedule: Schedule, link: Link, message: float)
     """The recorded step with messages of `message` bytes on `link`; "simulated"."""
     duration = {(e.stage, e.op, e.microbatch): e.duration for e in tl.events}
     return schedule.replay(lambda a: duration[a.stage, a.op, a.microbatch], seconds("send", message, 2, link))
-
-
-def record_run(here: Banner, shape: Sequence[int], dtype: torch.dtype) -> str:
-    """Record what a message between stages looks like, what this run's steps are, "measured", where each rank
-    has a GPU or a core, or "replayed", and which step of several is shown."""
-    kind = "measured" if here.timings_mean_something else "replayed"
-    race = "its steps contain them, and also launches and waits, so the ratio of a step to its prediction "
-    race += "does not show what messages cost"
-    if kind == "measured":
-        messages = "steps include the time of messages"
-    elif here.device == "cpu":
-        messages = "messages take no time"
-        race = "neither do its replayed steps, so the race does not show what messages cost"
-    else:
-        messages = "messages take an NVLink's time"  # REPLAY_LINK's
-        race = "its replayed steps count an NVLink's time for them, so the race does not show their cost"
-    images, tokens, hidden = shape
-    sizes = {"images": images, "tokens": tokens, "hidden": hidden, "bytes": dtype.itemsize}
-    shown = "the median step" if kind == "measured" else "a replay of each action's median time"
-    record("02.run", {"kind": kind, "messages": messages, "in-race": race, "shown": shown, **sizes})
-    return kind
-
-
-def record_graphs(
-    steps: Mapping[int, Timeline],
-    graphed: Mapping[int, Timeline],
-    rounds: Mapping[int, Sequence[Timeline]],
-    notes: Sequence[str],
-) -> str:
-    """Record in words what CUDA graphs changed at the largest number of microbatches, and say it.
-
-    Args:
-        steps, graphed: {number of microbatches: median step}, launched from Python and as graphs.
-        rounds: {number of microbatches: all its steps with graphs}.
-        notes: which stages ran without graphs.
-    """
-    if not graphed:
-        record("02.graphs", "the ranks have no GPU, so the figure has one panel")
-        return "On GPUs the figure has a second panel: the same steps with CUDA graphs."
-    most, (best, rivals) = max(steps), best_and_rivals(graphed, rounds)
-    eager, replayed = (number(at[most].makespan, "s") for at in (steps, graphed))
-    words = f"the step at m = {most} takes {replayed} with graphs instead of {eager}, "
-    words += f"and the shortest step is {number(graphed[best].makespan, 's')} at m = {best}"
-    words += f", where m = {listed(rivals)} may be as good" if rivals else ""
-    words += ", although some stages could not be captured" if notes else ""
-    record("02.graphs", words)
-    return "\n".join([f"{words[0].upper()}{words[1:]}.", *notes])
-
-
-def record_beside_gpipe(steps: Mapping[str, Timeline], schedules: Mapping[str, Schedule]) -> None:
-    """Record the steps of "gpipe" and "1f1b", and the second over the first if both are simulated with the
-    medians of GPipe's stages, which need not be equal."""
-    record("02.ran", dict(steps))
-    costs = Costs.measured(steps["gpipe"])
-    simulated = {name: schedule.simulate(costs).makespan for name, schedule in schedules.items()}
-    record("02.by-medians", simulated["1f1b"] / simulated["gpipe"])
-
-
-def record_sweep(
-    steps: Mapping[int, Timeline],
-    rounds: Mapping[int, Sequence[Timeline]],
-    parts: Mapping[str, Sequence[float]],
-    predicted: Sequence[float],
-    usual: int,
-) -> None:
-    """Record the shortest step and those of one microbatch and of the `usual` number, which numbers may be as
-    good as the best, the bubble at the best and at the largest, and where the formula is furthest off.
-
-    Args:
-        steps: {number of microbatches: median step}, in rising order.
-        rounds: {number of microbatches: all its steps}.
-        parts: of the median steps, as `step_parts` has them.
-        predicted: seconds of each by the formula.
-        usual: the number of microbatches of other cells.
-    """
-    took = {m: tl.makespan for m, tl in steps.items()}
-    (best, rivals), bubbles = best_and_rivals(steps, rounds), dict(zip(took, parts["bubble"], strict=True))
-    ratios = {m: took[m] / formula for m, formula in zip(took, predicted, strict=True)}
-    furthest = max(ratios, key=lambda m: abs(math.log(ratios[m])))
-    record("02.sweep", {"best": best, "most": max(took), "furthest": furthest, "over": ratios[furthest]})
-    work = compute_seconds(steps[best]) * len(steps[best].ranks)
-    record("02.sweep-step", {"alone": took[1], "best": took[best], "usual": took[usual], "work": work}, "s")
-    some, every = (f"{which} of {len(rounds[best])} rounds" for which in ("some", "each"))
-    decided = f"every other m took longer in {every}"
-    undecided = f"m = {listed(rivals)} took less in {some} and may be as good" if rivals else ""
-    record("02.sweep.verdict", undecided or decided)
-    record("02.sweep-bubble", {"best": bubbles[best], "most": bubbles[max(took)]}, "s")
-    record("02.sweep-share", 100 * took[best] / took[1], "%")
-
-
-def record_race(
-    name: str, predicted: Mapping[str, float], steps: Mapping[str, Timeline], spreads: Mapping[str, float]
-) -> None:
-    """Record which schedules are faster beyond the spread, which comes first, and 1F1B's backward over two
-    forwards; add all to the ledger."""
-    makespans = {schedule: tl.makespan for schedule, tl in steps.items()}
-    first = {
-        "predicted": min(predicted, key=predicted.__getitem__),
-        "run": min(makespans, key=makespans.__getitem__),
-    }
-    words = race_words(makespans, spreads)
-    record("02.race", {"faster": words, "first": first})
-    total = {op: sum(e.duration for e in steps["1f1b"].events if e.op == op) for op in "FB"}
-    record("02.race.half-backward", total["B"] / 2 / total["F"])  # the prediction's W over F
-    record("02.race.step", makespans, "s")
-    add_to_ledger(name, predicted, steps)
 
 
 def add_to_ledger(

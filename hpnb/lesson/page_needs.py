@@ -31,12 +31,10 @@ class Trial:
     Attributes:
         size: None where a page needs only a number.
         batch: see `PageNeed.counts`.
-        second: another width in the same experiment.
     """
 
     size: ViTSize | GPT2Size | None
     batch: int
-    second: ViTSize | None = None
 
 
 @dataclass(frozen=True)
@@ -156,7 +154,7 @@ def _two_tensor_blocks(trial: Trial, ranks: int, value: int) -> float:
 
 def _modes(trial: Trial, ranks: int, value: int) -> float:
     """03: three modes of a block take turns, and each keeps its input and that input's gradient."""
-    size = trial.second or _model(trial)
+    size = _model(trial)
     states = 2 * value * _parameters(size) * (1 + 3 / 4)
     inputs = 3 * 2 * value * trial.batch * size.block().sequence * size.hidden
     kept = size.layers * _kept(size, trial.batch, value, 4)
@@ -226,10 +224,10 @@ def _steps(count: float, split: bool, per_batch: float = 1.0) -> Callable[[Trial
 
 
 def _block_steps(count: float) -> Callable[[Trial, int], float]:
-    """FLOPs of `count` forwards and backwards of the larger model's blocks, split over the ranks."""
+    """FLOPs of `count` forwards and backwards of the model's blocks, split over the ranks."""
 
     def flops(trial: Trial, ranks: int) -> float:
-        size = trial.second or _model(trial)
+        size = _model(trial)
         return count * size.layers * size.block(trial.batch).training_flops / ranks
 
     return flops
@@ -263,11 +261,8 @@ def _wide(*choices: tuple[int, int]) -> tuple[Trial, ...]:
 
 
 def _blocks(*choices: tuple[int, int]) -> tuple[Trial, ...]:
-    """(hidden size, images): two blocks of it, and two that are four times as wide."""
-    return tuple(
-        Trial(ViTSize(h, 2, h // 64, 4 * h, 16, 224), images, ViTSize(4 * h, 2, h // 16, 16 * h, 16, 224))
-        for h, images in choices
-    )
+    """(hidden size, images): two blocks, so wide that a GPU computes for longer than launching them takes."""
+    return tuple(Trial(ViTSize(h, 2, h // 64, 4 * h, 16, 224), images) for h, images in choices)
 
 
 _ONE_RANK = [(name, n) for name in ("l16", "b16", "s16") for n in (64, 32, 16)]
@@ -309,18 +304,19 @@ NEEDS: dict[str, PageNeed] = {
         "images", Trial(SMALL_VIT, 16), _vits(*_WHOLE_BATCH), _pipelines, _steps(244, True)
     ),
     "03": PageNeed(
-        "images", Trial(SMALL_VIT, 64), _vits(*(c for c in _WHOLE_BATCH if c[1] <= 256)), _two_tensor_blocks,
+        "images", Trial(SMALL_VIT, 64), _vits(*_WHOLE_BATCH), _two_tensor_blocks,
         lambda trial, ranks: 60 * _flops(replace(_model(trial), layers=1), trial.batch) / ranks, 30.0,
         splits_heads=True,
     ),
     "03.modes": PageNeed(
-        "images", Trial(replace(SMALL_VIT, heads=16, layers=1), 64, ViTSize(64, 1, 4, 256, 8, 32)),
-        _blocks((1024, 256), (1024, 128), (512, 256), (512, 128), (256, 128), (256, 64)), _modes,
+        "images", Trial(replace(SMALL_VIT, heads=16, layers=1), 64),
+        _blocks((4096, 256), (4096, 128), (2048, 256), (2048, 128), (1024, 256), (1024, 128), (1024, 64),
+                (512, 128), (256, 64)), _modes,
         _block_steps(40), 60.0,
     ),
     "04": PageNeed(
         "images", Trial(ViTSize(128, 4, 4, 512, 8, 32), 64),
-        _vits(*(c for c in _WHOLE_BATCH if 32 <= c[1] <= 256)), _one_axis,
+        _vits(*(c for c in _WHOLE_BATCH if 32 <= c[1] <= 512)), _one_axis,
         _steps(42, True), splits_heads=True,
     ),
     "05": PageNeed(

@@ -63,10 +63,6 @@ class PageSizes:
         return self.trial.size
 
     @property
-    def second(self) -> ViTSize | None:
-        return self.trial.second
-
-    @property
     def batch(self) -> int:
         """What the need counts: images a rank or in all, rows of a rank or of a microbatch."""
         return self.trial.batch

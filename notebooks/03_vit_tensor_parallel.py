@@ -88,7 +88,7 @@ here = lesson.banner(N, model=NAME, data=leaves.describe(), sizes=sizes)
 # rank 1   x -- f --> x A_1 --> GELU --> y_1 --> y_1 B_1 --/                 (m, h)
 # ```
 #
-# GELU looks at one number at a time. In the other order it would need the finished sum, because GELU of a sum is not the sum of GELUs.
+# GELU looks at one number at a time. GELU of a sum is not the sum of GELUs, so in the other order it would need the finished sum.
 #
 # Each rank multiplies x by its own columns of A only. So in the backward it computes one of the t terms of x's gradient, and the terms must be added.
 # Megatron-LM calls the two operations *f* and *g*. At f the forward does nothing and the backward
@@ -148,7 +148,7 @@ def without_sum(x, A, B, axis):
 
 
 # %% [markdown]
-# We compare all three with one process in float64, and count bytes. A *relative distance* is the length of the difference vector over the length of the right one.
+# We compare all three with one process in float64, and count bytes. A *relative distance* is the length of the difference over that of the right vector.
 
 
 # %%
@@ -265,9 +265,9 @@ lesson.check(exercises.column_row, mlp)
 #
 # $$ \frac{\text{compute time}}{\text{communication time}} = \frac{4.5\,h}{(t-1)\,\rho} $$
 #
-# Batch size cancels, and sequence length almost does: attention's scores, left out here, add a share of s/6h. The formula also leaves out latency. So once messages are long, **no batch helps**: only a wider model, fewer ranks or a faster interconnect. Replace the `None`s below by your guesses; until then a *rule of thumb*, a naive estimate, stands there.
+# Batch size cancels, and sequence length almost does: attention's scores, left out here, add a share of s/6h. The formula also leaves out latency. So once messages are long, **no batch helps**: only a wider model, fewer ranks or a faster interconnect. Replace the `None`s below by your guesses; until then a naive *rule of thumb* stands there.
 #
-# From here on, the library's `parallelize(model, mesh.tp, mode="1d")` replaces the linear layers by sharded ones, as above; this layout is called *1D*. `machine_card` measures the latency α, the bandwidth B (here no matrix) and the matmul rate of this machine, its *card*. ρ is the rate over the bandwidth. The cell then trains a sharded and a serial ViT for three steps, in float64.
+# From here on, the library's `parallelize(model, mesh.tp, mode="1d")` replaces the linear layers by sharded ones, as above. We call that *1D*. `machine_card` measures the latency α, the bandwidth B (here no matrix) and the matmul rate of this machine, its *card*. ρ is the rate over the bandwidth. The cell then trains a sharded and a serial ViT for three steps, in float64.
 
 # %%
 card = lesson.machine_card(N)
@@ -333,7 +333,7 @@ def compare_with_blocking():
 # Megatron-Core has it as `--tp-comm-overlap`, PyTorch's compiler as `_micro_pipeline_tp`. Our library does not do it.
 # </details>
 #
-# The library also postpones fc2's weight gradient until fc1's all-reduce has started, so both weight gradients run beside it. We record one block; the lanes marked tp show communication. It is *exposed* while the rank computes nothing.
+# The library also postpones fc2's weight gradient until fc1's all-reduce has started, so both weight gradients run beside it. We record one block; lanes marked tp show communication, *exposed* while the rank computes nothing.
 
 # %%
 parity = lesson.Parity({"overlapped": pool.run(compare_with_blocking)[0]})
@@ -345,20 +345,21 @@ recorded = pool.run(vit_tensor.record_block, SIZE, IMAGES, DTYPE)[0]
 title = "The forward waits, the backward has weight gradients to compute"
 lesson.show(recorded, exposed=True, bubble=None, key="03.block", title=title)
 communicating = vit_tensor.mean_seconds(recorded)
-computing = vit_tensor.mean_seconds(recorded, ops=("F", "I", "W"))
+computing = vit_tensor.mean_seconds(recorded, ops="FIW")
 ratio = theory.tp_compute_over_communication(SIZE.hidden, N, card.rho, SIZE.tokens)
 ratio *= 2 / DTYPE.itemsize  # the formula is for numbers of 2 bytes
-source = recorded.source.split()[0]
-measured = computing / communicating
-lesson.record("03.verdict", predictions.verdict(ratio, measured))
+measured, source = computing / communicating, recorded.source.split()[0]
 lesson.reveal("03.ratio", measured, predicted=ratio, source=source)
 exposed = step_timing.exposed_seconds(recorded)
 lesson.record("03.exposed", {"share": (100 * exposed / recorded.makespan, "%")})
 lesson.record("03.overlapped", 100 * (1 - exposed / communicating), "%")
 block = SIZE.block(IMAGES, DTYPE.itemsize)
 slower = predictions.slower_than_predicted(recorded, block, card)
+lesson.record("03.verdict", predictions.verdict(ratio, measured, slower))
 columns = {"factor": slower}
 lesson.show(columns=columns, key="03.slower", title="What the formula leaves out")
+few = pool.run(vit_tensor.record_block, SIZE, IMAGES // 8, DTYPE)[0]
+predictions.record_host(few, recorded, 8)  # is computing set by the tokens?
 lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 
 # %% [markdown]
@@ -368,24 +369,23 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 #
 # The first all-reduce of the forward is attention's, the first of the backward the MLP's.
 # A bar begins when the rank calls the all-reduce. So the bar of a rank that comes early also contains its wait for the others.
-# *Exposed* means that this rank computes nothing; others may. The *makespan* is the time from the first start to the last end.
+# *Exposed* means that this rank computes nothing; others may. The *makespan* is the time from the first start to the last end, so the latest rank sets it.
+# On a GPU, a bar of computing also lasts while the GPU waits for its host to launch the next operation. So an all-reduce can start inside a bar, and a rank whose host is slow ends late.
+# Of five recorded blocks, the figure shows the one with the median makespan.
 # The thin slices of forward after the last all-reduce are a bias and the residual. The last slices of input gradient are attention's norm.
 # </details>
 #
 # The formula is for 2-byte numbers; with v bytes it gives 2/v times as much, and here v is <data value="03.value-bytes">4</data>. With attention's scores it predicts <data value="03.ratio.predicted">7.30</data>.
-# The run has <data value="03.ratio">1.77</data>. At a ratio of 1 or more, a rank computes at least half of the time, as we show below; this page calls that fast enough. So <data value="03.verdict">both the formula and the run call the interconnect fast enough</data>.
+# The run has <data value="03.ratio">1.77</data>. We call an interconnect fast enough from a ratio of 1 on, where a rank computes half of the time, as shown below. So <data value="03.verdict">both the formula and the run call the interconnect fast enough</data>.
+# Where the rule of thumb, 4.5 h/ρ, comes nearer to the run, that is chance.
 #
 # <details><summary>Three factors between the formula and the run</summary>
 #
 # The formula leaves out costs of computing and of communication:
 #
-# - Computing took <data value="03.slower.computing.factor">2.19</data> times as long as its matrix products would at the card's rate. That includes norms, GELU, residuals and slower products; the run does not separate them.
+# - Computing took <data value="03.slower.computing.factor">2.19</data> times as long as its matrix products would at the card's rate. That includes launching operations, norms, GELU, residuals and slower products; the run does not separate them. {{03.host}}
 # - Latency makes the all-reduces <data value="03.slower.latency-of-all-reduces.factor">1.84</data> times as long as their bytes alone.
-# - Waiting and other costs multiply that by <data value="03.slower.waiting-and-the-rest.factor">4.91</data>. A part is that ranks which come early wait for the others; the run does not explain the rest.
-#
-# The rule of thumb, 4.5 h/ρ, leaves out t - 1, the factor 2/v and attention's scores. So its ratio is too high with
-# more than 2 ranks, and with numbers of more than 2 bytes: twice too high if v = 4. Where it comes nearer to the run than the
-# formula, that is chance: its error cancels a part of what the formula leaves out.
+# - Because of waiting and other costs, the all-reduces took another <data value="03.slower.waiting-and-the-rest.factor">4.91</data> times as long. A part is that ranks which come early wait for the others; the run does not explain the rest.
 # </details>
 #
 # <details><summary>On a laptop</summary>
@@ -407,7 +407,7 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 #
 # <details><summary>And with overlap?</summary>
 #
-# Weight gradients are a third of the computing time, so overlap hides at most that much communication. At r = 1 a step then takes 1 + 1 - 1/3 = 5/3 of the computing time, and a rank computes 60 % of it.
+# Weight gradients are a third of the products. If they are a third of the computing time, too, overlap covers at most that much communication. At r = 1 a step then takes 1 + 1 - 1/3 = 5/3 of the computing time, and a rank computes 60 % of it.
 # </details>
 #
 # **Takeaway.** Ask for r ≥ 1. By formula that is h above (t-1)ρ/4.5; a run can differ. For eight ranks and usual widths, only the fastest links give that, those inside a *node*, which is one machine.
@@ -559,8 +559,7 @@ lesson.show(predicted=predicted, counted=counted, key="03.sp", title="SP keeps l
 lesson.claim("SP keeps less", counted["1D+SP keeps (B)"] < counted["1D keeps (B)"])
 
 # %% [markdown]
-# With sequence parallelism a rank keeps <data value="03.sp.1d+sp-keeps.counted">9.90 MB</data> instead of <data value="03.sp.1d-keeps.counted">11.0 MB</data>. Beside 1D's <data value="03.sp.1d-sends.counted">4.39 MB</data> it sends
-# <data value="03.sp-more">8.19 kB</data> more, because of padding and a small all-reduce of norm gradients.
+# With sequence parallelism a rank keeps <data value="03.sp.1d+sp-keeps.counted">9.90 MB</data> instead of <data value="03.sp.1d-keeps.counted">11.0 MB</data>. It sends <data value="03.sp-more">8.19 kB</data> more than 1D's <data value="03.sp.1d-sends.counted">4.39 MB</data>, because of padding and a small all-reduce of norm gradients.
 #
 # <details><summary>Which bytes are sharded?</summary>
 #
@@ -634,7 +633,7 @@ lesson.check(exercises.sequence_parallel, block)
 #
 # <details><summary>Bytes and time of a broadcast</summary>
 #
-# A broadcast passes a block of S bytes along the q ranks of a row or column. All but the last send it on, so on average a rank sends S (1 - 1/q).
+# From its source, a broadcast passes a block of S bytes around the ring of a row's or column's q ranks. All but the last send it on, so on average a rank sends S (1 - 1/q).
 # Its time is S/B and q - 1 latencies, longer than the mean bytes suggest.
 # </details>
 
@@ -719,8 +718,8 @@ lesson.check(exercises.summa, panel)
 # the terms of dW. So each product moves one tensor as large as x and one as large as W, hence 21 = 3 · 7 and 36 = 3 · 12. Adding is a *reduce*: an all-reduce whose sum only one rank gets. It sends as many numbers as a broadcast.
 # 3D moves 7 + 9 + 9 + 7 + 7 = 39: it gathers x, adds the terms of y, gathers the gradient of y, adds that of x, and gathers x once
 # more for the weight gradient. 2.5D also all-reduces weight gradients over the depth, hence 24 = 2 · 12. On 2 x 2 ranks, four layers with three products, two
-# steps and two broadcasts or reduces make 48 calls; norms add 4 and biases 1. The table leaves out norms and biases, which add a
-# few percent in the run below.
+# steps and two broadcasts or reduces make 48 calls; norms add 4 and biases 1. The table leaves out norms and biases, which the
+# run below counts, too.
 # </details>
 #
 # A grid's bytes fall as t grows, but it sends weights, too. We check exactness and bytes on eight CPU processes, without 2D, which needs a square number.
@@ -754,7 +753,7 @@ lesson.reveal("03.modes", counted, predicted=ranking, source="counted")
 #
 # ## When does each mode win?
 #
-# Fewer bytes are not always less time, because a collective of any size also costs launch, waiting and latency. On 2 x 2 ranks a block makes <data value="03.race.2d.calls">53</data> such calls in 2D, and
+# Fewer bytes are not always less time, because a collective also costs launch, waiting and latency. On 2 x 2 ranks a block makes <data value="03.race.2d.calls">53</data> such calls in 2D, and
 # <data value="03.race.1d.calls">4</data> in 1D. We time the forward and backward of a block of hidden size <data value="03.tokens.hidden">256</data> on four ranks, then with eight times the tokens; modes take turns, and we show medians of five.
 
 # %%
@@ -763,21 +762,21 @@ card4, size, modes = lesson.machine_card(4), wide.size, ("1d", "1d+sp", "2d")
 if N != 4:
     card4.show()
 few, many = wide.batch // 8, wide.batch  # images
-seconds, program = {}, vit_tensor.time_blocks
-for images in (few, many):
-    seconds[size, images] = four.run(program, size, images, wide.dtype, modes)[0]
+run = vit_tensor.time_blocks
+seconds = {(size, n): four.run(run, size, n, wide.dtype, modes)[0] for n in (few, many)}
 predicted = predictions.predict_modes(seconds, card4, wide.dtype)
 small, large, first = seconds[size, few], seconds[size, many], predicted[size, few]
 growth = {mode: large[mode] / small[mode] for mode in modes}
 expected = {mode: predicted[size, many][mode] / first[mode] for mode in modes}
 columns = {"measured, 8 times the tokens (s)": large, "measured growth": growth}
-calls = predictions.calls_of_modes(size, modes)
-columns |= {"predicted growth": expected, "calls": calls}
-title = "8 times the tokens take less than 8 times as long"
-options = {"predicted": first, "measured": small, "columns": columns}
-lesson.show(**options, unit="s", key="03.race", title=title)
+columns |= {"predicted growth": expected}
+columns |= {"calls": predictions.calls_of_modes(size, modes)}
+lesson.show(predicted=first, measured=small, columns=columns, unit="s", key="03.race",
+            title=predictions.growth_title(growth))  # fmt: skip
 halves = four.run(vit_tensor.time_halves, size, few, wide.dtype)[0]
-lesson.show(measured=halves, unit="s", key="03.halves", title="One all-reduce, alone")
+alone = predictions.predict_halves(card4, size, few, wide.dtype)
+lesson.show(predicted=alone, measured=halves, unit="s", key="03.halves",
+            title="One all-reduce, alone")  # fmt: skip
 predictions.record_race(seconds, predicted, halves, card, card4)  # for the text
 lesson.claim("8 times the tokens: less than 8 times", (max(growth.values()), "<", 8))
 lesson.claim("1D is faster with few tokens", (small["1d"], "<", small["2d"]))
@@ -786,13 +785,13 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 
 # %% [markdown]
 # With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">36.5 ms</data>, with sequence parallelism <data value="03.race.1d+sp.measured">64.9 ms</data>, and 2D <data value="03.race.2d.measured">90.2 ms</data>. These are
-# <data value="03.too-low.1d">1.23</data>, <data value="03.too-low.1d+sp">1.86</data> and <data value="03.too-low.2d">1.36</data> times their predictions. Predictions leave out norms, launches and waiting.
+# <data value="03.too-low.1d">1.23</data>, <data value="03.too-low.1d+sp">1.86</data> and <data value="03.too-low.2d">1.36</data> times their predictions. Predictions leave out norms, launches and waiting, and collectives can take longer than α and B say: an all-reduce alone took <data value="03.halves.all-reduce.measured">6.90 ms</data>, where {{03.halves.all-reduce.predicted}} were predicted.
 #
 # <details><summary>Which rates do we predict with?</summary>
 #
 # The four ranks run on <data value="03.hardware">2 CPU cores</data>. Their latency α is <data value="03.alpha">904 µs, against 433 µs with 2, because ranks wait for cores, too</data>.
 #
-# On GPUs, the matmul rate is the card's. On a CPU, a card times one product of a few milliseconds, during which a rank mostly keeps a core. A block lasts longer, and ranks take turns if cores are fewer.
+# On GPUs, the matmul rate is the card's. On a CPU, the card's rate comes from one product of a few milliseconds, during which a rank mostly keeps a core. A block lasts longer, and ranks take turns if cores are fewer.
 # So there we multiply the card's rate by cores over ranks, if that is below 1. Here we take <data value="03.rate">23.6 GFLOP/s</data>.
 # </details>
 #
@@ -805,16 +804,18 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 # Timed alone, an all-reduce took <data value="03.halves.all-reduce.measured">6.90 ms</data>, its two halves <data value="03.halves.reduce-scatter-all-gather.measured">10.1 ms</data>. A block has four such pairs, so this makes <data value="03.four-halves">12.8 ms</data>. The run does not explain the rest. With eight times the tokens, sequence parallelism took <data value="03.sp-longer.many">21.3 ms more</data> than 1D.
 # </details>
 #
-# Eight times the tokens took <data value="03.race.2d.measured-growth:.2f">1.61</data> times as long in 2D, where <data value="03.race.2d.predicted-growth:.2f">1.90</data> was predicted, and <data value="03.race.1d.measured-growth:.2f">2.39</data> times in 1D, where <data value="03.race.1d.predicted-growth:.2f">2.86</data> was predicted. Take each time as a constant plus a part proportional to the tokens. Then the constant is <data value="03.constant.2d">91.3 %</data> of 2D's time with few tokens, and <data value="03.constant.1d">80.2 %</data> of 1D's. So larger batches do help.
+# Eight times the tokens took <data value="03.race.2d.measured-growth:.2f">1.61</data> times as long in 2D, where <data value="03.race.2d.predicted-growth:.2f">1.90</data> was predicted, and <data value="03.race.1d.measured-growth:.2f">2.39</data> times in 1D, where <data value="03.race.1d.predicted-growth:.2f">2.86</data> was predicted.
 #
 # On four ranks 2D sends fewer bytes than 1D above 12 h tokens, here <data value="03.tokens.even">3,072</data>. With our <data value="03.tokens.many">1,088</data>, <data value="03.grid">2D sends more bytes than 1D, and takes 145 ms against 87.1 ms</data>.
 #
 # <details><summary>Which costs are constant, and what would help?</summary>
 #
-# With few tokens, 2D takes longer than 1D and makes <data value="03.calls.more">49</data> more calls. Divided among them, its additional time is <data value="03.calls.seconds">1.10 ms</data> a call.
+# Take each time as a constant plus a part proportional to the tokens. {{03.constant}}
+#
+# With few tokens, 2D takes longer than 1D and makes <data value="03.calls.more">49</data> more calls. The difference in time, divided by these calls, is <data value="03.calls.seconds">1.10 ms</data> a call.
 #
 # A block in 1D makes four all-reduces of six steps, so 24 latencies α, <data value="03.latency.all">21.7 ms</data>. That is <data value="03.latency.share">59.5 %</data> of 1D's time with few tokens. A link of lower latency
-# shortens them. A larger batch makes them count less: compute grows with tokens, and latency does not. Launching kernels takes constant time, too. Where it takes longest, a faster link does not help: such a block is *launch-bound*. This run does not measure launches.
+# shortens them. Where tokens set the time, a larger batch makes latency count less. Launching operations takes constant time, too. Where launching takes longer than computing and sending, a faster link does not help: such a block is *launch-bound*. {{03.launch-bound}}
 # </details>
 #
 # The next cell maps which mode is predicted to *communicate* for the shortest time on 64 ranks and InfiniBand NDR, with 10 µs of latency and no launch costs. 2.5D has 4 x 4 x 4 ranks. The last line opens an *explorer*, a simulated block with knobs.
@@ -926,7 +927,7 @@ lesson.check(exercises.choose_ranks, choose)
 # - Sequence parallelism keeps less, for one more small all-reduce.
 # - Grids send fewer bytes in large batches, but make many small calls.
 #
-# **When not to use this.** By formula, with ρ tokens a GPU, 800 if ρ is 800 FLOP/B, the backward lasts as long as the gradients' all-reduce. Use replicas if the model fits and each GPU has many times that. Otherwise share matrices inside a node, with r ≥ 1. With few tokens a smaller r can still beat replicas (exercise 5), so predict both. Across nodes, try pipelines before a grid.
+# **When not to use this.** By formula, the backward lasts as long as the gradients' all-reduce if a GPU has as many tokens as ρ has FLOPs a byte: 800 tokens at 800 FLOP/B. Use replicas if the model fits and each GPU has many times that. Otherwise share matrices inside a node, with r ≥ 1. With few tokens a smaller r can still beat replicas (exercise 5), so predict both. Across nodes, try pipelines before a grid.
 #
 # **Where to look.**
 #

@@ -1074,7 +1074,7 @@ def test_the_cheapest_mode_is_a_map() -> None:
     assert areas["3d"][:, 0].min() == pytest.approx(edge)
     assert areas["2d"][:, 2].min() == pytest.approx(2048)
     for mode in areas:
-        (name,) = [t for t in ax.texts if t.get_text() == mode]
+        (name,) = [t for t in ax.texts if t.get_text() == mode.upper()]
         (x, y), cells = name.get_position(), areas[mode]
         assert any(a < x < b and c < y < d for a, b, c, d in cells), mode  # it stands in its own region
     assert {"tokens a rank", "1,024"} <= set(words(fig))
@@ -1088,8 +1088,8 @@ def test_a_small_region_is_named_in_the_legend() -> None:
     modes = [["1d"] * 10 for _ in range(10)]
     modes[0][0] = "3d"
     fig = cheapest_mode(sizes, sizes, modes)
-    assert "3d predicted" in words(fig)
-    assert [t.get_text() for t in fig.axes[0].texts] == ["1d"]
+    assert "3D predicted" in words(fig)
+    assert [t.get_text() for t in fig.axes[0].texts] == ["1D"]
 
 
 def test_grid_steps_show_the_root_of_every_panel() -> None:

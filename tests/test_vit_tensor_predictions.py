@@ -80,7 +80,30 @@ def test_a_race_is_put_in_words_either_way() -> None:
 
 
 def test_a_formula_and_a_run_may_judge_a_link_differently() -> None:
-    assert predictions.verdict(2.0, 1.0) == "both the formula and the run call the interconnect fast enough"
-    assert predictions.verdict(0.7, 1.7) == (
-        "the formula calls the interconnect too slow, the run fast enough"
+    slow = {"computing": 3.8, "latency of all-reduces": 1.2, "waiting and the rest": 1.3}
+    fast = {**slow, "waiting and the rest": 0.5}
+    verdict = predictions.verdict
+    assert verdict(2.0, 1.0, slow) == "both the formula and the run call the interconnect fast enough"
+    said = "the formula calls the interconnect too slow, the run fast enough, because "
+    assert verdict(0.7, 1.7, slow) == (
+        f"{said}computing took longer than its products, not because the link was faster"
     )
+    assert verdict(0.7, 1.7, fast).startswith(f"{said}communication took less time")
+    assert verdict(1.7, 0.7, slow).endswith("communication took longer than its bytes alone")
+
+
+def test_words_say_whether_tokens_set_the_time() -> None:
+    assert predictions.growth_title({"1d": 1.04, "2d": 0.95}).endswith("hardly longer")
+    assert predictions.growth_title({"1d": 4.0, "2d": 0.95}).endswith("less than 8 times as long")
+    assert predictions.constant_in_words({"1d": 4.5, "2d": 0.95}, 8) == (
+        "Then the constant is 50 % of 1D's time with few tokens."
+        " 2D took no longer, so it shows no part proportional to the tokens."
+    )
+    assert "no part" in predictions.constant_in_words({"1d": 1.0, "2d": 0.95}, 8)
+    assert "100 % of 2D's time" in predictions.constant_in_words({"1d": 4.5, "2d": 1.001}, 8)
+    assert "that is so for 1D+SP, 2D:" in predictions.launch_bound_in_words(["1d+sp", "2d"])
+    assert "no mode passes" in predictions.launch_bound_in_words([])
+    assert "cannot tell" in predictions.launch_bound_in_words(["2d"], "cpu")
+    assert "waits for the host" in predictions.computing_in_words(1.0, 1.1, 8)
+    assert "about 10 % of the longer time" in predictions.computing_in_words(1.0, 5.0, 9)
+    assert "no constant part" in predictions.computing_in_words(1.0, 8.0, 8)

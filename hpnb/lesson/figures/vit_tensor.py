@@ -171,7 +171,7 @@ def cheapest_mode(
     x, y = _edges(tokens), _edges(hidden)
     share = {mode: float(np.mean(table == i)) for i, mode in enumerate(MODES)}
     named = [mode for mode in MODES if share[mode] > _NAMED]
-    keys = [Key(AREAS[m], "flat", f"{m} predicted") for m in MODES if share[m] and m not in named]
+    keys = [Key(AREAS[m], "flat", f"{m.upper()} predicted") for m in MODES if share[m] and m not in named]
     heading = title if title is not None else "the cheapest mode of tensor parallelism"
     fig, (ax,) = new_figure([_TALL], title=heading, legend=keys, left=0.8, right=0.3, head=0.28)
     for i, mode in enumerate(MODES):
@@ -181,7 +181,7 @@ def cheapest_mode(
     _borders(ax, table, x, y)
     for i, mode in enumerate(MODES):
         if mode in named:
-            ax.text(*_place(table == i, x, y), mode, size=TITLE + 1, weight="bold",
+            ax.text(*_place(table == i, x, y), mode.upper(), size=TITLE + 1, weight="bold",
                     color=mix(COLORS[mode], INK, 0.35), ha="center", va="center", zorder=3)  # fmt: skip
     _axes(ax, (x[0], x[-1]), (y[0], y[-1]), f"tokens of the batch / {ranks}" if ranks else "tokens a rank")
     return fig

@@ -359,7 +359,7 @@ ModeSeconds = dict[tuple[ViTSize, int], dict[str, float]]
 
 
 def four_ranks(pool: hpnb.Ranks) -> tuple[hpnb.Ranks, PageSizes]:
-    """(four ranks, two widths and a batch that keep them busy).
+    """(four ranks, a width and a batch that keep them busy).
 
     Args:
         pool: ranks on the default device; they are the four if they are four.

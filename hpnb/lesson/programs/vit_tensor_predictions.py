@@ -24,6 +24,8 @@ from hpnb.ranks import usable_cores
 from hpnb.record import Timeline
 from hpnb.theory import Block
 
+LITTLE = 1.5  # times as long with eight times the tokens: tokens do not set such a time
+
 
 def predict_modes(measured: ModeSeconds, card: MachineCard, dtype: torch.dtype) -> ModeSeconds:
     """The same by `theory.block_seconds`: matmuls at the card's rate, messages on its link, no overlap.
@@ -103,8 +105,9 @@ def record_race(
     measured, expected = seconds[size, few], predicted[size, few]
     record("03.too-low", {mode: measured[mode] / expected[mode] for mode in measured})
     growth = {mode: seconds[size, many][mode] / measured[mode] for mode in measured}
-    constant = {mode: 100 * constant_share(growth[mode], many / few) for mode in growth}
-    record("03.constant", constant, "%")
+    record("03.constant", constant_in_words(growth, many / few))
+    bound = [m for m in growth if growth[m] < LITTLE and measured[m] > 2 * expected[m]]
+    record("03.launch-bound", launch_bound_in_words(bound, four.device))
     latencies = four.predicted(0)  # of no bytes: 6 steps of a ring
     record("03.latency", {"all": (4 * latencies, "s"), "share": (400 * latencies / measured["1d"], "%")})
     record("03.norms", latencies, "s")
@@ -133,6 +136,82 @@ def constant_share(growth: float, factor: float) -> float:
     return min(1.0, max(0.0, (factor - growth) / (factor - 1)))
 
 
+def record_host(few: Timeline, many: Timeline, factor: float) -> None:
+    """Record under 03.host what two recorded blocks say of launches, the second of more
+    tokens, `factor` times as many.
+    """
+    record("03.host", computing_in_words(mean_seconds(few, "FIW"), mean_seconds(many, "FIW"), factor))
+
+
+def predict_halves(card: MachineCard, size: ViTSize, images: int, dtype: torch.dtype) -> dict[str, float]:
+    """What `vit_tensor.time_halves` times, predicted: both take as long."""
+    seconds = card.predicted(images * size.tokens * size.hidden * dtype.itemsize)
+    return {"all-reduce": seconds, "reduce-scatter, all-gather": seconds}
+
+
+def growth_title(growth: Mapping[str, float]) -> str:
+    """The title of a table of modes whose times grew so with eight times the tokens."""
+    few = "hardly longer" if max(growth.values()) < LITTLE else "less than 8 times as long"
+    return f"8 times the tokens take {few}"
+
+
+def constant_in_words(growth: Mapping[str, float], factor: float) -> str:
+    """For prose: the part of 2D's and of 1D's time that does not depend on tokens, a whole sentence."""
+    shares = {mode: f"{100 * constant_share(growth[mode], factor):.0f} %" for mode in ("2d", "1d")}
+    flat = [mode.upper() for mode in shares if growth[mode] <= 1]
+    if len(flat) == 2:
+        return "Then no part proportional to the tokens shows: 2D and 1D took no longer with more of them."
+    if not flat:
+        return (
+            f"Then the constant is {shares['2d']} of 2D's time with few tokens, and {shares['1d']} of 1D's."
+        )
+    (other,) = (mode for mode in shares if mode.upper() not in flat)
+    constant = f"the constant is {shares[other]} of {other.upper()}'s time with few tokens"
+    return f"Then {constant}. {flat[0]} took no longer, so it shows no part proportional to the tokens."
+
+
+def launch_bound_in_words(modes: Sequence[str], device: str = "cuda") -> str:
+    """For prose: which modes neither tokens nor latency explain, whole sentences.
+
+    On a CPU, waits of ranks for cores and launches look alike.
+    """
+    if device == "cpu":
+        return (
+            "On a CPU, waits for cores take constant time, too, so this run cannot tell launches from waits."
+        )
+    if not modes:
+        return (
+            "Here no mode passes this run's test of that: to take less than"
+            f" {LITTLE} times as long with eight times the tokens, and more than twice its prediction, which"
+            " contains latency."
+        )
+    names = ", ".join(mode.upper() for mode in modes)
+    return (
+        f"By this run's numbers that is so for {names}: eight times the tokens took less than {LITTLE} times"
+        " as long, and the prediction, which contains latency, is less than half of the time. So waits for"
+        " the host and for other ranks set the time, and measured / predicted says little of kernels."
+    )
+
+
+def computing_in_words(few: float, many: float, factor: float) -> str:
+    """For prose: whether a block's computing depends on its tokens, whole sentences.
+
+    Args:
+        few, many: seconds of computing with some tokens, and with `factor` times as many.
+    """
+    took = f"With 1/{factor:g} of the images, computing took {number(few, 's')}"
+    took += f" instead of {number(many, 's')}"
+    if many < LITTLE * few:
+        return (
+            f"{took}, hardly less. So tokens do not set this time: it contains waits for the host, which"
+            " launches operations, and the factor says little of kernels."
+        )
+    share = 100 * constant_share(many / few, factor) * few / many
+    if share < 1:
+        return f"{took}, so no constant part shows."
+    return f"{took}. So about {share:.0f} % of the longer time is constant, such as launching operations."
+
+
 def difference(seconds: Mapping[str, float]) -> str:
     """How much more or less time sequence parallelism takes than 1D, in words."""
     longer = seconds["1d+sp"] - seconds["1d"]
@@ -156,9 +235,22 @@ def grid_in_words(seconds: Mapping[str, float], fewer_bytes: bool) -> str:
     return f"2D sends {sends} bytes than 1D, {joined} takes {took} against {other}"
 
 
-def verdict(predicted: float, measured: float) -> str:
-    """Whether a link is fast enough by a predicted and by a measured ratio of computing to communication."""
+def verdict(predicted: float, measured: float, slower: Mapping[str, float]) -> str:
+    """Whether a link is fast enough by a predicted and by a measured ratio of computing to communication.
+
+    Args:
+        slower: as `slower_than_predicted` has it; says why the two differ.
+    """
     words = ["fast enough" if ratio >= 1 else "too slow" for ratio in (predicted, measured)]
     if words[0] == words[1]:
         return f"both the formula and the run call the interconnect {words[0]}"
-    return f"the formula calls the interconnect {words[0]}, the run {words[1]}"
+    computing, *messages = slower.values()
+    longer = math.prod(messages) > 1
+    if measured < predicted:
+        why = "communication took longer than its bytes alone" if longer else "computing took less time"
+    elif longer:
+        why = "computing took longer than its products, not because the link was faster"
+    else:
+        why = "communication took less time than its bytes alone"
+        why += ", and computing longer than its products" if computing > 1 else ""
+    return f"the formula calls the interconnect {words[0]}, the run {words[1]}, because {why}"

@@ -334,11 +334,22 @@ def test_what_is_not_compute_is_compared_along_pp_and_tp(monkeypatch: pytest.Mon
     assert recorded["04.rest.tp.simulated"] == {"step": 11.0, "rest": 5.0}
     assert recorded["04.rest.pp.predicted"] == {"step": 5.0, "rest": 2.0}
     assert recorded["04.rest.tp.off"] == {"compute": 3.0, "rest": -2.0}
-    assert recorded["04.rest.signs"] == "Below 0 means shorter: along tp the two partly cancel in the ratio."
+    assert recorded["04.rest.signs"] == (
+        "Compute takes 3.00 s longer along tp and 1.00 s longer along pp."
+        " The rest takes 2.00 s less along tp and 1.00 s longer along pp."
+        " Along tp the two errors partly cancel in the ratio."
+    )
     vit_hybrid.record_rest(3.0, 1.0, busy, predicted, simulated, {"pp": 7.0, "tp": 12.0})
-    assert recorded["04.rest.signs"] == "No error is below 0, so none cancel in a ratio."
-    vit_hybrid.record_rest(3.0, 1.0, {"pp": 4.0, "tp": 2.0}, predicted, simulated, {"pp": 7.0, "tp": 3.0})
-    assert "have one sign" in recorded["04.rest.signs"]
+    assert "cancel" not in recorded["04.rest.signs"]
+
+
+def test_a_quarter_of_the_images_shows_where_launches_set_the_time() -> None:
+    said = vit_hybrid.fewer_in_words({"dp": 0.3, "pp": 0.98, "tp": 1.02})
+    assert "0.30 times as long along dp" in said
+    assert "So along pp and tp the images hardly matter" in said
+    assert "waits for the host" in said
+    assert "waits for cores" in vit_hybrid.fewer_in_words({"dp": 0.3, "pp": 0.9, "tp": 0.5}, "cpu")
+    assert "along every axis compute depends" in vit_hybrid.fewer_in_words({"dp": 0.3, "pp": 0.4, "tp": 0.5})
 
 
 @pytest.mark.parametrize("source", ["measured", "measured by turns"])
@@ -416,7 +427,7 @@ def test_lines_of_axes_over_a_slower_link() -> None:
     dots = {axis: lines[f"{axis} measured"].get_xydata()[0] for axis in ("dp", "tp")}
     assert dots["dp"][1] == 0.11
     assert dots["dp"][0] < dots["tp"][0] < 1  # beside each other, left of the curves
-    assert {t.get_text() for t in fig.axes[0].texts} == {"dp  +0.800 s", "tp  +1.90 s"}
+    assert {t.get_text() for t in fig.axes[0].texts} == {"dp  +800 ms", "tp  +1.90 s"}
     for wrong in (
         ([1, 2], {"dp": [1.0]}, {"dp": 1.0}),
         ([1, 2], {"dp": [1.0, 0.0]}, {"dp": 1.0}),

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
+from hpnb.lesson import tables
 from hpnb.lesson.programs.vit_hybrid import RankParts
 from hpnb.mesh import AXES, Layout
 from hpnb.placement import Placement
@@ -223,7 +224,7 @@ def slower_link(
     heading = title if title is not None else "a step on a slower link"
     across = "bandwidth of the link between ranks"
     panel = CurvePanel(series, f"step ({unit}), log scale", "xy", 2.5, xlabel=across)
-    longer = {a: f"{a}  +{number((seconds[-1] - seconds[0]) / scale)} {unit}" for a, seconds in steps.items()}
+    longer = {a: f"{a}  +{tables.number(seconds[-1] - seconds[0], 's')}" for a, seconds in steps.items()}
     right = 0.35 + max((text_inches(words, TEXT, "bold") for words in longer.values()), default=0.0)
     fig = curves([panel], title=heading, keys=keys, right=right)
     (ax,) = fig.axes

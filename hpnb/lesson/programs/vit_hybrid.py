@@ -24,6 +24,7 @@ from hpnb.lesson.programs.step_timing import (
     relative_distance,
     time_backward,
 )
+from hpnb.lesson.tables import number
 from hpnb.lesson.values import record
 from hpnb.models import ViTSize
 from hpnb.pipeline_parallel import Schedule, schedules
@@ -189,8 +190,8 @@ def record_rest(
     """Record under 04.rest a step along pp and along tp three times, and what is not compute of the busiest
     rank; return {axis: measured less predicted seconds of that}.
 
-    04.rest.pp.off and 04.rest.tp.off are compute and the rest, measured less predicted; 04.rest.signs says in
-    words whether they cancel.
+    04.rest.pp.off and 04.rest.tp.off are compute and the rest, measured less predicted; 04.rest.signs says
+    so in words, and whether they cancel.
 
     Args:
         share: predicted seconds of this compute.
@@ -208,19 +209,73 @@ def record_rest(
             record(f"04.rest.{axis}.{source}", {"step": step, "rest": rest[source]}, "s")
         off[axis] = rest["measured"] - rest["predicted"]
         record(f"04.rest.{axis}.off", {"compute": busy[axis] - share, "rest": off[axis]}, "s")
-    errors = {axis: (busy[axis] - share, off[axis]) for axis in off}
-    record("04.rest.signs", _signs_in_words(errors))
+    errors = {axis: (busy[axis] - share, off[axis]) for axis in ("tp", "pp")}
+    record("04.rest.signs", _errors_in_words(errors))
     return off
 
 
-def _signs_in_words(errors: Mapping[str, tuple[float, float]]) -> str:
-    """For prose: a sentence on what the signs of an axis's two errors mean for its ratio."""
+def _errors_in_words(errors: Mapping[str, tuple[float, float]]) -> str:
+    """For prose: what differs from its prediction by how much, and where two errors partly cancel."""
+    said = []
+    for subject, which in (("Compute takes", 0), ("The rest takes", 1)):
+        parts = []
+        for axis, pair in errors.items():
+            direction = "longer" if pair[which] > 0 else "less"
+            parts.append(f"{number(abs(pair[which]), 's')} {direction} along {axis}")
+        said.append(f"{subject} {' and '.join(parts)}.")
     cancel = [axis for axis, (compute, rest) in errors.items() if compute * rest < 0]
     if cancel:
-        return f"Below 0 means shorter: along {' and '.join(cancel)} the two partly cancel in the ratio."
-    if min(min(pair) for pair in errors.values()) < 0:
-        return "Below 0 means shorter. Both errors of an axis have one sign, so none cancel in its ratio."
-    return "No error is below 0, so none cancel in a ratio."
+        said.append(f"Along {' and '.join(cancel)} the two errors partly cancel in the ratio.")
+    return " ".join(said)
+
+
+def record_fewer(
+    pool: hpnb.Ranks,
+    card: MachineCard,
+    size: ViTSize,
+    images: int,
+    dtype: torch.dtype,
+    steps: AxisSteps,
+    buckets: int,
+) -> None:
+    """Record in words whether compute along each axis depends on the images: a quarter of them is timed.
+
+    04.fewer is a whole sentence or two. Where compute hardly shrinks, the host's launches set it.
+
+    Args:
+        card: says whether the ranks are GPUs.
+        images: of the steps' batch; a quarter is a multiple of ranks and microbatches.
+        buckets: as for `record_axes`.
+    """
+    fewer = record_axes(pool, size, images // 4, dtype, steps.schedule, buckets)
+    share = {}
+    for axis, tl in fewer.timelines.items():
+        many = steps.timelines[axis]
+        share[axis] = max(map(tl.work, tl.ranks)) / max(map(many.work, many.ranks))
+    record("04.fewer", fewer_in_words(share, card.device))
+
+
+def fewer_in_words(share: Mapping[str, float], device: str = "cuda") -> str:
+    """For prose: what a quarter of the images says of recorded compute.
+
+    Args:
+        share: {axis: compute with a quarter of the images, over compute with all}.
+        device: on a "cpu" fixed costs of operations and waits for cores look alike.
+    """
+    *parts, last = (f"{took:.2f} times as long along {axis}" for axis, took in share.items())
+    took = f"With a quarter of the images, the busiest rank computes {', '.join(parts)} and {last}."
+    bound = [axis for axis in share if share[axis] > 2 / 3]
+    if not bound:
+        return (
+            f"{took} So along every axis compute depends on the images, and fixed costs alone do not set it."
+        )
+    why = "fixed costs of operations or waits for cores set this compute"
+    if device != "cpu":
+        why = "this compute contains waits for the host, which launches operations"
+    return (
+        f"{took} So along {' and '.join(bound)} the images hardly matter: {why}, and its ratio to the"
+        " prediction says little of the arithmetic."
+    )
 
 
 def _data_parallel(

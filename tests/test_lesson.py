@@ -1074,8 +1074,10 @@ def cut_three_ways() -> Any:
 
 @pytest.mark.parametrize("cores", [1, 2])
 def test_no_noise_decides_between_cuts_where_ranks_share_cores(cores: int) -> None:
-    (ran, counts), (same, _) = hpnb.launch(cut_on, cores, ranks=2, device="cpu", timeout=120)
-    assert ran == same
+    (rounds, counts), (same, _) = hpnb.launch(cut_on, cores, ranks=2, device="cpu", timeout=120)
+    assert rounds == same
+    assert {len(steps) for steps in rounds.values()} == {1 if cores == 1 else 3}
+    ran = {name: steps[0] for name, steps in rounds.items()}
     assert list(ran) == list(counts) == ["uniform", "heavy", "by time"]
     assert counts["uniform"] == [3, 3]  # embedding, four blocks, head
     assert counts["heavy"] == [2, 4]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -48,7 +49,7 @@ def test_the_split_step_is_divided_by_the_other_one() -> None:
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [
-        ((3.0, 3.0), "no schedule is faster than another: all pairs are undecided"),
+        ((3.0, 3.0), "no schedule is shown to be faster than another: all pairs are undecided"),
         ((3.0, 2.0), "b is faster than a"),
         ((3.0, 2.0, 2.0), "b is faster than a, c is faster than a; all other pairs are undecided"),
         ((3.0, 2.0, 1.0), "c is faster than a and b, b is faster than a"),
@@ -58,6 +59,78 @@ def test_the_split_step_is_divided_by_the_other_one() -> None:
 def test_the_race_says_which_pairs_are_undecided(seconds: tuple[float, ...], words: str) -> None:
     steps = dict(zip("abcd", seconds, strict=False))
     assert vit_pipeline_words.race_words(steps, dict.fromkeys(steps, 0.5)) == words
+
+
+def steps_of(*seconds: float) -> list[Timeline]:
+    """Measured steps of two ranks, of so many seconds."""
+    made = schedules.make("1f1b", 2, 1)  # two forwards and two backwards, one after the other
+    steps = [made.simulate(Costs(each / 4, each / 4, 0.0)) for each in seconds]
+    return [replace(tl, source="measured") for tl in steps]
+
+
+def bubbles_of(*microbatches: int) -> list[Timeline]:
+    """Steps of two ranks; the more microbatches, the smaller the bubble."""
+    return [schedules.make("1f1b", 2, m).simulate(Costs(1.0, 1.0, 0.0)) for m in microbatches]
+
+
+def test_a_smaller_bubble_is_said_only_of_schedules_whose_steps_are_all_below() -> None:
+    rounds = {
+        "1f1b": bubbles_of(4, 8),
+        "a": bubbles_of(16, 32),
+        "b": bubbles_of(6, 16),
+        "c": bubbles_of(1, 2),
+    }
+    words = vit_pipeline_words.idle_words(rounds)
+    assert words == (
+        "all steps of a are below all of 1f1b's; all steps of c are above all of 1f1b's; "
+        "those of b overlap with 1f1b's, so the run does not decide"
+    )
+    del rounds["b"], rounds["c"]
+    assert vit_pipeline_words.idle_words(rounds) == "all steps of a are below all of 1f1b's"
+
+
+def test_the_formulas_hold_from_w_to_two_w() -> None:
+    said = {ratio: vit_pipeline_words.formula_words(ratio) for ratio in (0.9, 1.0, 2.0, 2.1)}
+    assert "I is below W, where the formulas above do not hold" in said[0.9]
+    assert "I is above 2W, where the formulas above do not hold" in said[2.1]
+    assert said[1.0] == said[2.0]
+    assert said[1.0].startswith("By the formulas above, a larger I makes ZB-H1 idle longer")
+
+
+def test_a_balanced_partition_is_faster_only_if_all_of_its_steps_are() -> None:
+    blocks = {"uniform": [6, 6], "by time": [7, 5]}
+
+    def say(*seconds: float, source: Any = "measured") -> str:
+        rounds = {"uniform": steps_of(5, 6), "by time": steps_of(*seconds)}
+        rounds = {name: [replace(tl, source=source) for tl in steps] for name, steps in rounds.items()}
+        return vit_pipeline_words.balanced_words(rounds, blocks)
+
+    assert say(3, 4) == "all its steps are shorter than all of the uniform partition's"
+    assert say(7, 8) == "all its steps are longer than all of the uniform partition's"
+    assert "does not decide" in say(4, 5.5)
+    assert say(3, 4, source="simulated") == "both are simulated from the same times of layers"
+    blocks["by time"] = [6, 6]
+    assert say(3, 4) == "this is the uniform partition"
+
+
+def test_the_race_says_how_far_predictions_are_off_and_who_works_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorded: dict[str, Any] = {}
+    monkeypatch.setattr(
+        vit_pipeline_words, "record", lambda key, value, unit="": recorded.update({key: value})
+    )
+    monkeypatch.setattr(vit_pipeline_words, "add_to_ledger", lambda *args: None)
+    made = {name: schedules.make(name, 2, 4) for name in ("1f1b", "zb-h1", "zb-h2")}
+    costs = {"1f1b": Costs(1.0, 1.0, 1.0), "zb-h1": Costs(1.0, 1.5, 1.0), "zb-h2": Costs(1.0, 1.0, 1.0)}
+    steps = {name: schedule.simulate(costs[name]) for name, schedule in made.items()}
+    predicted = {name: tl.makespan / 2 for name, tl in steps.items()}
+    predicted |= {"1f1b": 1.0, "zb-h2": steps["zb-h2"].makespan}
+    vit_pipeline_words.record_race("ViT", predicted, steps, {name: [tl] for name, tl in steps.items()})
+    assert recorded["02.race.ratio"] == {"least": 1.0, "most": 2.0}  # 1F1B predicts itself
+    assert recorded["02.race"]["work"] == "12.0 s under 1f1b to 14.0 s under zb-h1"
+    assert recorded["02.race"]["formulas"].startswith("By the formulas above")
+    assert recorded["02.race"]["first"] == {"predicted": "1f1b", "run": "zb-h2"}
 
 
 # --- exercise 1 --------------------------------------------------------------------------------------
@@ -158,17 +231,28 @@ def test_the_page_says_what_graphs_changed(monkeypatch: pytest.MonkeyPatch) -> N
         {m: schedules.make("1f1b", 2, m).simulate(Costs(cost, 0.0, 0.0, 0.0)) for m in (1, 4)}
         for cost in (1.0, 0.5)
     )
-    assert "a second panel" in vit_pipeline_words.record_graphs(slow, {}, {}, [])
+    assert "a second panel" in vit_pipeline_words.record_graphs(slow, {}, {}, {}, [], 4)
     assert recorded["02.graphs"] == "the ranks have no GPU, so the figure has one panel"
-    rounds = {m: [tl] * 2 for m, tl in fast.items()}
-    said = vit_pipeline_words.record_graphs(slow, fast, rounds, ["stage 1 runs without CUDA graphs"])
+    eager, rounds = ({m: [tl] * 2 for m, tl in steps.items()} for steps in (slow, fast))
+    notes = ["stage 1 runs without CUDA graphs"]
+    said = vit_pipeline_words.record_graphs(slow, fast, eager, rounds, notes, 4)
     assert said.splitlines()[1:] == ["stage 1 runs without CUDA graphs"]
     words = "the step at m = 4 takes 2.50 s with graphs instead of 5.00 s, "
     words += "and the shortest step is 1.00 s at m = 1"
-    assert recorded["02.graphs"] == f"{words}, although some stages could not be captured"
+    usual = "At m = 4, as in the race, graphs take 2.50 s instead of 5.00 s: "
+    usual += "there, too, work and bubble contain waits for launches"
+    assert recorded["02.graphs"] == f"{words}, although some stages could not be captured. {usual}"
     rounds[1] = [fast[1], slow[4]]  # longer than m = 4 in the second round
-    vit_pipeline_words.record_graphs(slow, fast, rounds, [])
-    assert recorded["02.graphs"] == f"{words}, where m = 4 may be as good"
+    vit_pipeline_words.record_graphs(slow, fast, eager, rounds, [], 4)
+    assert recorded["02.graphs"] == f"{words}, where m = 4 may be as good. {usual}"
+
+
+def test_graphs_show_launches_only_where_all_of_their_steps_are_shorter() -> None:
+    helps = vit_pipeline_words.launch_words(steps_of(5, 6), steps_of(3, 4), 8)
+    assert helps.startswith("At m = 8, as in the race, graphs take 4.00 s instead of 6.00 s")
+    for graphed in ((4, 5), (7, 8)):
+        words = vit_pipeline_words.launch_words(steps_of(5, 6), steps_of(*graphed), 8)
+        assert words.endswith("do not show that graphs help")
 
 
 def test_the_second_panel_has_an_axis_of_its_own() -> None:
@@ -200,7 +284,8 @@ def test_the_sweep_says_how_far_the_formula_is_off_and_how_long_bubbles_are(
     )
     steps = {m: schedules.make("1f1b", 2, m).simulate(Costs(4 / m, 0.0, 0.0, 0.0)) for m in (1, 4)}
     rounds = {m: [tl, tl] for m, tl in steps.items()}
-    sweep = steps, rounds, {"bubble": [4.0, 1.0]}, [7.0, 10.0], 1  # steps of 8 s and 5 s
+    parts = [{"bubble": [4.0, 1.0]}]
+    sweep = steps, rounds, parts, [7.0, 10.0], 1  # steps of 8 s and 5 s
     vit_pipeline_words.record_sweep(*sweep)
     assert recorded["02.sweep"] == {"best": 4, "most": 4, "furthest": 4, "over": 0.5}
     assert recorded["02.sweep-step"] == {"alone": 8.0, "best": 5.0, "usual": 8.0, "work": 8.0}
@@ -211,6 +296,30 @@ def test_the_sweep_says_how_far_the_formula_is_off_and_how_long_bubbles_are(
     assert recorded["02.sweep.verdict"] == "m = 1 took less in some of 3 rounds and may be as good"
     assert recorded["02.sweep-bubble"] == {"best": 1.0, "most": 1.0}
     assert recorded["02.sweep-share"] == 62.5
+    assert recorded["02.sweep.changes"].startswith("nothing changes, because the largest m is the best")
+
+
+@pytest.mark.parametrize(
+    ("bubbles", "graphs", "ending"),
+    [
+        ([4.0, 1.0, 0.5], None, "grows by 2.00 s and the bubble shrinks by 500 ms"),
+        ([4.0, 1.0, 3.0], None, "a rank waits for the longer ones"),
+        ([4.0, 1.0, 3.0], [4.0, 1.0, 2.0], "With CUDA graphs, the bubble at m = 8 is 2.00 s"),
+        (
+            [4.0, 1.0, 3.0],
+            [4.0, 1.0, 0.5],
+            "is 500 ms, so most of it comes from launches, not from the schedule",
+        ),
+    ],
+)
+def test_the_sweep_says_why_a_bubble_grows(
+    bubbles: list[float], graphs: list[float] | None, ending: str
+) -> None:
+    parts = {"small kernels": [0.0, 1.0, 3.0], "bubble": bubbles, "host wait": [0.0, 0.0, 0.0]}
+    graph_parts = {"bubble": graphs} if graphs else None
+    words = vit_pipeline_words.sweep_words([1, 4, 8], 4, parts, graph_parts)
+    assert words.startswith("the time of launches and small kernels grows by 2.00 s and the bubble ")
+    assert words.endswith(ending)
 
 
 @pytest.mark.parametrize(
@@ -243,6 +352,7 @@ def test_unequal_stages_make_gpipe_take_longer_than_1f1b(monkeypatch: pytest.Mon
         vit_pipeline_words.record_beside_gpipe(steps, made)
         assert recorded["02.by-medians"] == pytest.approx(ratio, abs=0.01)
         assert recorded["02.ran"] == steps
+        assert recorded["02.by-run"] == steps["1f1b"].makespan / steps["gpipe"].makespan
         assert vit_pipeline.slowest_over_mean(steps["gpipe"]) == pytest.approx(
             (forward[0] + 2) / (sum(forward) / 4 + 2)
         )

@@ -184,13 +184,13 @@ def time_captured(
 
 def time_cuts(
     size: ViTSize, images: int, dtype: torch.dtype, schedule: Schedule, cuts: Mapping[str, How]
-) -> tuple[dict[str, Timeline], dict[str, list[int]]]:
-    """A step of each partition, and of one balanced by time: ({name: step}, {name: layers of each stage}).
+) -> tuple[dict[str, list[Timeline]], dict[str, list[int]]]:
+    """Steps of each partition, and of one balanced by time: ({name: steps}, {name: layers of each stage}).
 
     Every rank calls it. Rank 0 measures forward and backward of a microbatch in each layer while the others
     wait; the partition that balances these seconds is called "by time". Where ranks share cores, noise is
-    larger than what a partition gains: there every block counts as the median block, and all steps are
-    simulated.
+    larger than what a partition gains: there every block counts as the median block, and one step of each
+    partition is simulated.
     """
     axis = all_ranks("pp")
     model, batch = vit_and_batch(size, images // schedule.microbatches, dtype)
@@ -205,8 +205,8 @@ def time_cuts(
     counts = {name: [len(stage) for stage in cut(all_layers, axis.size, how)] for name, how in cuts.items()}
     counts["by time"] = list(balanced(costs, axis.size))
     if not contended():
-        return time_schedules(size, images, dtype, dict.fromkeys(counts, schedule), counts), counts
-    return {name: simulate_layers(schedule, costs, stages) for name, stages in counts.items()}, counts
+        return time_rounds(size, images, dtype, dict.fromkeys(counts, schedule), counts), counts
+    return {name: [simulate_layers(schedule, costs, stages)] for name, stages in counts.items()}, counts
 
 
 GRAPH_WARM_UP = 4  # steps before the first that counts: two eager ones, one that captures, one replay

@@ -1,7 +1,7 @@
 """What notebook 02 says of the steps that vit_pipeline.py runs: decisions, and words for its prose.
 
 vit_pipeline_words.record_run(here, SHAPE, DTYPE)                 02.run
-vit_pipeline_words.record_race(NAME, predicted, steps, spreads)   02.race, 02.race.step, ..
+vit_pipeline_words.record_race(NAME, predicted, steps, rounds)    02.race, 02.race.step, ..
 
 In a docstring, a sentence of the page stands in quotation marks; the words in brackets are filled in.
 """
@@ -9,14 +9,23 @@ In a docstring, a sentence of the page stands in quotation marks; the words in b
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 import torch
 
 from hpnb.lesson.banner import Banner
+from hpnb.lesson.programs import gpt2_pipeline
+from hpnb.lesson.programs.gpt2_pipeline import StepRepeats
 from hpnb.lesson.programs.step_timing import compute_seconds, divide_rounds
-from hpnb.lesson.programs.vit_pipeline import IN_ONE_PIECE, SPLIT, add_to_ledger
+from hpnb.lesson.programs.vit_pipeline import (
+    IN_ONE_PIECE,
+    SPLIT,
+    add_to_ledger,
+    input_over_weight,
+    spread_of,
+)
 from hpnb.lesson.tables import number
 from hpnb.lesson.values import record
 from hpnb.pipeline_parallel import Costs, Schedule
@@ -28,16 +37,17 @@ def record_run(here: Banner, shape: Sequence[int], dtype: torch.dtype) -> str:
 
     Steps are "measured" where each rank has a GPU or a core. 02.run fills these sentences:
 
-    - "This run's steps are [kind], and [messages]", in the opening.
+    - "This run's steps are [kind]; [messages]", in the opening.
     - "In this run b = [images], s = [tokens] and h = [hidden], and a number has [bytes] bytes", of a message.
     - "We show [shown]", which of several steps, at the race and at the sweep.
+    - "The schedules run in turn, [repeats] times."
     - "The race's predictions contain no messages; [in-race]."
     """
     kind = "measured" if here.timings_mean_something else "replayed"
     race = "its steps contain them, and also launches and waits, so the ratio of a step to its prediction "
     race += "does not show what messages cost"
     if kind == "measured":
-        messages = "steps include the time of messages"
+        messages = "they include the time of messages"
     elif here.device == "cpu":
         messages = "messages take no time"
         race = "neither do its replayed steps, so the race does not show what messages cost"
@@ -48,7 +58,27 @@ def record_run(here: Banner, shape: Sequence[int], dtype: torch.dtype) -> str:
     sizes = {"images": images, "tokens": tokens, "hidden": hidden, "bytes": dtype.itemsize}
     shown = "the median step" if kind == "measured" else "a replay of each action's median time"
     record("02.run", {"kind": kind, "messages": messages, "in-race": race, "shown": shown, **sizes})
+    record("02.run.repeats", repeats_of(here))
     return kind
+
+
+def repeats_of(here: Banner) -> int:
+    """How often the race times each schedule: 5 times, on a CPU 3 times."""
+    return 3 if here.device == "cpu" else 5
+
+
+def claim_faster(rounds: Mapping[str, Sequence[Timeline]], fast: str, slow: str) -> None:
+    """Claim that all steps of `fast` are shorter than all of `slow`, or say that the run does not decide."""
+    gpt2_pipeline.claim_faster(_repeats(rounds), fast, slow)
+
+
+def claim_less_idle(rounds: Mapping[str, Sequence[Timeline]], less: str, more: str) -> None:
+    """Claim that all bubbles of `less` are below all of `more`, or say that the run does not decide."""
+    gpt2_pipeline.claim_less_idle(_repeats(rounds), less, more)
+
+
+def _repeats(rounds: Mapping[str, Sequence[Timeline]]) -> dict[str, StepRepeats]:
+    return {name: StepRepeats(timelines) for name, timelines in rounds.items()}
 
 
 def record_beside_gpipe(steps: Mapping[str, Timeline], schedules: Mapping[str, Schedule]) -> None:
@@ -56,34 +86,122 @@ def record_beside_gpipe(steps: Mapping[str, Timeline], schedules: Mapping[str, S
 
     02.ran fills "Timed again, beside 1F1B, GPipe's step takes [..] with a bubble of [..]. 1F1B's step takes
     [..] with [..]". 02.by-medians fills "With the median times of GPipe's stages, 1F1B's step takes [..]
-    times as long as GPipe's": both are simulated with these medians, which need not be equal.
+    times as long as GPipe's": both are simulated with these medians, which need not be equal. 02.by-run is
+    the same factor of the steps that ran.
     """
     record("02.ran", dict(steps))
     costs = Costs.measured(steps["gpipe"])
     simulated = {name: schedule.simulate(costs).makespan for name, schedule in schedules.items()}
     record("02.by-medians", simulated["1f1b"] / simulated["gpipe"])
+    record("02.by-run", steps["1f1b"].makespan / steps["gpipe"].makespan)
 
 
 def record_race(
-    name: str, predicted: Mapping[str, float], steps: Mapping[str, Timeline], spreads: Mapping[str, float]
+    name: str,
+    predicted: Mapping[str, float],
+    steps: Mapping[str, Timeline],
+    rounds: Mapping[str, Sequence[Timeline]],
 ) -> None:
     """Record what the race of schedules decides, and add all steps to the ledger.
 
-    02.race fills "So [faster]. The prediction puts [first.predicted] first, the run [first.run]".
-    02.race.half-backward fills "In the 1F1B step of this run, half a backward takes [..] times as long as a
-    forward". 02.race.step gives 1F1B's seconds to the sentence that compares its steps of three cells.
+    02.race fills these sentences:
+
+    - "So [faster]. As to the bubble, [idle]."
+    - "The prediction puts [first.predicted] first; by medians, the run puts [first.run] first."
+    - "The four other schedules take [ratio.least] to [ratio.most] times as long as predicted."
+    - "In the race, work goes from [work]", a range.
+    - "[formulas]", what the formulas for idle time say of this run's I and W.
+    - "In the 1F1B step of this run, half a backward takes [half-backward] times as long as a forward."
+
+    02.race.step gives 1F1B's seconds to the sentence that compares its steps of three cells.
+
+    Args:
+        steps: {schedule: its median step}, 1f1b first.
+        rounds: {schedule: all its steps}.
     """
     makespans = {schedule: tl.makespan for schedule, tl in steps.items()}
     first = {
         "predicted": min(predicted, key=predicted.__getitem__),
         "run": min(makespans, key=makespans.__getitem__),
     }
-    words = race_words(makespans, spreads)
-    record("02.race", {"faster": words, "first": first})
+    spreads = {schedule: spread_of(timelines) for schedule, timelines in rounds.items()}
+    others = {schedule: seconds for schedule, seconds in predicted.items() if schedule != "1f1b"}
+    words = {"faster": race_words(makespans, spreads), "idle": idle_words(rounds), "work": work_words(steps)}
+    record("02.race", {**words, "first": first, "formulas": formula_words(input_over_weight(steps["zb-h1"]))})
+    record("02.race.ratio", gpt2_pipeline.ratio_range(makespans, others))
     total = {op: sum(e.duration for e in steps["1f1b"].events if e.op == op) for op in "FB"}
     record("02.race.half-backward", total["B"] / 2 / total["F"])  # the prediction's W over F
     record("02.race.step", makespans, "s")
     add_to_ledger(name, predicted, steps)
+
+
+def idle_words(rounds: Mapping[str, Sequence[Timeline]], base: str = "1f1b") -> str:
+    """The sentence "As to the bubble, [..]" after the race: which schedules' steps are all below `base`'s."""
+    bubbles = {name: sorted(tl.bubble_fraction for tl in tls) for name, tls in rounds.items()}
+    of_base = bubbles.pop(base)
+    below = [name for name, shares in bubbles.items() if shares[-1] < of_base[0]]
+    above = [name for name, shares in bubbles.items() if shares[0] > of_base[-1]]
+    undecided = [name for name in bubbles if name not in below + above]
+    clauses = [
+        f"all steps of {listed(names)} are {side} all of {base}'s"
+        for side, names in (("below", below), ("above", above))
+        if names
+    ]
+    if undecided:
+        clauses.append(f"those of {listed(undecided)} overlap with {base}'s, so the run does not decide")
+    return "; ".join(clauses)
+
+
+def work_words(steps: Mapping[str, Timeline]) -> str:
+    """The sentence "In the race, work goes from [..]": the least and the most, with their schedules."""
+    work = {name: compute_seconds(tl) for name, tl in steps.items()}
+    ends = min(work, key=work.__getitem__), max(work, key=work.__getitem__)
+    return " to ".join(f"{number(work[name], 's')} under {name}" for name in ends)
+
+
+def formula_words(input_over_weight: float) -> str:
+    """What the formulas for idle time say if an input gradient takes so many times as long as W."""
+    if 1 <= input_over_weight <= 2:
+        return "By the formulas above, a larger I makes ZB-H1 idle longer and leaves ZB-H2 as it is"
+    side = "I is above 2W" if input_over_weight > 2 else "I is below W"
+    return f"In this run {side}, where the formulas above do not hold"
+
+
+def record_cuts(
+    rounds: Mapping[str, Sequence[Timeline]],
+    steps: Mapping[str, Timeline],
+    blocks: Mapping[str, Sequence[int]],
+) -> None:
+    """Record what moving blocks between stages costs. Its values fill these sentences:
+
+    - 02.cut: "The uniform partition takes [..], the heavy one [..]. Balancing by time gives [..] with the
+      partition [..]; [02.cut.verdict]."
+    - 02.heavy-work, 02.heavy-blocks: "rank 1 works [..] times as long as the median rank and has [..] times
+      as many blocks."
+
+    Args:
+        rounds: {"uniform", "heavy", "by time": steps}.
+        steps: {partition: its median step}.
+        blocks: {partition: blocks of each stage}.
+    """
+    record("02.cut", {name: tl.makespan for name, tl in steps.items()}, "s")
+    record("02.cut.verdict", balanced_words(rounds, blocks))
+    work = [steps["heavy"].work(rank) for rank in steps["heavy"].ranks]
+    record("02.heavy-work", work[1] / statistics.median(work))
+    record("02.heavy-blocks", blocks["heavy"][1] / statistics.median(blocks["heavy"]))
+
+
+def balanced_words(rounds: Mapping[str, Sequence[Timeline]], blocks: Mapping[str, Sequence[int]]) -> str:
+    """The sentence "Balancing by time gives [..]; [..]": whether its steps show that it is faster."""
+    if list(blocks["by time"]) == list(blocks["uniform"]):
+        return "this is the uniform partition"
+    if rounds["uniform"][0].source == "simulated":
+        return "both are simulated from the same times of layers"
+    runs = _repeats(rounds)
+    if runs["by time"].overlaps(runs["uniform"]):
+        return "the steps of both overlap, so the run does not decide between them"
+    faster = runs["by time"].slowest < runs["uniform"].fastest
+    return f"all its steps are {'shorter' if faster else 'longer'} than all of the uniform partition's"
 
 
 def faster_pairs(steps: Mapping[str, float], spreads: Mapping[str, float]) -> list[str]:
@@ -102,7 +220,7 @@ def race_words(steps: Mapping[str, float], spreads: Mapping[str, float]) -> str:
     """The sentence "So [..]" after the race: the `faster_pairs`, and whether other pairs are undecided."""
     faster = faster_pairs(steps, spreads)
     if not faster:
-        return "no schedule is faster than another: all pairs are undecided"
+        return "no schedule is shown to be faster than another: all pairs are undecided"
     decided = all(abs(steps[a] - steps[b]) > max(spreads[a], spreads[b]) for a, b in combinations(steps, 2))
     return ", ".join(faster) + ("" if decided else "; all other pairs are undecided")
 
@@ -147,7 +265,9 @@ def record_graphs(
     steps: Mapping[int, Timeline],
     graphed: Mapping[int, Timeline],
     rounds: Mapping[int, Sequence[Timeline]],
+    graph_rounds: Mapping[int, Sequence[Timeline]],
     notes: Sequence[str],
+    usual: int,
 ) -> str:
     """Record in words what CUDA graphs changed at the largest number of microbatches, and return them.
 
@@ -156,48 +276,104 @@ def record_graphs(
 
     Args:
         steps, graphed: {number of microbatches: median step}, launched from Python and as graphs.
-        rounds: {number of microbatches: all its steps with graphs}.
+        rounds, graph_rounds: {number of microbatches: all its steps}, likewise.
         notes: which stages ran without graphs.
+        usual: the number of microbatches of the race, for which a sentence is added.
     """
     if not graphed:
         record("02.graphs", "the ranks have no GPU, so the figure has one panel")
         return "On GPUs the figure has a second panel: the same steps with CUDA graphs."
-    most, (best, rivals) = max(steps), best_and_rivals(graphed, rounds)
+    most, (best, rivals) = max(steps), best_and_rivals(graphed, graph_rounds)
     eager, replayed = (number(at[most].makespan, "s") for at in (steps, graphed))
     words = f"the step at m = {most} takes {replayed} with graphs instead of {eager}, "
     words += f"and the shortest step is {number(graphed[best].makespan, 's')} at m = {best}"
     words += f", where m = {listed(rivals)} may be as good" if rivals else ""
     words += ", although some stages could not be captured" if notes else ""
+    words += f". {launch_words(rounds[usual], graph_rounds[usual], usual)}"
     record("02.graphs", words)
     return "\n".join([f"{words[0].upper()}{words[1:]}.", *notes])
+
+
+def launch_words(eager: Sequence[Timeline], graphed: Sequence[Timeline], usual: int) -> str:
+    """A sentence that says whether launches are a part of the race's steps, which have `usual` microbatches.
+
+    Args:
+        eager, graphed: the steps of 1F1B, launched from Python and as graphs.
+    """
+    runs = StepRepeats(eager), StepRepeats(graphed)
+    before, after = (number(run.median.makespan, "s") for run in runs)
+    if runs[0].overlaps(runs[1]) or runs[1].fastest > runs[0].slowest:
+        return f"At m = {usual}, as in the race, steps of {before} and {after} do not show that graphs help"
+    words = f"At m = {usual}, as in the race, graphs take {after} instead of {before}: "
+    return words + "there, too, work and bubble contain waits for launches"
+
+
+def sweep_words(
+    choices: Sequence[int],
+    best: int,
+    parts: Mapping[str, Sequence[float]],
+    graph_parts: Mapping[str, Sequence[float]] | None = None,
+) -> str:
+    """The sentence "Between the two, [..]": how parts of a step change from the best m to the largest.
+
+    If the bubble grows, a sentence says why: with graphs, from their bubble at the largest m.
+
+    Args:
+        choices: numbers of microbatches, in rising order.
+        parts, graph_parts: {part: its seconds at each choice}, launched from Python and as graphs.
+    """
+    if best == choices[-1]:
+        return "nothing changes, because the largest m is the best: the sweep ends before fixed costs win"
+    at = list(choices).index(best)
+    names = {
+        "small kernels": "the time of launches and small kernels",
+        "bubble": "the bubble",
+        "host wait": "host wait",
+    }
+    changes = {part: parts[part][-1] - parts[part][at] for part in names}
+    clauses = [
+        f"{names[part]} {'grows' if change > 0 else 'shrinks'} by {number(abs(change), 's')}"
+        for part, change in changes.items()
+        if abs(change) > 1e-6
+    ]
+    words = listed(clauses)
+    if changes["bubble"] <= 0:
+        return words
+    if graph_parts is None:
+        return f"{words}. Short actions take unequally long, and a rank waits for the longer ones"
+    graphed = graph_parts["bubble"][-1]
+    words += f". With CUDA graphs, the bubble at m = {choices[-1]} is {number(graphed, 's')}"
+    most = graphed < parts["bubble"][-1] / 2
+    return words + (", so most of it comes from launches, not from the schedule" if most else "")
 
 
 def record_sweep(
     steps: Mapping[int, Timeline],
     rounds: Mapping[int, Sequence[Timeline]],
-    parts: Mapping[str, Sequence[float]],
+    parts: Sequence[Mapping[str, Sequence[float]]],
     predicted: Sequence[float],
     usual: int,
 ) -> None:
     """Record what the sweep over numbers of microbatches shows. Its values fill these sentences:
 
     - 02.sweep.best, 02.sweep.verdict: "The shortest step has m = [best]; [verdict]".
-    - 02.sweep-bubble: "In the shortest step the bubble takes [best], at m = [02.sweep.most] [most]".
+    - 02.sweep-bubble: "The bubble takes [best] in the shortest step and [most] at m = [02.sweep.most].
+      Between the two, [02.sweep.changes]."
     - 02.sweep: the bars are "furthest from" the formula "at m = [furthest], where the step takes [over] times
       as long as by the formula".
     - 02.sweep-step, 02.sweep-share: "At m = 1 [..] that step, [alone] [..]. The shortest step without graphs
-      takes [best], which is [share] of that. At this m the ranks compute for [work] in all". The step of the
+      takes [best], which is [share] of that. At this m the ranks spend [work] in actions". The step of the
       `usual` m is compared with those of two other cells.
 
     Args:
         steps: {number of microbatches: median step}, in rising order.
         rounds: {number of microbatches: all its steps}.
-        parts: of the median steps, as `step_parts` has them.
+        parts: of the median steps, as `step_parts` has them; then of those with CUDA graphs, if they ran.
         predicted: seconds of each by the formula.
         usual: the number of microbatches of other cells.
     """
     took = {m: tl.makespan for m, tl in steps.items()}
-    (best, rivals), bubbles = best_and_rivals(steps, rounds), dict(zip(took, parts["bubble"], strict=True))
+    (best, rivals), bubbles = best_and_rivals(steps, rounds), dict(zip(took, parts[0]["bubble"], strict=True))
     ratios = {m: took[m] / formula for m, formula in zip(took, predicted, strict=True)}
     furthest = max(ratios, key=lambda m: abs(math.log(ratios[m])))
     record("02.sweep", {"best": best, "most": max(took), "furthest": furthest, "over": ratios[furthest]})
@@ -207,6 +383,7 @@ def record_sweep(
     decided = f"every other m took longer in {every}"
     undecided = f"m = {listed(rivals)} took less in {some} and may be as good" if rivals else ""
     record("02.sweep.verdict", undecided or decided)
+    record("02.sweep.changes", sweep_words(list(took), best, *parts))
     record("02.sweep-bubble", {"best": bubbles[best], "most": bubbles[max(took)]}, "s")
     record("02.sweep-share", 100 * took[best] / took[1], "%")
 

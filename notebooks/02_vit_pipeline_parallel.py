@@ -818,7 +818,7 @@ words.claim_faster(rounds, "uniform", "heavy")
 #
 # <details><summary>May we compare these steps with the race's?</summary>
 #
-# Where each rank has a GPU, they are of the same kind, but steps vary from cell to cell, as the last section shows. Where ranks
+# Where each rank has a GPU, they are of the same kind, but steps vary from cell to cell, as the fold on the best m shows. Where ranks
 # share cores, they are simulated from times of single layers, measured on rank 0 while the other ranks wait. So compare steps
 # of one cell only.
 # </details>

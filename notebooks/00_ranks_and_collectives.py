@@ -106,7 +106,7 @@ x
 #
 # <details><summary>Where a variable lives</summary>
 #
-# If a `%%ranks` cell uses a variable from the notebook, such as `N`, each rank gets a
+# Outputs of ranks come in the order in which they answer. If a `%%ranks` cell uses a variable from the notebook, such as `N`, each rank gets a
 # copy, and a fresh copy whenever you reassign it. In-place changes are not sent. A variable created on a rank, such
 # as `x`, stays on that rank, and the notebook does not see it. A function that you launch gets copies likewise of what
 # it uses from the notebook.
@@ -137,13 +137,12 @@ x
 # ## Collectives: what each rank holds before and after
 #
 # Ranks send in pairs or, more often, by a *collective*: an operation that all ranks of a group call together. A *group* is a list of ranks with message channels of its own; the default
-# group is all ranks. The table is for n ranks and a tensor of S bytes. Its last column is the least that a rank must
-# send. The row of broadcast is an average, (n-1) S bytes in all divided by n. The rank that has the
-# tensor sends at least S.
+# group is all ranks. The table is for n ranks and a tensor of S bytes. Its last column is the least that the busiest
+# rank must send, if the ranks do the adding.
 #
 # | collective | input of each rank | each rank gets | bytes that leave a rank |
 # |---|---|---|---|
-# | broadcast | S on one rank, nothing on the others | a copy of S | (n-1)/n S |
+# | broadcast | S on one rank, nothing on the others | a copy of S | S from the rank that has it; (n-1)/n S on average |
 # | reduce-scatter | S | its shard of the sum, S/n | (n-1)/n S |
 # | all-gather | its shard, S/n | all shards, S | (n-1)/n S |
 # | all-reduce | S | the sum, S | 2(n-1)/n S |
@@ -345,8 +344,7 @@ lesson.claim("of 4 MB gloo sends under 1 % more than a ring", (more, "<", 1))
 
 # %% [markdown]
 # Our ring's sends are exactly the formula. `dist.all_reduce` sends <data value="00.extra.dist.all_reduce-4-mb">1.73 kB</data> more than the formula for 4 MB, and
-# <data value="00.extra.dist.all_reduce-1-kb">1.73 kB</data> more for 1 kB. So the extra bytes do not grow with the tensor: they are the headers that gloo
-# puts before its messages.
+# <data value="00.extra.dist.all_reduce-1-kb">1.73 kB</data> more for 1 kB. So the extra bytes do not grow with the tensor.
 #
 # <details><summary>Does gloo really use a ring?</summary>
 #
@@ -421,7 +419,7 @@ lesson.check(exercises.doubling, doubling_all_reduce)
 # ## Latency and bandwidth
 #
 # A ring sends the same bytes on every machine. The seconds depend on the *link* between the ranks, such as NVLink
-# between the GPUs of a node or Ethernet between nodes. Two numbers describe it.
+# between the GPUs of a node or Ethernet between nodes.
 # *Latency* α is the time that even an empty message takes. *Bandwidth* B is how many bytes follow each second. A message
 # of b bytes takes
 #
@@ -458,9 +456,9 @@ card = lesson.machine_card(N, DEVICE)
 card.show()
 knee = theory.knee(N, card.link)
 off = torch.tensor(card.seconds) / torch.tensor([*map(card.predicted, card.sizes)])
-left, large = torch.tensor(card.sizes) < knee, card.sizes.index(2**23)  # 8.4 MB
-fit = {"left": off[left].mean(), "right": off[~left].mean()}
-lesson.record("00.fit", fit | {"large": (card.seconds[large], "s")})
+fit = {"most": off.log().abs().max().exp()}  # the dot that is furthest, as a factor
+fit["large"] = card.seconds[card.sizes.index(2**23)], "s"  # 8.4 MB
+lesson.record("00.fit", fit)
 title = f"measured dots, fitted curve · an all-reduce over {N} ranks"
 lesson.show(figures.costs(card.sizes, card.seconds, card.curve(), knee, title=title))
 fitted = {"latency": (card.latency, "s"), "bandwidth": (card.bandwidth, "B/s")}
@@ -473,19 +471,18 @@ more = {"ρ at published rates (FLOP/B)": rho}
 links = theory.LINKS.items()
 more["published B (B/s)"] = {name: link.bandwidth for name, link in links}
 more["typical α (s)"] = {name: link.latency for name, link in links}
-title = "an H200 (989 TFLOP/s in bf16, published) on six links"
+title = "an H100 or H200 (989 TFLOP/s in bf16, published) on six links"
 lesson.show(columns=more, key="00.rho", title=title)
 question = "100 all-reduces of 80 kB instead of one of 8 MB: how many times as long?"
 lesson.predict("00.many-calls", question, guess=None, rule_of_thumb=1)
 
 # %% [markdown]
 # On <data value="00.card.hardware">2 CPU cores</data> the fit gives a latency of <data value="00.card.latency">904 µs</data>, a bandwidth of <data value="00.card.bandwidth">881 MB/s</data> and a
-# knee at <data value="00.card.knee">3.19 MB</data>. On average the dots are at <data value="00.fit.left:.2f">1.03</data> times the curve left of the knee, and at
-# <data value="00.fit.right:.2f">1.03</data> times the curve right of it.
+# knee at <data value="00.card.knee">3.19 MB</data>. No dot is more than a factor of {{00.fit.most:.2f}} from the curve.
 #
-# Here ρ is <data value="00.card.rho:,.0f">54</data> FLOP a byte, at measured rates. At published rates ρ of an H200 is
-# <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data> over NVLink and <data value="00.rho.ethernet-10-gb.at-published-rates">791,000 FLOP/B</data> over 10 Gb Ethernet. Measured rates are lower than published ones, so do not compare the two.
-# With 16,384 tokens on each rank, $2\rho / (3T)$ at published rates is <data value="00.share.nvlink-4:.2f">0.09</data> over NVLink and <data value="00.share.ethernet-10-gb:.0f">32</data> over Ethernet.
+# Here ρ is <data value="00.card.rho:,.0f">54</data> FLOP a byte, at measured rates. At published rates, which are higher, an H100 or H200 has
+# <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data> over NVLink and <data value="00.rho.ethernet-10-gb.at-published-rates">791,000 FLOP/B</data> over 10 Gb Ethernet.
+# With 16,384 tokens on each rank, $2\rho / (3T)$ at published rates is <data value="00.share.nvlink-4:.2f">0.09</data> over NVLink and <data value="00.share.ethernet-10-gb:.0f">32</data> over 10 Gb Ethernet.
 #
 # <details><summary>The links of the table</summary>
 #
@@ -502,36 +499,39 @@ def time_all_reduces(counts, repeats=6):
     gradient, seconds = torch.zeros(2_000_000, device=hpnb.device()), []  # 8 MB
     for count in [*counts] * repeats:  # in turn
         dist.barrier()
-        start = time.perf_counter()
+        begin = time.perf_counter()
         for part in gradient.chunk(count):
             dist.all_reduce(part)
+        started = time.perf_counter() - begin
         gradient[-1].item()  # a GPU runs behind its process: wait for it
-        seconds.append(time.perf_counter() - start)
+        seconds.append((started, time.perf_counter() - begin))
     return seconds[len(counts) :]  # the first turn opens connections
 
 
 calls = {"1 call of 8 MB": 1, "100 calls of 80 kB": 100}
 predicted = {name: n * card.predicted(8e6 / n) for name, n in calls.items()}
 seconds = hpnb.launch(time_all_reduces, [1, 100], ranks=N, device=DEVICE)
-turns = torch.tensor(seconds).amax(0).view(-1, 2)  # (5, 2), of the slowest rank
-measured = dict(zip(calls, turns.median(0).values.tolist(), strict=True))
-sources = {"predicted": predicted, "measured": measured}
-lesson.show(**sources, unit="s", key="00.calls", title="slowest rank, 5 turns")
-(expected, expected_100), (took, took_100) = predicted.values(), measured.values()
-lesson.record("00.off", {"one": took / expected, "hundred": took_100 / expected_100})
-lesson.record("00.latency", 2 * (N - 1) * card.latency, "s")
+turns = torch.tensor(seconds).amax(0).view(-1, 2, 2)  # (5, 2, 2), slowest rank
+(_, took), (started, took_100) = turns.median(0).values.tolist()
+timed = dict(zip(calls, (took, took_100), strict=True))
+sources = {"predicted": predicted, "measured": timed}
+lesson.show(**sources, unit="s", key="00.calls", title="slowest rank, median of 5")
+expected, expected_100 = predicted.values()
+lesson.record("00.off", figures.describe_calls(predicted, timed, started, card))
 lesson.reveal("00.many-calls", took_100 / took, predicted=expected_100 / expected)
 lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">", took))
 
 # %% [markdown]
 # One call took <data value="00.calls.1-call-of-8-mb.measured">19.2 ms</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">593 ms</data>:
-# <data value="00.many-calls:.1f">30.9</data> times as long for the same bytes. By the formula every call pays <data value="00.latency">5.43 ms</data> of latency:
-# the one call once in its <data value="00.calls.1-call-of-8-mb.predicted">19.0 ms</data>, the hundred a hundred times in their <data value="00.calls.100-calls-of-80-kb.predicted">556 ms</data>. That is why notebook 01
-# collects gradients in *buckets*, each of many tensors that go in one call.
+# <data value="00.many-calls:.1f">30.9</data> times as long for the same bytes. By the formula every call pays $2(n-1)\,\alpha$, {{00.off.latency}} of latency.
+# That is why notebook 01 collects gradients in *buckets*, each of many tensors that go in one call.
 #
-# The formula says <data value="00.many-calls.predicted:.1f">29.2</data>. The one call took <data value="00.off.one:.2f">1.01</data> times its prediction, and the hundred took <data value="00.off.hundred:.2f">1.07</data> times
-# theirs. The predicted ratio is right only if both factors are equal. So trust the formula to say which is slower, and
+# The formula says <data value="00.many-calls.predicted:.1f">29.2</data> times as long. The one call took <data value="00.off.one:.2f">1.01</data> times its prediction, and the hundred took <data value="00.off.hundred:.2f">1.07</data> times
+# theirs. So the predicted ratio is off by their quotient, {{00.off.ratio:.2f}}. Trust the formula to say which is slower, and
 # measure by how much.
+#
+# One call of the hundred took {{00.off.call}} with its bytes, {{00.off.than}} this latency. Calls in a row
+# can share what the single calls of the fit pay alone. {{00.off.started}}.
 #
 # <details><summary>On a laptop</summary>
 #
@@ -543,10 +543,10 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 # <details><summary>If the prediction is off on your machine</summary>
 #
 # If a measured time is too long, a cost may be missing: the formula leaves out the additions, the wait of a process until
-# it hears that its GPU is done, and users of cores and links that came after the fit. If it is too short, the fit contains
-# a cost that these calls do not pay. On GPUs the fit starts each call on an idle GPU, so its time includes the moment in
-# which the process hands the call over. Of the hundred calls, it hands over most while the GPU works on earlier ones. This
-# run does not test these causes. Run the cell twice. What differs between the runs is noise.
+# it hears that its GPU is done, ranks that leave the barrier late, and users of cores and links that came after the fit. If
+# it is too short, the fit contains a cost that these calls do not pay. On GPUs the fit starts each call on an idle GPU, so
+# its time includes the moment in which the process starts the call. Of the hundred calls, it starts most while the GPU
+# works on earlier ones. This run does not test these causes. Run the cell twice. What differs between the runs is noise.
 # </details>
 #
 # A ring is not always best: its $2(n-1)$ latencies hurt when the tensor is small and the ranks are many. The *explorer*
@@ -566,14 +566,15 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 #
 # `halving-doubling` on the link that the explorer opens with. Its 12 messages cost 120 µs of latency, and its bytes
 # take 2·63/64 of 8 µs: together 136 µs. A tree sends all 100 kB in each of its 12 messages and takes 216 µs. A ring
-# pays 126 latencies: 1.28 ms.
+# pays 126 latencies, 1.26 ms, and with its bytes 1.28 ms.
 # </details>
 
 # %%
 lesson.explorers.all_reduce_cost()
 
 # %% [markdown]
-# **Takeaway.** A call costs latency, its bytes cost bandwidth. The knee n α B tells which you pay for.
+# **Takeaway.** A call costs latency, its bytes cost bandwidth. For single calls the knee n α B tells which
+# you pay for. Calls in a row can pay less latency than it says.
 #
 # ### Exercise 3: how large a bucket
 #
@@ -608,7 +609,7 @@ lesson.check(exercises.bucket, bucket_bytes)
 # %% [markdown]
 # ## Waiting is not moving
 #
-# So far all ranks called the all-reduce together. In training they rarely do, and an early rank waits:
+# So far all ranks called the all-reduce at about the same time. In training they rarely do, and an early rank waits:
 #
 # ```text
 #   rank 0   ▇▇ compute ▇▇░░░░░░░░░ wait ░░░░░░░░░▒▒ move ▒▒
@@ -616,16 +617,15 @@ lesson.check(exercises.bucket, bucket_bytes)
 # ```
 #
 # A profiler shows wait and move as **one** bar, named all-reduce. We split it when the last rank arrives: before that
-# moment a rank *waits*, afterwards bytes *move*. The last one is a *straggler*. Here it is rank 1, which sleeps 100 ms
-# longer than the others.
+# moment a rank *waits*, afterwards bytes *move*. The last one is the *straggler*, here rank 1, which sleeps 100 ms longer.
 #
 # A `Layout` arranges ranks as a grid and says how many lie along each axis. Here all lie along `dp`: in *data
 # parallelism* (notebook 01) each rank trains a copy of the model on its own data. `Mesh(layout).dp` is the group along
 # that axis, and its `rank` is this rank's number in it.
 #
 # The cell runs three cases with 8 MB: all ranks at once, all after a pause of 30 ms, and rank 1 late. It records a
-# *timeline*, the start and end of each event on each rank. The figure shows the last case. The output below it calls the
-# length of a rank's bar, wait and move together, its *cost*.
+# *timeline*, the start and end of each event on each rank. The figure shows the last case. The output below it calls
+# wait and move together a rank's *cost*.
 
 # %%
 question = f"Rank 1 of {N} is slow. Which rank has the SHORTEST all-reduce bar?"
@@ -670,8 +670,7 @@ lesson.ledger.add("00", Layout(dp=N), "all-reduce of 8 MB", times, card.hardware
 # The straggler has the *shortest* all-reduce because it arrives last and waits for nobody.
 # Whoever optimizes the longest bar works on the wrong rank.
 #
-# We also *replay* the last case on other links: compute takes as long as recorded, and collectives take what the formula
-# says.
+# We also *replay* the last case on other links: compute takes as long as recorded, and collectives what the formula says.
 
 
 # %%
@@ -691,39 +690,46 @@ lesson.show(columns=parts, key="00.bar", title=title)
 replays = {name: lesson.replay(late, link) for name, link in theory.LINKS.items()}
 waits = {name: median(tl, "wait", others) for name, tl in replays.items()}
 moves = {name: median(tl, "move") for name, tl in replays.items()}
-parts = {"wait (s)": waits, "move (s)": moves}
-title = "replayed · the steps with the late rank, on six links"
-lesson.show(columns=parts, key="00.replay", title=title)
-pause = figures.compare_moves(recorded["at once"], recorded["after a pause"])
-lesson.record("00.pause", pause)
+lesson.show(columns={"wait (s)": waits, "move (s)": moves}, key="00.replay",
+            title="replayed · the steps with the late rank, on six links")  # fmt: skip
+once, paused, late = recorded.values()
+lesson.record("00.pause", figures.compare_moves(once, paused))
+lesson.record("00.late", figures.compare_moves(paused, late, "the late rank"))
+arrivals = figures.describe_arrivals(once, wait["at once"], move["at once"])
+lesson.record("00.once", arrivals)
 waiting, moving = wait["rank 1 late"], move["rank 1 late"]
 lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", moving))
 
 # %% [markdown]
 # Rank 1 slept 100 ms longer, so the others waited <data value="00.bar.rank-1-late.measured-wait">99.9 ms</data> in an all-reduce. The move, which begins when
-# rank 1 arrives, took <data value="00.bar.rank-1-late.measured-move">15.3 ms</data>. Another link changes only the move: it takes <data value="00.replay.ethernet-10-gb.move">9.90 ms</data> replayed on 10 Gb
-# Ethernet and <data value="00.replay.nvlink-4.move">44.7 µs</data> on NVLink. The wait stays at <data value="00.replay.ethernet-10-gb.wait">100 ms</data>, because a replay keeps the recorded compute times.
+# rank 1 arrives, took <data value="00.bar.rank-1-late.measured-move">15.3 ms</data>. A replay changes only the move: with published B and typical α it
+# takes <data value="00.replay.ethernet-10-gb.move">9.90 ms</data> on 10 Gb Ethernet and <data value="00.replay.nvlink-4.move">44.7 µs</data> on NVLink 4. The wait stays at <data value="00.replay.ethernet-10-gb.wait">100 ms</data>.
+#
+# Even "at once" ranks leave the barrier before it at different times. The last to arrive was
+# {{00.once.last}}. The wait of <data value="00.bar.at-once.measured-wait">297 µs</data> was {{00.once.wait-is}} the move.
 #
 # The formula says <data value="00.bar.at-once.predicted-move">19.0 ms</data> for every move. The three cases took <data value="00.bar.at-once.measured-move">13.9 ms</data>, <data value="00.bar.after-a-pause.measured-move">15.1 ms</data> and <data value="00.bar.rank-1-late.measured-move">15.3 ms</data>.
-# Does a pause make the move longer? We pair each of the five steps of "after a pause" with each of the five of "at once".
-# In <data value="00.pause.longer">18</data> of <data value="00.pause.pairs">25</data> pairs the move after the pause is longer. Noise alone seldom gives more than 22 or fewer than 3, so <data value="00.pause.words">this run shows no effect of the pause</data>.
+# We compare two cases by pairing each of the five steps of one with each of the other. Noise alone seldom makes the
+# second move longer in more than 22 of 25 pairs, or in fewer than 3. After the pause it is longer than "at once" in
+# <data value="00.pause.longer">18</data> of <data value="00.pause.pairs">25</data>: <data value="00.pause.words">this run shows no effect of the pause</data>. With rank 1 late it is longer than after the pause in
+# {{00.late.longer}} of {{00.late.pairs}}: {{00.late.words}}.
 #
 # <details><summary>How long does an 8 MB all-reduce take, then?</summary>
 #
-# The formula counts until the slowest rank is done. Counted like that, the one call of the previous section took
-# <data value="00.calls.1-call-of-8-mb.measured">19.2 ms</data>, and the 8.4 MB of the fit took <data value="00.fit.large">20.1 ms</data>. The moves of the table are medians over ranks, and the slowest rank
-# takes at least as long. If a move of the table is much shorter than the formula says, the machine was perhaps less busy than
-# during the fit. This run does not test that. A move that is longer than the fit's time contains something besides the
-# link, because the fit used the same link.
+# The formula counts until the slowest rank is done. So do the <data value="00.calls.1-call-of-8-mb.measured">19.2 ms</data> of the one call in the previous section
+# and the <data value="00.fit.large">20.1 ms</data> of 8.4 MB in the fit. A move of the table is a median over ranks and steps, so it may be shorter, and
+# the machine may have been less or more busy than during the fit. A move that is much longer than the fit's time
+# contains something besides the link, because the fit used the same link.
 #
 # That may be a *cold start*. After a pause, the code that launches a call has left the caches, and GPUs and
-# links may be saving power. Before you blame a link, time the call with and without a pause before it.
+# links may be saving power. This run does not test what it is. Before you blame a link, time the call with and without
+# a pause before it.
 # </details>
 #
 # <details><summary>On a laptop</summary>
 #
-# With more ranks than cores, a rank may wait for a core while its neighbour waits for its message. Even "at once"
-# then contains some waiting. Cold starts are lost in that noise.
+# With more ranks than cores, a rank may wait for a core while its neighbour waits for its message. Cold starts are lost
+# in that noise.
 # </details>
 #
 # <details><summary>In your tools: stragglers</summary>
@@ -734,8 +740,8 @@ lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", movin
 # - DeepSpeed: `deepspeed.comm.log_summary(show_straggler=True)` separates waiting from moving.
 # </details>
 #
-# **Takeaway.** Split every collective when its last rank arrives. Before, ranks wait for the slowest. Afterwards,
-# what is left is the link and the start of the call.
+# **Takeaway.** Split every collective when its last rank arrives. Before, ranks wait for the slowest. Afterwards
+# bytes move, and whatever else the call costs is in that part too.
 #
 # ### Exercise 4: name the straggler
 #
@@ -777,16 +783,16 @@ lesson.check(exercises.straggler, straggler)
 # ```
 #
 # Both groups contain all ranks. Every rank waits for a call that comes later in another rank's program: a
-# *deadlock*. With one group nothing would hang, and the sums would be wrong.
+# *deadlock*.
 #
-# <details><summary>The wrong sums</summary>
+# <details><summary>With one group: wrong sums</summary>
 #
-# Let each rank's gradient be 100 and its metric 1, all in one group. The first calls then add up to 100 + 3 = 103, the
+# With one group nothing would hang, and the sums would be wrong. Let each rank's gradient be 100 and its metric 1. The first calls then add up to 100 + 3 = 103, the
 # second to 1 + 300 = 301. Ranks 1 to 3 take 301 for the sum of gradients, and rank 0 takes 103. Right would be 400.
 # </details>
 #
 # The next cell makes the deadlock. One Layout lays all ranks along `dp`, which gives `gradients`. Another lays the same
-# ranks along `tp`, which gives `metrics`; notebook 03 uses this axis to split single layers over ranks. `comm.all_reduce`
+# ranks along `tp`, which gives `metrics`. `comm.all_reduce`
 # is `dist.all_reduce` in a group, on a copy. After 3 seconds the launch stops the ranks and raises a `RankError`.
 
 
@@ -805,9 +811,7 @@ def mismatched():
 hpnb.launch(mismatched, ranks=N, device=DEVICE, timeout=3)
 
 # %% [markdown]
-# The error's first line says that all ranks wait, in calls that do not match. On GPUs a
-# monitor often shows 100 % use in a hang: an NCCL kernel that waits keeps asking whether the data has come. Compare
-# the **lines**.
+# On GPUs a rank may stand in the call itself, or in a later line that waits for the GPU. Compare the **lines**.
 
 # %%
 error = sys.last_value
@@ -817,7 +821,7 @@ lesson.show(error, title="measured · where each rank waited when the time was u
 in_gradients = [rank for rank in range(N) if "gradients)" in error.stacks[rank]]
 lesson.claim("rank 0 alone waits in the all-reduce over gradients", in_gradients == [0])
 lesson.field_guide.add(
-    "no progress, no error, GPUs at 100 %",
+    "no progress, until a time limit raises an error",
     "RankError.stacks: compare the line in which each rank waits",
     "collectives called in different order, or by some ranks only",
     notebook="00",
@@ -831,6 +835,7 @@ lesson.field_guide.show()
 #
 # - PyTorch with NCCL: set `TORCH_NCCL_TRACE_BUFFER_SIZE=2000` and `TORCH_NCCL_DUMP_ON_TIMEOUT=1`. This *flight
 #   recorder* writes the last collectives of each rank to a file. `py-spy dump --pid PID` shows where a live rank stands.
+# - A GPU monitor may show 100 % use in a hang: an NCCL kernel that waits keeps asking whether the data has come.
 # - PyTorch itself raises an error if a collective has not ended after 10 minutes over NCCL, or 30 over gloo.
 # - On gloo, `monitored_barrier` names the rank that does not come:
 #

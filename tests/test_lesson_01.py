@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
+import hpnb
 from hpnb.lesson.figures import vit_data_parallel as figures
 from hpnb.lesson.programs import step_timing
+from hpnb.lesson.programs.launch_timing import Launch, vit_launches
+from hpnb.models import SIZES
 from hpnb.record import Event, Timeline
-from hpnb.theory import Link
 
 
 def test_a_range_leaves_out_as_many_rounds_as_95_percent_allow() -> None:
@@ -68,44 +71,81 @@ def test_page_01_puts_its_results_into_words() -> None:
         figures.free_range(runs[2])
     cases = ((17, 0), (18, 0), (2177, 0), (20, 1), (17, 1), (1088, 2), (1089, 2), (5, 4))
     said = [figures.law_words(law, runs[run]) for law, run in cases]
-    words = {"more": "needs more", "fewer": "needs fewer", "agree": "do not contradict"}
+    wants = {"more": "needs more", "fewer": "needs fewer", "agree": "do not contradict"}
     wanted = ["more", "agree", "fewer", "fewer", "agree", "more", "agree", "agree"]
-    assert all(words[want] in text for want, text in zip(wanted, said, strict=True)), said
-    assert ["not scored" in figures.answer_words(first) for first in (None, 17)] == [True, False]
+    assert all(wants[want] in text for want, text in zip(wanted, said, strict=True)), said
+    answers = [figures.answer_words(run) for run in (runs[0], runs[2], runs[4])]
+    assert "scored with 2,176 tokens" in answers[0]
+    assert "the answer is more than 1,088 tokens and is not scored" in answers[1]
+    assert answers[2].endswith("so nothing is scored")
+    compared = [figures.compare_free(runs[a], runs[d]) for a, d in ((0, 1), (1, 1), (0, 3), (3, 0), (3, 4))]
+    assert compared == [
+        "steps are surely free from 17 tokens on with overlap, and from 2,176 on without",
+        "steps are surely free from 17 tokens on, with overlap and without",
+        "a measured size is surely free only without overlap",
+        "a measured size is surely free only with overlap",
+        "no measured size is surely free, with overlap or without",
+    ]
     causes = {figures.ALONE: [2.0] * 6, "sharing": [2.2] * 6}
     steps = [figures.explain_step(causes, last, unclear) for last in (-0.2, 0.0, 0.2)]
     assert [step["ratio"] for step in steps] == pytest.approx([1.0, 1.1, 1.2])
-    assert [step["by-seconds"] for step in steps] == pytest.approx([1.0, 1.1, 1.2])
     assert [str(step["lies"]).split(" ")[3] for step in steps] == ["below", "within", "above"]
-    # the same causes when the machine slows down within the rounds: 1.5 in most of them, 3 by the medians
-    slowing = {figures.ALONE: [1.0] * 4 + [2.0] * 3, "sharing": [1.5] * 3 + [3.0] * 4}
-    apart = figures.explain_step(slowing, 0.0, step_timing.Spread(1.5, 1.4, 1.6))
-    assert (apart["ratio"], apart["by-seconds"]) == (1.5, 3.0)
-    assert apart["lies"] == (
-        "The first number lies within this range and the second above this range, so this run cannot say "
-        "whether these costs explain the step"
-    )
+    assert steps[0]["alone"] == (2.0, "s")
     for at_times, last, side in ((1.5, 0.1, "below"), (0.5, 0.55, "above")):  # 1.0, in a range up or down
         busy = {figures.ALONE: [1.0] * 9, "sharing": [1.0] * 5 + [at_times] * 4}
         lies = str(figures.explain_step(busy, last, step_timing.Spread(1.4, 1.3, 1.5))["lies"])
-        assert lies.startswith(f"Both numbers lie {side} this range, but the ranges of the factors reach it")
+        assert lies.startswith(f"The result lies {side} this range, but the ranges of the factors reach it")
+        assert lies.endswith("this run cannot say whether these costs explain the step")
     slower, unclear = step_timing.Spread(1.2, 1.1, 1.3), step_timing.Spread(1.2, 0.9, 1.3)
     alone = step_timing.Backward(1.0, 3.0, (2.0, 3.0), (10.0, 10.0))
     equal = step_timing.Backward(2.0, 8.0, (4.0, 6.0, 8.0), (1.0, 1.0, 1.0)).as_long_as(alone)
     assert equal == step_timing.Backward(1.0, 3.0, (1.5, 2.25, 3.0), (1.0, 1.0, 1.0))
-    assert figures.count_messages({"B: buckets": alone.on(Link(0.0, 10.0), 2)}) == {"b": 2}
-    work = (Event(0, -1, "compute", -1, 0.0, 1.0), Event(1, -1, "compute", -1, 0.0, 3.0))
-    assert figures.handling_seconds({"A: tensors": Timeline(work)}) == {"a": 3.0}
-    assert figures.count_verdicts({17: slower, 34: slower, 68: unclear}) == {
-        "faster": 0,
-        "slower": 2,
-        "undecided": 1,
-    }
-    for all_reduce, compared in (
-        (0.25, "more than"),
-        (0.75, "less than"),
-        (0.5, "not clearly more or less than"),
+    assert (
+        figures.verdict_words({17: slower, 34: slower, 68: unclear}) == "slower at 17 and 34, undecided at 68"
+    )
+    sweep = figures.describe_sweep(runs[0], runs[1], {17: unclear}, {"during": 18.0})
+    assert set(sweep) == {"during", "after", "versus-law", "score", "free", "overlap"}
+    for all_reduce, words in (
+        (0.25, "250 ms longer than"),
+        (0.75, "250 ms less than"),
+        (0.5, "neither clearly longer nor clearly less than"),
     ):
-        times = {figures.ALONE: [1.0] * 6, figures.DURING: [1.5] * 6, figures.ALL_REDUCE: [all_reduce] * 6}
-        ends = dict.fromkeys(("median", "low", "high"), 0.5)
-        assert figures.cost_of_overlap(times) == {**ends, "all-reduce": all_reduce, "compared": compared}
+        times = {figures.ALONE: [1.0] * 6, figures.DURING: [1.5] * 6, figures.AFTER: [1.75] * 6}
+        costs = figures.cost_of_overlap(times | {figures.ALL_REDUCE: [all_reduce] * 6})
+        seconds = {"during": (0.5, "s"), "after": (0.75, "s"), "all-reduce": (all_reduce, "s")}
+        assert costs == {**seconds, "compared": words}
+
+
+def test_page_01_names_the_late_rank_and_what_makes_it_late() -> None:
+    def step(*forwards: float) -> Timeline:
+        events = []
+        for rank, forward in enumerate(forwards):
+            backward = forward + 2.0
+            times = {"F": (0.0, forward), "B": (forward, backward), "all_reduce": (backward, 9.0)}
+            times["compute"] = times["all_reduce"]  # unpacking
+            events += [Event(rank, -1, op, -1, *span) for op, span in times.items()]
+        return Timeline(tuple(events))
+
+    late = [step(1.0, 3.0), step(1.0, 4.0), step(2.0, 1.5)]
+    said = figures.describe_versions({"A: tensors": [step(1.0, 1.0)] * 3, "C: buckets": late})
+    assert said["late"] == {"seconds": (2.0, "s"), "last": "rank 1 in 2 of 3 rounds"}
+    assert said["handling"] == {"a": (6.0, "s"), "c": (6.0, "s")}
+    assert said["messages"] == {"a": 1, "c": 1}
+    assert figures.divide_versions({"A": [step(1.0)] * 6, "B": [step(1.0)] * 6}) == [(1.0, 1.0, 1.0)]
+    bound, unbound = ([Launch(1.0, 2.0), Launch(launched, 4.0)] for launched in (3.9, 1.0))
+    words = [
+        figures.describe_launches(*run) for run in ((bound, "cuda"), (unbound, "cuda"), (unbound, "cpu"))
+    ]
+    ends = {"rank": "rank 1", "fastest": (2.0, "s"), "slowest": (4.0, "s")}
+    assert all(ends.items() <= one.items() for one in words)
+    assert "needs 3.90 s only to launch" in str(words[0]["words"])
+    assert "launches do not set the time" in str(words[1]["words"])
+    assert "on CPUs a process computes itself" in str(words[2]["words"])
+
+
+def test_launches_are_timed_on_every_rank() -> None:
+    size = SIZES["laptop"]
+    launches = hpnb.launch(vit_launches, size, 1, torch.float32, 2, ranks=2, device="cpu")
+    assert launches[0] == launches[1]
+    assert len(launches[0]) == 2
+    assert all(0.0 < launch.launched <= launch.done for launch in launches[0])

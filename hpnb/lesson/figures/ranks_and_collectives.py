@@ -12,6 +12,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from hpnb.lesson.machine_card import MachineCard
 from hpnb.plot import units
 from hpnb.plot.bars import Bar, BarPanel, bars
 from hpnb.plot.canvas import TEXT, WIDTH, new_figure, panel_title, text_inches
@@ -24,6 +25,7 @@ Curve = tuple[Sequence[float], Sequence[float]]
 Rows = Sequence[Sequence[float]]
 PARTS = ("compute", "wait", "move")
 _CLEAR = 0.92  # of all pairs of steps
+_LAUNCH_BOUND = 0.9  # of a time, spent in starting the work
 
 
 # --- the cost of a message ---------------------------------------------------------------------------
@@ -116,8 +118,8 @@ def waits(tl: Timeline, title: str | None = None, steps: int = 1) -> Figure:
         for rank, parts in spent.items()
     }
     heading = title if title is not None else f"waiting is not moving: all-reduce · {tl.source}"
-    if steps > 1 and (moves := [parts["move"] for parts in spent.values()]):  # too thin to read off
-        verdict += f" The move takes {units.seconds(median(moves))}."
+    if steps > 1 and (moves := [e.duration for e in split.events if e.op == "move"]):  # too thin to read off
+        verdict += f" The move takes {units.seconds(median(moves))}, the median of all ranks and steps."
     of = f" of a step, medians of {steps}" if steps > 1 else ""
     panel = BarPanel(rows, "s", f"time{of} ({{unit}})", inside="length")
     looks = {part: STYLE[part] for part in PARTS}
@@ -151,18 +153,77 @@ def time_by_part(tl: Timeline, steps: int = 1) -> dict[int, dict[str, float]]:
     }
 
 
-def compare_moves(steps: Timeline, others: Timeline) -> dict[str, float | str]:
+def compare_moves(steps: Timeline, others: Timeline, cause: str = "the pause") -> dict[str, float | str]:
     """Whether an all-reduce moves longer in `others` than in `steps`: in how many pairs of steps, and words.
+
+    `cause` is what `others` have and `steps` have not.
 
     A step's move is the median of its ranks. If 23 of 25 pairs say the same, it is chance with a probability
     of 3 % (a rank-sum test of five steps each).
     """
     early, late = (_moves(tl) for tl in (steps, others))
     longer, pairs = sum(a < b for a in early for b in late), len(early) * len(late)
-    words = "this run shows no effect of the pause"
+    words = f"this run shows no effect of {cause}"
     if max(longer, pairs - longer) >= _CLEAR * pairs:
-        words = f"in this run moves after the pause are {'longer' if 2 * longer > pairs else 'shorter'}"
+        words = f"in this run moves after {cause} are {'longer' if 2 * longer > pairs else 'shorter'}"
     return {"longer": longer, "pairs": pairs, "words": words}
+
+
+def describe_arrivals(tl: Timeline, wait: float, move: float) -> dict[str, str]:
+    """Which rank comes last to the all-reduces, and in how many of them: "rank 3 in 4 of 5 steps"; and how a
+    wait compares with a move."""
+    calls = tl.select(["all_reduce"])
+    starts = zip(*([e.start for e in calls.by_rank[rank]] for rank in calls.ranks), strict=True)
+    last = [calls.ranks[step.index(max(step))] for step in map(list, starts)]
+    rank = max(calls.ranks, key=last.count)
+    return {
+        "last": f"rank {rank} in {last.count(rank)} of {len(last)} steps",
+        "wait-is": compare_times(wait, move),
+    }
+
+
+def compare_times(seconds: float, others: float) -> str:
+    """ "longer than", "shorter than", or "about as long as" within a tenth."""
+    if abs(seconds - others) <= 0.1 * others:
+        return "about as long as"
+    return "longer than" if seconds > others else "shorter than"
+
+
+def describe_calls(
+    predicted: Mapping[str, float], measured: Mapping[str, float], started: float, card: MachineCard
+) -> dict[str, object]:
+    """What one call and a hundred took over their predictions, and what bounds the hundred, in words.
+
+    Args:
+        predicted, measured: {name: seconds} of one call, then of a hundred with the same bytes together.
+        started: seconds until the process had started all of the hundred.
+        card: whose latency the formula counts 2 (n - 1) times for a call.
+    """
+    _, together = seconds = list(measured.values())
+    one, hundred = (took / said for took, said in zip(seconds, predicted.values(), strict=True))
+    call, share = together / 100, started / together
+    latency = 2 * (card.ranks - 1) * card.latency
+    if card.device == "cpu":
+        words = "On CPUs a call returns when it is done, so this run cannot time its start apart"
+    elif share >= _LAUNCH_BOUND:
+        words = (
+            f"The process needed {units.seconds(started)} only to start the hundred, so here starting calls, "
+            "not the link, sets the time"
+        )
+    else:
+        words = (
+            f"The process had started the hundred after {units.seconds(started)}, so starting calls does not "
+            "set the time here"
+        )
+    return {
+        "one": one,
+        "hundred": hundred,
+        "ratio": hundred / one,
+        "call": (call, "s"),
+        "latency": (latency, "s"),
+        "than": compare_times(call, latency),
+        "started": words,
+    }
 
 
 def _moves(tl: Timeline) -> list[float]:

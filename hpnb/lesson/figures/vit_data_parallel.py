@@ -12,6 +12,7 @@ import torch
 from matplotlib.figure import Figure
 
 from hpnb.lesson.machine_card import MachineCard
+from hpnb.lesson.programs.launch_timing import Launch
 from hpnb.lesson.programs.step_timing import (
     Spread,
     divide_rounds,
@@ -25,6 +26,7 @@ from hpnb.plot.canvas import SMALL, WIDTH, Key, text_inches
 from hpnb.plot.curves import CurvePanel, Series, count, curves, looks, rule, set_ticks
 from hpnb.plot.grammar import CARD, CATEGORY, INK, SOFT, STYLE, OpStyle
 from hpnb.plot.timeline import timeline
+from hpnb.plot.units import seconds as in_seconds
 from hpnb.record import Event, Timeline
 from hpnb.theory import bytes_sent, exposed_share
 
@@ -32,6 +34,7 @@ ALONE, ALL_REDUCE = "step alone", "all-reduce alone"
 AFTER, DURING = "reduced after the backward", "reduced during the backward"
 MIDDLE = 16  # images of a rank
 LIMIT = 1.1  # below this ratio communication counts as free
+LAUNCH_BOUND = 0.9  # of a step, spent in launching it
 FOR_MESSAGES = "work for messages"
 _LAW_POINTS = 300
 
@@ -82,24 +85,64 @@ def _name_work(tl: Timeline) -> Timeline:
     return replace(tl, events=tuple(map(name, tl.events)))
 
 
-def divide_makespans(steps: Sequence[Timeline], others: Sequence[Timeline]) -> Spread:
-    """How many times as long one version's step takes as another's, divided within each round."""
-    return divide_rounds([tl.makespan for tl in steps], [tl.makespan for tl in others])
+def divide_versions(rounds: Mapping[str, Sequence[Timeline]]) -> list[Spread]:
+    """How many times as long each version takes as the one before, divided within each round."""
+    steps = [[tl.makespan for tl in tls] for tls in rounds.values()]
+    return [divide_rounds(after, before) for before, after in pairwise(steps)]
 
 
-def count_messages(timelines: Mapping[str, Timeline]) -> dict[str, int]:
-    """{"a": all-reduces of a rank in a step of version A, ...}."""
+def describe_versions(rounds: Mapping[str, Sequence[Timeline]]) -> dict[str, object]:
+    """What each version does for its messages in the typical round, and who is late in the last version.
+
+    "messages" counts the all-reduces of a rank, "handling" has the seconds that the slowest rank works for
+    them, both under the first letters of the versions. "late" has the median seconds between the first and
+    the last rank that begins its backward, and the rank that is last in most rounds.
+    """
+    drawn = {name[0].lower(): tl for name, tl in typical_round(rounds).items()}
+    messages = {name: len(tl.select(["all_reduce"]).by_rank[tl.ranks[0]]) for name, tl in drawn.items()}
+    handling = {name: (_handling_seconds(_name_work(tl)), "s") for name, tl in drawn.items()}
+    *_, last = rounds.values()
+    return {"messages": messages, "handling": handling, "late": _late_ranks(last)}
+
+
+def _handling_seconds(tl: Timeline) -> float:
+    """Seconds that the slowest rank works for messages."""
+    return max(sum(e.duration for e in tl.by_rank[rank] if e.op == FOR_MESSAGES) for rank in tl.ranks)
+
+
+def _late_ranks(tls: Sequence[Timeline]) -> dict[str, object]:
+    begins = [
+        {rank: min(e.start for e in tl.by_rank[rank] if e.op == "B") for rank in tl.ranks} for tl in tls
+    ]
+    last = [max(begin, key=begin.__getitem__) for begin in begins]
+    rank = max(sorted(set(last)), key=last.count)
     return {
-        name[0].lower(): len(tl.select(["all_reduce"]).by_rank[tl.ranks[0]]) for name, tl in timelines.items()
+        "seconds": (median(max(begin.values()) - min(begin.values()) for begin in begins), "s"),
+        "last": f"rank {rank} in {last.count(rank)} of {len(last)} rounds",
     }
 
 
-def handling_seconds(timelines: Mapping[str, Timeline]) -> dict[str, float]:
-    """{"a": seconds that the slowest rank of version A works for messages, ...}."""
-    worked = {name[0].lower(): _name_work(tl) for name, tl in timelines.items()}
+def describe_launches(launches: Sequence[Launch], device: str) -> dict[str, object]:
+    """Seconds of the fastest and the slowest of ranks with equal work, and what launching has to do with it.
+
+    Args:
+        launches: one for each rank, of a step without messages.
+        device: on a "cpu" the process computes itself.
+    """
+    rank = max(range(len(launches)), key=lambda rank: launches[rank].done)
+    slowest = launches[rank]
+    took = in_seconds(slowest.launched)
+    if device == "cpu":
+        words = "on CPUs a process computes itself, so launches cannot be timed apart"
+    elif slowest.launched >= LAUNCH_BOUND * slowest.done:
+        words = f"its process needs {took} only to launch the step, so launches set the time there"
+    else:
+        words = f"its process has launched the step after {took}, so launches do not set the time there"
     return {
-        name: max(sum(e.duration for e in tl.by_rank[rank] if e.op == FOR_MESSAGES) for rank in tl.ranks)
-        for name, tl in worked.items()
+        "rank": f"rank {rank}",
+        "fastest": (min(launch.done for launch in launches), "s"),
+        "slowest": (slowest.done, "s"),
+        "words": words,
     }
 
 
@@ -120,8 +163,8 @@ def explain_step(
 ) -> dict[str, float | str | tuple[float, str]]:
     """Whether causes and `last`, the seconds of the last bucket, explain the `measured` ratio of a step.
 
-    Each cause multiplies the time by a factor, and the last bucket adds its share of the step ALONE. A factor
-    is the median of the ratios within rounds; "by-seconds" takes the ratio of the median seconds instead.
+    Each cause multiplies the time by a factor, the median of the ratios within rounds, and the last bucket
+    adds its share of the step ALONE.
 
     Args:
         causes: {ALONE or a cause: seconds of each round}.
@@ -131,28 +174,22 @@ def explain_step(
     factors = Spread(
         *map(math.prod, zip(*(divide_rounds(seconds, alone) for seconds in others), strict=True))
     )
-    by_factors = factors.median + share
-    by_seconds = math.prod(median(seconds) / median(alone) for seconds in others) + share
-    places = [range_words(ratio, measured) for ratio in (by_factors, by_seconds)]
-    undecided = "this run cannot say whether these costs explain the step"
-    if places[0] != places[1]:
-        words = f"The first number lies {places[0]} and the second {places[1]}, so {undecided}"
-    elif (
-        by_factors < measured.low <= factors.high + share or by_factors > measured.high >= factors.low + share
-    ):
-        words = f"Both numbers lie {places[0]}, but the ranges of the factors reach it, so {undecided}"
+    ratio = factors.median + share
+    place = range_words(ratio, measured)
+    if ratio < measured.low <= factors.high + share or ratio > measured.high >= factors.low + share:
+        place += ", but the ranges of the factors reach it"
+        meaning = "this run cannot say whether these costs explain the step"
     else:
         meaning = {
             "below this range": "something else costs time as well",
             "within this range": "these costs can explain the step",
             "above this range": "these costs do not simply add up",
-        }
-        words = f"Both numbers lie {places[0]}, so {meaning[places[0]]}"
+        }[place]
     return {
-        "ratio": by_factors,
-        "by-seconds": by_seconds,
+        "ratio": ratio,
         "share": share,
-        "lies": words,
+        "lies": f"The result lies {place}, so {meaning}",
+        "alone": (median(alone), "s"),
         "last-bucket": (last, "s"),
     }
 
@@ -185,11 +222,56 @@ def law_words(law: float, ratios: Mapping[int, Spread]) -> str:
     return "the steps with overlap do not contradict the law"
 
 
-def answer_words(first_free: int | None) -> str:
+def answer_words(ratios: Mapping[int, Spread]) -> str:
     """How the question for the first free size is scored."""
-    if first_free is None:
-        return "No size is surely free with overlap, so the question is not scored"
-    return f"So the question is scored with {first_free:,} tokens"
+    first_free, most = _surely_free(ratios), _surely_not_free(ratios)
+    if first_free is not None:
+        return f"So the question is scored with {first_free:,} tokens"
+    answer = f"the answer is more than {most:,} tokens and is not scored" if most else "nothing is scored"
+    return f"No size is surely free with overlap, so {answer}"
+
+
+def compare_free(after: Mapping[int, Spread], during: Mapping[int, Spread]) -> str:
+    """Which of the two ways is surely free at a size that was timed, in words."""
+    without, overlapped = (_surely_free(ratios) for ratios in (after, during))
+    if without is None and overlapped is None:
+        return "no measured size is surely free, with overlap or without"
+    if without is None or overlapped is None:
+        way = "without" if overlapped is None else "with"
+        return f"a measured size is surely free only {way} overlap"
+    if without == overlapped:
+        return f"steps are surely free from {without:,} tokens on, with overlap and without"
+    return (
+        f"steps are surely free from {overlapped:,} tokens on with overlap, and from {without:,} on without"
+    )
+
+
+def verdict_words(ratios: Mapping[int, Spread]) -> str:
+    """At which tokens a ratio is "faster", at which "slower", and at which undecided, in words."""
+    verdicts = (("faster", "faster"), ("slower", "slower"), ("cannot tell", "undecided"))
+    at = {word: [t for t in sorted(ratios) if ratios[t].verdict == verdict] for verdict, word in verdicts}
+    return ", ".join(f"{word} at {_in_words(tokens)}" for word, tokens in at.items() if tokens)
+
+
+def describe_sweep(
+    after: Mapping[int, Spread],
+    during: Mapping[int, Spread],
+    overlap: Mapping[int, Spread],
+    law: Mapping[str, float],
+) -> dict[str, str]:
+    """When steps are free and when overlap pays, in words.
+
+    Args:
+        law: from how many tokens on a step with overlap is free by the law, under "during".
+    """
+    return {
+        "during": free_words(during),
+        "after": free_words(after),
+        "versus-law": law_words(law["during"], during),
+        "score": answer_words(during),
+        "free": compare_free(after, during),
+        "overlap": verdict_words(overlap),
+    }
 
 
 def free_range(ratios: Mapping[int, Spread]) -> tuple[int, int]:
@@ -213,23 +295,26 @@ def _surely_not_free(ratios: Mapping[int, Spread]) -> int:
     return max((tokens for tokens, spread in ratios.items() if spread.low >= LIMIT), default=0)
 
 
-def count_verdicts(ratios: Mapping[int, Spread]) -> dict[str, int]:
-    """How many of `ratios` are "faster", how many "slower", and how many neither, "undecided"."""
-    verdicts = [spread.verdict for spread in ratios.values()]
-    counts = {verdict: verdicts.count(verdict) for verdict in ("faster", "slower")}
-    return counts | {"undecided": verdicts.count("cannot tell")}
-
-
-def cost_of_overlap(times: Mapping[str, Sequence[float]]) -> dict[str, float | str]:
-    """Seconds that DURING takes longer than ALONE, with the range; what ALL_REDUCE takes by itself; and how
+def cost_of_overlap(times: Mapping[str, Sequence[float]]) -> dict[str, object]:
+    """Seconds by which DURING and AFTER take longer than ALONE, seconds of ALL_REDUCE by itself, and how
     DURING compares with ALONE and ALL_REDUCE one after the other, in words."""
-    extra = subtract_rounds(times[DURING], times[ALONE])
+    during, after = (subtract_rounds(times[way], times[ALONE]) for way in (DURING, AFTER))
     in_turn = [sum(pair) for pair in zip(times[ALONE], times[ALL_REDUCE], strict=True)]
     beyond = subtract_rounds(times[DURING], in_turn)
-    words = "not clearly more or less than"
+    words = "neither clearly longer nor clearly less than"
     if beyond.low > 0 or beyond.high < 0:
-        words = "more than" if beyond.low > 0 else "less than"
-    return {**extra._asdict(), "all-reduce": median(times[ALL_REDUCE]), "compared": words}
+        words = f"{in_seconds(abs(beyond.median))} {'longer' if beyond.low > 0 else 'less'} than"
+    seconds = {"during": during.median, "after": after.median, "all-reduce": median(times[ALL_REDUCE])}
+    return {**{name: (value, "s") for name, value in seconds.items()}, "compared": words}
+
+
+def compare_with_rate(
+    times: Mapping[int, Mapping[str, Sequence[float]]], size: ViTSize, card: MachineCard
+) -> dict[str, object]:
+    """How many times as long as at the card's rate the step ALONE takes with the fewest tokens."""
+    tokens = min(times)
+    at_rate = size.training_flops(tokens // size.tokens, classes=3) / card.matmul
+    return {"tokens": tokens, "times": median(times[tokens][ALONE]) / at_rate}
 
 
 def describe_wide(size: ViTSize, dtype: torch.dtype, card: MachineCard) -> dict[str, object]:

@@ -238,7 +238,7 @@ def by_booster(samples, mesh):
 
 
 # %% [markdown]
-# Do all three give the gradients of one process? Each rank compares its shards, in float64. A *relative distance* is the length of the difference over that of the right gradient.
+# Do all three give the gradients of one process? Each rank compares its shards, in float64: a *relative distance* is the difference's length over the right gradient's.
 
 
 # %%
@@ -319,7 +319,7 @@ lesson.claim("A hybrid step is exact in all three ways", exact.equal)
 #
 # N ranks train on one batch split by dp, by pp and by tp. Along pp they run 1F1B with m = 8 microbatches. In theory a rank computes 1/N of the step along each axis.
 # So we time 1/N of the batch on one rank and predict all three steps from it. Communication that a rank has to wait for is
-# called *exposed*. The page asks for guesses. Without one, a *rule of thumb* takes its place: here, fewest bytes first.
+# called *exposed*. Without your guess, a *rule of thumb* takes its place: here, fewest bytes first.
 
 # %%
 gradient = DTYPE.itemsize * SIZE.parameters(classes=3)  # bytes
@@ -401,7 +401,7 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 # <details><summary>How far to trust the curves</summary>
 #
 # Bytes are predicted exactly, times are not. As <data value="04.source">measured</data>, the step is <data value="04.ratio.tp:.2f">1.29</data> times the predicted one for tp, <data value="04.ratio.dp:.2f">1.01</data> for dp and
-# <data value="04.ratio.pp:.2f">1.24</data> for pp. A ratio contains two errors, of compute and of the rest. {{04.rest.signs}}
+# <data value="04.ratio.pp:.2f">1.24</data> for pp. A ratio contains two errors, of predicted compute and of the predicted rest. {{04.rest.signs}}
 # The prediction leaves out fixed costs, such as calling an operation, which come with every microbatch and shard. On a CPU it also leaves out
 # that ranks send with the cores that compute. Where the rest is shorter than predicted, messages took less time than the link's latency and bandwidth say, or some ran beside computing, or the recorded compute contains waits.
 #

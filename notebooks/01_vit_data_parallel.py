@@ -115,7 +115,7 @@ lesson.record("01.few", {"images": sizes.few, "tokens": sizes.few * SIZE.tokens}
 # %% [markdown]
 # The states take <data value="01.cost.model-states.counted">51.4 MB</data>, as 16 bytes per parameter say.
 #
-# Activations pile up in the forward. The backward frees them and leaves gradients behind. The peak of
+# The backward frees activations and leaves gradients behind. The peak of
 # <data value="01.memory.peak">59.1 MB</data> comes where the backward begins and all activations are alive; the banner's is
 # an estimate. Recording slows this step.
 #
@@ -124,7 +124,7 @@ lesson.record("01.few", {"images": sizes.few, "tokens": sizes.few * SIZE.tokens}
 # ## Average the gradients, and check that nothing changed
 #
 # Each rank holds a *replica*, a full copy of the model, and takes 1/d of the batch. The optimizer must see the same
-# gradient on every rank, so we average the gradients:
+# gradient on every rank, so we average them:
 #
 # ```text
 #                batch (d·b, 3, 32, 32)
@@ -136,8 +136,7 @@ lesson.record("01.few", {"images": sizes.few, "tokens": sizes.few * SIZE.tokens}
 # ```
 #
 # If all parts have equally many samples, the mean of their means is the mean over the batch. Below, `axis` is the
-# group of ranks that average. A `policy` has the dtype, and whether there are float32
-# master weights.
+# group of ranks that average.
 
 
 # %%
@@ -148,6 +147,7 @@ def average_gradients(model, axis):
 
 
 def train(policy, batch, parts, wrap=lambda model: model, reduce=lambda model: None):
+    # policy: the dtype, and whether there are float32 master weights
     # wrap goes round the model; reduce is called after the backwards of a step
     model = policy.cast(hpnb.models.vit(SMALL, classes=3, device=hpnb.device()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -197,7 +197,7 @@ lesson.claim("in fp64 only rounding is left", (by_hand, "<", 100 * in_parts + 1e
 
 # %% [markdown]
 # The two rows of a precision differ by rounding at most. A distance above a hundred times the yardstick is a bug.
-# Test in float64, because rounding in bf16 can conceal one.
+# Test in float64: rounding in bf16 can conceal one.
 #
 # `hpnb.DataParallel(model, axis)` copies rank 0's weights to all ranks, and averages gradients inside each `backward()`.
 #
@@ -260,8 +260,8 @@ lesson.check(exercises.ragged_mean, ragged_loss)
 # link                  [all-reduce 0]   [all-reduce 1]  …                [all-reduce n]  exposed
 # ```
 #
-# Communication is *exposed* while a rank waits for it and computes nothing. The last bucket usually is, because it is full
-# only when the backward ends.
+# Communication is *exposed* while a rank waits for it and computes nothing. The last bucket usually is: it is full only
+# when the backward ends.
 #
 # We try the bucket and hook below on `SMALL`. Its gradient has <data value="01.small">413,699</data> numbers, in float64 of 8 bytes.
 
@@ -762,7 +762,7 @@ lesson.field_guide.add(
 lesson.field_guide.show()
 
 # %% [markdown]
-# The wrong run looks healthy: its mean loss falls from <data value="01.drift.first:.2f">1.11</data> in the first six steps to
+# The wrong run looks healthy. Its mean loss falls from <data value="01.drift.first:.2f">1.11</data> in the first six steps to
 # <data value="01.drift.last:.2f">0.58</data> in the last six. But <data value="01.drift.overflows">2</data> overflows happened on some ranks only, and the replicas end
 # <data value="01.drift.distance:.0e">2e-02</data> apart. A rank that skipped lacks an update, and has halved its scale. Weights and Adam's moments then
 # stay different, because replicas never exchange them.

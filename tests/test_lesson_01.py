@@ -91,11 +91,15 @@ def test_page_01_puts_its_results_into_words() -> None:
     assert [step["ratio"] for step in steps] == pytest.approx([1.0, 1.1, 1.2])
     assert [str(step["lies"]).split(" ")[3] for step in steps] == ["below", "within", "above"]
     assert steps[0]["alone"] == (2.0, "s")
+    open_range = figures.explain_step(causes, 0.0, step_timing.Spread(1.2, 0.9, 1.3))
+    assert (
+        open_range["lies"] == "The result lies within this range, which includes 1, so this run cannot decide"
+    )
     for at_times, last, side in ((1.5, 0.1, "below"), (0.5, 0.55, "above")):  # 1.0, in a range up or down
         busy = {figures.ALONE: [1.0] * 9, "sharing": [1.0] * 5 + [at_times] * 4}
         lies = str(figures.explain_step(busy, last, step_timing.Spread(1.4, 1.3, 1.5))["lies"])
         assert lies.startswith(f"The result lies {side} this range, but the ranges of the factors reach it")
-        assert lies.endswith("this run cannot say whether these costs explain the step")
+        assert lies.endswith("so this run cannot decide")
     slower, unclear = step_timing.Spread(1.2, 1.1, 1.3), step_timing.Spread(1.2, 0.9, 1.3)
     alone = step_timing.Backward(1.0, 3.0, (2.0, 3.0), (10.0, 10.0))
     equal = step_timing.Backward(2.0, 8.0, (4.0, 6.0, 8.0), (1.0, 1.0, 1.0)).as_long_as(alone)
@@ -140,7 +144,7 @@ def test_page_01_names_the_late_rank_and_what_makes_it_late() -> None:
     assert all(ends.items() <= one.items() for one in words)
     assert "needs 3.90 s only to launch" in str(words[0]["words"])
     assert "launches do not set the time" in str(words[1]["words"])
-    assert "on CPUs a process computes itself" in str(words[2]["words"])
+    assert "on CPUs there are no launches" in str(words[2]["words"])
 
 
 def test_launches_are_timed_on_every_rank() -> None:

@@ -133,7 +133,7 @@ def describe_launches(launches: Sequence[Launch], device: str) -> dict[str, obje
     slowest = launches[rank]
     took = in_seconds(slowest.launched)
     if device == "cpu":
-        words = "on CPUs a process computes itself, so launches cannot be timed apart"
+        words = "on CPUs there are no launches to time"
     elif slowest.launched >= LAUNCH_BOUND * slowest.done:
         words = f"its process needs {took} only to launch the step, so launches set the time there"
     else:
@@ -178,7 +178,10 @@ def explain_step(
     place = range_words(ratio, measured)
     if ratio < measured.low <= factors.high + share or ratio > measured.high >= factors.low + share:
         place += ", but the ranges of the factors reach it"
-        meaning = "this run cannot say whether these costs explain the step"
+        meaning = "this run cannot decide"
+    elif measured.low <= 1:
+        place += ", which includes 1"
+        meaning = "this run cannot decide"
     else:
         meaning = {
             "below this range": "something else costs time as well",

@@ -990,7 +990,7 @@ def test_versions_are_titled_by_their_verdict_and_name_the_work_for_messages() -
     fig = versions({"B": Timeline((*rank_0[:1], *last))}, Spread(0.9, 0.8, 0.95))
     assert len(find(fig.axes[0], "B").get_paths()) == len(find(fig.axes[0], FOR_MESSAGES).get_paths()) == 1
     assert any("costs time" in w for w in words(versions(runs, Spread(1.2, 1.1, 1.3))))
-    assert any("too little to tell" in w for w in words(versions(runs, Spread(1.2, 0.9, 1.3))))
+    assert any("cannot tell" in w for w in words(versions(runs, Spread(1.2, 0.9, 1.3))))
     columns = spread_columns({"after": {1088: Spread(1.2, 1.1, 1.3)}})
     assert columns == {"after": {"1,088 tokens": 1.2}, "after: range": {"1,088 tokens": "1.10 to 1.30"}}
 

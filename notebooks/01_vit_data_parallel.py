@@ -402,17 +402,17 @@ lesson.record("01.launch", figures.describe_launches(launches, here.device))
 # nothing about a link.
 # </details>
 #
-# **Buckets.** Every all-reduce pays 2(d-1) α. A sends {{01.versions.messages.a}} messages and B {{01.versions.messages.b}}. B takes <data value="01.b-over-a.median:.2f">0.49</data> times as long as A, with the
-# range <data value="01.b-over-a.low:.2f">0.42</data> to <data value="01.b-over-a.high:.2f">0.61</data>. We predicted <data value="01.b-over-a.predicted:.2f">0.44</data>, without the work for messages, dark grey in the
-# second figure: in that round the slowest rank starts and handles them for {{01.versions.handling.a}} in A and {{01.versions.handling.b}} in B.
+# **Buckets.** Every all-reduce pays 2(d-1) α. A sends <data value="01.versions.messages.a">72</data> messages and B <data value="01.versions.messages.b">10</data>. B takes <data value="01.b-over-a.median:.2f">0.50</data> times as long as A, with the
+# range <data value="01.b-over-a.low:.2f">0.41</data> to <data value="01.b-over-a.high:.2f">0.52</data>. We predicted <data value="01.b-over-a.predicted:.2f">0.51</data>, without the work for messages, dark grey in the
+# second figure: in that round the slowest rank starts and handles them for <data value="01.versions.handling.a">9.08 ms</data> in A and <data value="01.versions.handling.b">8.22 ms</data> in B.
 #
-# **Overlap.** C takes <data value="01.overlap:.3f">0.871</data> times as long as B (<data value="01.c-over-b.low:.3f">0.751</data> to <data value="01.c-over-b.high:.3f">1.096</data>): the verdict is *<data value="01.c-over-b.verdict">cannot tell</data>*. The prediction of
-# <data value="01.overlap.predicted:.3f">0.717</data> lies <data value="01.c-over-b.predicted-is">below this range</data>. It leaves
+# **Overlap.** C takes <data value="01.overlap:.3f">1.062</data> times as long as B (<data value="01.c-over-b.low:.3f">0.865</data> to <data value="01.c-over-b.high:.3f">1.194</data>): the verdict is *<data value="01.c-over-b.verdict">cannot tell</data>*. The prediction of
+# <data value="01.overlap.predicted:.3f">0.723</data> lies <data value="01.c-over-b.predicted-is">below this range</data>. It leaves
 # out that C's backward also fills the buckets, and that an all-reduce beside it may slow it. The next section measures both.
 #
 # **Late ranks.** Ranks with equal work do not keep step, and the prediction leaves this out too. In C the last rank begins
-# its backward {{01.versions.late.seconds}} after the first, in the median round; the last is {{01.versions.late.last}}. The others wait for it. Without messages a step takes {{01.launch.fastest}} on the fastest rank and {{01.launch.slowest}} on the
-# slowest, {{01.launch.rank}}: {{01.launch.words}}.
+# its backward <data value="01.versions.late.seconds">928 µs</data> after the first, in the median round; the last is <data value="01.versions.late.last">rank 0 in 5 of 9 rounds</data>. The others wait for it. Without messages a step takes <data value="01.launch.fastest">20.4 ms</data> on the fastest rank and <data value="01.launch.slowest">27.1 ms</data> on the
+# slowest, <data value="01.launch.rank">rank 1</data>: <data value="01.launch.words">on CPUs there are no launches to time</data>.
 #
 # <details><summary>In your tools: overlap</summary>
 #
@@ -569,23 +569,23 @@ lesson.record("01.extra", figures.cost_of_overlap(times[middle]))
 lesson.record("01.wide", figures.describe_wide(wide.size, DTYPE, card))
 
 # %% [markdown]
-# **When is it free here?** We count tokens per rank. Steps that reduce during the backward are <data value="01.measured.during">not free at 272 tokens, undecided above</data>; by the law they are free from <data value="01.law.during:,.0f">69</data> on.
-# Steps that reduce after it are <data value="01.measured.after">not free at 272 tokens, undecided above</data>; by the law they are free from <data value="01.law.after:,.0f">532</data> on. <data value="01.measured.score">No size is surely free with overlap, so the question is not scored</data>.
+# **When is it free here?** We count tokens per rank. Steps that reduce during the backward are <data value="01.measured.during">not free at 17, 68 and 272, undecided at 1,088 and 2,176</data>; by the law they are free from <data value="01.law.during:,.0f">63</data> on.
+# Steps that reduce after it are <data value="01.measured.after">not free at 17, 68 and 272, undecided at 1,088 and 2,176</data>; by the law they are free from <data value="01.law.after:,.0f">483</data> on. <data value="01.measured.score">No size is surely free with overlap, so the answer is more than 272 tokens and is not scored</data>.
 #
-# Overlap, against reducing after the backward, is {{01.measured.overlap}}.
+# Overlap, against reducing after the backward, is <data value="01.measured.overlap">undecided at 17, 68, 272, 1,088 and 2,176</data>.
 #
-# The law's lines are for a step that computes at R; a slower step lowers the ratio. With {{01.slow.tokens:,}} tokens the step alone
-# takes {{01.slow.times:.1f}} times as long as at R. The slowest rank there is {{01.slow.rank}}: {{01.slow.words}}.
+# The law's lines are for a step that computes at R; a slower step lowers the ratio. With <data value="01.slow.tokens:,">17</data> tokens the step alone
+# takes <data value="01.slow.times:.1f">5.5</data> times as long as at R. The slowest rank there is <data value="01.slow.rank">rank 0</data>: <data value="01.slow.words">on CPUs there are no launches to time</data>.
 #
-# By the law a step with overlap and <data value="01.law.tokens:,">272</data> tokens takes <data value="01.law.middle:.2f">1.00</data> times as long as alone. We measure <data value="01.middle.median:.2f">1.31</data>
-# (<data value="01.middle.low:.2f">1.23</data> to <data value="01.middle.high:.2f">1.52</data>). Within rounds it takes {{01.extra.during}} longer than alone, and the step that reduces after
-# the backward {{01.extra.after}}, by the medians. The all-reduce by itself takes <data value="01.extra.all-reduce">4.24 ms</data>, the most that overlap can save. The step with overlap
-# takes {{01.extra.compared}} the step alone and the all-reduce in turn.
+# By the law a step with overlap and <data value="01.law.tokens:,">272</data> tokens takes <data value="01.law.middle:.2f">1.00</data> times as long as alone. We measure <data value="01.middle.median:.2f">1.27</data>
+# (<data value="01.middle.low:.2f">1.19</data> to <data value="01.middle.high:.2f">1.33</data>). Within rounds it takes <data value="01.extra.during">8.51 ms</data> longer than alone, and the step that reduces after
+# the backward <data value="01.extra.after">7.19 ms</data>, by the medians. The all-reduce by itself takes <data value="01.extra.all-reduce">4.78 ms</data>, the most that overlap can save. The step with overlap
+# takes <data value="01.extra.compared">neither clearly longer nor clearly less than</data> the step alone and the all-reduce in turn.
 #
 # <details><summary>The law's times and the measured ones</summary>
 #
-# The law takes its times from B and R alone. By them the all-reduce takes {{01.wide.by-bandwidth}} and the step alone
-# <data value="01.wide.at-rate">15.7 ms</data>. Measured, they take <data value="01.extra.all-reduce">4.24 ms</data> and <data value="01.alone">28.7 ms</data>.
+# The law takes its times from B and R alone. By them the all-reduce takes <data value="01.wide.by-bandwidth">4.32 ms</data> and the step alone
+# <data value="01.wide.at-rate">23.8 ms</data>. Measured, they take <data value="01.extra.all-reduce">4.78 ms</data> and <data value="01.alone">29.0 ms</data>.
 # </details>
 #
 # The law assumes that the backward keeps its
@@ -620,13 +620,13 @@ last = theory.seconds("all_reduce", BUCKET_MB * 2**20, N, card.link)
 lesson.record("01.together", figures.explain_step(causes, last, during[middle]))
 
 # %% [markdown]
-# The last bucket, which no backward can overlap, takes <data value="01.together.last-bucket">2.82 ms</data> by α and B, or {{01.together.share:.3f}} of the step
-# alone, {{01.together.alone}}. Together the costs make {{01.cause.beside-an-unrelated-all-reduce.step-step-alone:.3f}} x {{01.cause.with-buckets-nothing-sent.step-step-alone:.3f}} + {{01.together.share:.3f}} = <data value="01.together.ratio:.2f">1.35</data>. The
-# sweep's range was <data value="01.middle.low:.2f">1.23</data> to <data value="01.middle.high:.2f">1.52</data>. <data value="01.together.lies">within this range, so these costs can explain it</data>.
+# The last bucket, which no backward can overlap, takes <data value="01.together.last-bucket">3.42 ms</data> by α and B, or <data value="01.together.share:.3f">0.072</data> of the step
+# alone, <data value="01.together.alone">47.3 ms</data>. Together the costs make <data value="01.cause.beside-an-unrelated-all-reduce.step-step-alone:.3f">1.039</data> x <data value="01.cause.with-buckets-nothing-sent.step-step-alone:.3f">1.065</data> + <data value="01.together.share:.3f">0.072</data> = <data value="01.together.ratio:.2f">1.18</data>. The
+# sweep's range was <data value="01.middle.low:.2f">1.19</data> to <data value="01.middle.high:.2f">1.33</data>. <data value="01.together.lies">The result lies below this range, but the ranges of the factors reach it, so this run cannot decide</data>.
 #
 # <details><summary>Why we divide within rounds</summary>
 #
-# A machine's speed can change between rounds and between cells: a step alone took {{01.together.alone}} here and <data value="01.alone">28.7 ms</data> in the
+# A machine's speed can change between rounds and between cells: a step alone took <data value="01.together.alone">47.3 ms</data> here and <data value="01.alone">29.0 ms</data> in the
 # sweep. Such a change hits both times of one round alike, so a ratio within rounds suffers less from it than a quotient of
 # two medians. A range assumes independent rounds, which a slow change of speed violates.
 # </details>
@@ -644,7 +644,7 @@ lesson.record("01.together", figures.explain_step(causes, last, during[middle]))
 # its memory, which their backwards need as well.
 # </details>
 #
-# **Takeaway.** In this run {{01.measured.free}}; <data value="01.measured.versus-law">with overlap a free step needs more tokens than the law says</data>.
+# **Takeaway.** In this run <data value="01.measured.free">no measured size is surely free, with overlap or without</data>; <data value="01.measured.versus-law">with overlap a free step needs more tokens than the law says</data>.
 #
 # **Challenge.** The explorer, a figure with knobs, simulates a ViT-L/16 on 64 ranks with Ethernet 100 Gb. Expose
 # less than 6.5 % of the step with at most 50,000 tokens per rank.

@@ -264,7 +264,7 @@ trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")
 # %% [markdown]
 # The formula assumes equal stages and predicts a bubble of <data value="02.bubble.predicted">27.3 %</data>. But stage 0 also has the embedding, the last stage the
 # head, and times are noisy: by medians, the slowest stage takes <data value="02.slowest:.2f">1.08</data> times as long as the mean one. Simulated with these
-# medians, the bubble is <data value="02.medians.bubble">30.8 %</data>. The step in the figure has <data value="02.bubble">31.8 %</data>: its microbatches take
+# medians, the bubble is <data value="02.medians.bubble">36.3 %</data>. The step in the figure has <data value="02.bubble">37.0 %</data>: its microbatches take
 # unequal times too, and messages add to it where they take time.
 #
 # <details><summary>Why the rule of thumb may come nearer</summary>
@@ -400,14 +400,14 @@ lesson.claim("1F1B takes about as long as GPipe", (change, "<", 0.15))
 # <data value="02.activations.rank-0.gpipe-measured">9.14 MB</data> under GPipe to <data value="02.activations.rank-0.measured">4.67 MB</data>.
 # More ranks do not make them smaller: p microbatches in a p-th of the layers are as much as one in all layers.
 #
-# Timed again, beside 1F1B, GPipe's step takes <data value="02.ran.gpipe.makespan">164 ms</data> with a bubble of
-# <data value="02.ran.gpipe.bubble">34.5 %</data>. 1F1B's step takes <data value="02.ran.1f1b.makespan">158 ms</data> with <data value="02.ran.1f1b.bubble">27.6 %</data>. With equal stages both have
+# Timed again, beside 1F1B, GPipe's step takes <data value="02.ran.gpipe.makespan">199 ms</data> with a bubble of
+# <data value="02.ran.gpipe.bubble">33.5 %</data>. 1F1B's step takes <data value="02.ran.1f1b.makespan">217 ms</data> with <data value="02.ran.1f1b.bubble">31.2 %</data>. With equal stages both have
 # the same bubble, because filling and draining take as long.
 #
 # <details><summary>What separates their steps?</summary>
 #
 # Unequal stages, messages, launches and noise can. A simulation with the median times of GPipe's stages knows only the first: in
-# it, 1F1B's step takes <data value="02.by-medians:.3f">0.973</data> times as long as GPipe's. In the run the factor is <data value="02.by-run:.3f">0.963</data>.
+# it, 1F1B's step takes <data value="02.by-medians:.3f">0.972</data> times as long as GPipe's. In the run the factor is <data value="02.by-run:.3f">1.094</data>.
 # </details>
 #
 # **Takeaway.** 1F1B keeps at most p microbatches instead of m, and with equal stages it has GPipe's bubble.
@@ -645,24 +645,24 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 
 # %% [markdown]
 # We call two schedules different only if their steps differ by more than the larger of their own two spreads. So
-# <data value="02.race.faster">interleaved is faster than 1f1b; all other pairs are undecided</data>. As to the bubble,
+# <data value="02.race.faster">interleaved is faster than 1f1b, zb-h2 is faster than 1f1b; all other pairs are undecided</data>. As to the bubble,
 # <data value="02.race.idle">all steps of interleaved, zb-h1, zb-h2 and zb-v are below all of 1f1b's</data>.
 #
 # The prediction puts
 # <data value="02.race.first.predicted">zb-v</data> first; by medians, the run puts <data value="02.race.first.run">interleaved</data> first. All but
-# 1F1B, whose times the prediction uses, take <data value="02.race.ratio.least:.2f">0.99</data> to <data value="02.race.ratio.most:.2f">1.21</data> times as long as predicted, so predictions that lie closer together decide nothing.
+# 1F1B, whose times the prediction uses, take <data value="02.race.ratio.least:.2f">1.05</data> to <data value="02.race.ratio.most:.2f">1.19</data> times as long as predicted, so predictions that lie closer together decide nothing.
 #
 # <details><summary>Does a split backward also take more computing?</summary>
 #
 # We time one rank alone, with a stage's layers, in fifteen rounds. Split, the step takes
-# <data value="02.split.split-in-one-piece.factor:.3f">1.078</data> times as long, with the range <data value="02.split.split-in-one-piece.range">1.046 to 1.132</data> and the verdict *<data value="02.split.split-in-one-piece.verdict">slower</data>*. In the race, *work* goes
-# from <data value="02.race.work">127 ms under 1f1b to 153 ms under zb-v</data>, although all five compute the same gradients. Differences that a rank alone does
+# <data value="02.split.split-in-one-piece.factor:.3f">1.104</data> times as long, with the range <data value="02.split.split-in-one-piece.range">1.078 to 1.160</data> and the verdict *<data value="02.split.split-in-one-piece.verdict">slower</data>*. In the race, *work* goes
+# from <data value="02.race.work">122 ms under 1f1b to 140 ms under zb-v</data>, although all five compute the same gradients. Differences that a rank alone does
 # not show come from waits for launches, or from ranks that slow each other down.
 # </details>
 #
 # <details><summary>I and W are not equal</summary>
 #
-# Our prediction takes I and W as equal. In the run, I takes <data value="02.race.zb-h1.i-w:.2f">1.53</data> times as long as
+# Our prediction takes I and W as equal. In the run, I takes <data value="02.race.zb-h1.i-w:.2f">1.38</data> times as long as
 # W. Among the causes: softmax, GELU and the matmuls inside attention have no weights, hence no W.
 # <data value="02.race.formulas">By the formulas above, a larger I makes ZB-H1 idle longer and leaves ZB-H2 as it is</data>.
 # </details>
@@ -682,7 +682,7 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 #
 # The formulas for idle time hold with equal stages, W ≤ F and W ≤ I ≤ 2W. By them, ZB-H1 and ZB-H2 are equally fast if I = W.
 # The predictions take I = W too. They still differ where stages are unequal, or where half a backward takes longer than
-# a forward, so that W > F. In the 1F1B step of this run, half a backward takes <data value="02.race.half-backward:.2f">0.84</data> times as long as a forward. The predictions are <data value="02.race.zb-h1.predicted">120 ms</data> for ZB-H1 and <data value="02.race.zb-h2.predicted">116 ms</data> for ZB-H2.
+# a forward, so that W > F. In the 1F1B step of this run, half a backward takes <data value="02.race.half-backward:.2f">0.84</data> times as long as a forward. The predictions are <data value="02.race.zb-h1.predicted">147 ms</data> for ZB-H1 and <data value="02.race.zb-h2.predicted">147 ms</data> for ZB-H2.
 # </details>
 #
 # <details><summary>Do the additional messages matter?</summary>
@@ -813,7 +813,7 @@ words.claim_faster(rounds, "uniform", "heavy")
 
 # %% [markdown]
 # The uniform partition takes
-# <data value="02.cut.uniform">168 ms</data>, the heavy one <data value="02.cut.heavy">202 ms</data>. Balancing by time gives <data value="02.cut.by-time">168 ms</data> with the partition <data value="02.cut-step.by-time.blocks-of-each-stage">[2, 2, 2, 2]</data>; <data value="02.cut.verdict">this is the uniform partition</data>. A ViT's
+# <data value="02.cut.uniform">129 ms</data>, the heavy one <data value="02.cut.heavy">152 ms</data>. Balancing by time gives <data value="02.cut.by-time">129 ms</data> with the partition <data value="02.cut-step.by-time.blocks-of-each-stage">[2, 2, 2, 2]</data>; <data value="02.cut.verdict">this is the uniform partition</data>. A ViT's
 # blocks are equal, so balancing can only correct for the embedding, the head and unequal ranks.
 #
 # <details><summary>May we compare these steps with the race's?</summary>
@@ -823,7 +823,7 @@ words.claim_faster(rounds, "uniform", "heavy")
 # of one cell only.
 # </details>
 #
-# In the figure, rank 1 works <data value="02.heavy-work:.2f">1.48</data> times as long as the median rank and has
+# In the figure, rank 1 works <data value="02.heavy-work:.2f">1.49</data> times as long as the median rank and has
 # <data value="02.heavy-blocks:.2f">1.50</data> times as many blocks; other layers, launches and noise make the difference.
 #
 # ### Exercise 4: what is wrong with this step?
@@ -919,9 +919,9 @@ if graphed:
 
 # %% [markdown]
 # Launched from Python, the shortest step has m = <data value="02.sweep.best">4</data>;
-# <data value="02.sweep.verdict">m = 2 took less in some of 6 rounds and may be as good</data>. The formula says <data value="02.sweep.formula:.1f">3.6</data>. The bubble takes
-# <data value="02.sweep-bubble.best">63.2 ms</data> in the shortest step and <data value="02.sweep-bubble.most">55.2 ms</data> at m = <data value="02.sweep.most">16</data>. Between the two,
-# <data value="02.sweep.changes">the time of launches and small kernels grows by 127 ms and the bubble shrinks by 17.2 ms</data>.
+# <data value="02.sweep.verdict">m = 2 took less in some of 6 rounds and may be as good</data>. The formula says <data value="02.sweep.formula:.1f">4.0</data>. The bubble takes
+# <data value="02.sweep-bubble.best">46.9 ms</data> in the shortest step and <data value="02.sweep-bubble.most">38.3 ms</data> at m = <data value="02.sweep.most">16</data>. Between the two,
+# <data value="02.sweep.changes">the time of launches and small kernels grows by 80.9 ms and the bubble shrinks by 8.65 ms</data>.
 #
 # Python can launch small kernels more slowly than a GPU runs them. A *CUDA graph* records all kernels of a
 # stage's forward or backward once and launches them with one call. So c falls,
@@ -936,7 +936,7 @@ if graphed:
 #
 # T and c come from the work alone. The formula adds the bubble of equal stages, and takes c as the same at every m. In the
 # replay, a rank also waits wherever actions take unequally long, as short ones do, so the bubble can shrink less with m than by the formula, or even grow. The line is
-# furthest from the bars at m = <data value="02.sweep.furthest">4</data>, where the step takes <data value="02.sweep.over:.2f">0.85</data> times as long as by the formula.
+# furthest from the bars at m = <data value="02.sweep.furthest">8</data>, where the step takes <data value="02.sweep.over:.2f">1.16</data> times as long as by the formula.
 # </details>
 #
 # <details><summary>How sure is the best m?</summary>
@@ -944,14 +944,14 @@ if graphed:
 # For six rounds, every m takes its turn. We show <data value="02.run.shown">a replay of each action's median time</data>. If two m were equally
 # fast, one would take longer in all six rounds in only 1 of 32 cases. So we call an m slower if it does; any other may be as good.
 # With CUDA graphs one m runs after the other, because graphs keep their memory. From cell to cell, steps can vary more: 1F1B with m = 8 took
-# <data value="02.ran.1f1b.makespan">158 ms</data> beside GPipe, <data value="02.race.step.1f1b">143 ms</data> in the race and <data value="02.sweep-step.usual">182 ms</data> here. So compare steps of one cell only.
+# <data value="02.ran.1f1b.makespan">217 ms</data> beside GPipe, <data value="02.race.step.1f1b">177 ms</data> in the race and <data value="02.sweep-step.usual">145 ms</data> here. So compare steps of one cell only.
 # </details>
 #
 # <details><summary>Has this pipeline paid?</summary>
 #
-# At m = 1 only one rank works at a time. So that step, <data value="02.sweep-step.alone">248 ms</data>, is about what one rank would
-# need for all stages, one after the other: T + p c. The shortest step without graphs takes <data value="02.sweep-step.best">143 ms</data>, which is <data value="02.sweep-share">57.9 %</data> of that; without bubble and launches
-# it would be 1/p. At this m the ranks spend <data value="02.sweep-step.work">321 ms</data> in actions, all together. Where they share cores or a GPU, the real step takes at
+# At m = 1 only one rank works at a time. So that step, <data value="02.sweep-step.alone">171 ms</data>, is about what one rank would
+# need for all stages, one after the other: T + p c. The shortest step without graphs takes <data value="02.sweep-step.best">111 ms</data>, which is <data value="02.sweep-share">64.9 %</data> of that; without bubble and launches
+# it would be 1/p. At this m the ranks spend <data value="02.sweep-step.work">257 ms</data> in actions, all together. Where they share cores or a GPU, the real step takes at
 # least this sum, divided by the number of cores or GPUs.
 # </details>
 #

@@ -363,7 +363,7 @@ predictions.record_host(few, recorded, 8)  # is computing set by the tokens?
 lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 
 # %% [markdown]
-# The bytes are exact: <data value="03.block-bytes">4.46 MB</data> leave each rank. On <data value="03.hardware">2 CPU cores</data> the block took <data value="03.block.makespan">93.7 ms</data>; <data value="03.exposed.share">26.2 %</data> of that is exposed communication. Computing covered <data value="03.overlapped">34.3 %</data> of the communication, all of it in the backward.
+# The bytes are exact: <data value="03.block-bytes">4.46 MB</data> leave each rank. On <data value="03.hardware">2 CPU cores</data> the block took <data value="03.block.makespan">65.9 ms</data>; <data value="03.exposed.share">9.98 %</data> of that is exposed communication. Computing covered <data value="03.overlapped">65.1 %</data> of the communication, all of it in the backward.
 #
 # <details><summary>How to read the figure</summary>
 #
@@ -375,17 +375,17 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # The thin slices of forward after the last all-reduce are a bias and the residual. The last slices of input gradient are attention's norm.
 # </details>
 #
-# The formula is for 2-byte numbers; with v bytes it gives 2/v times as much, and here v is <data value="03.value-bytes">4</data>. With attention's scores it predicts <data value="03.ratio.predicted">7.30</data>.
-# The run has <data value="03.ratio">1.77</data>. We call an interconnect fast enough from a ratio of 1 on, where a rank computes half of the time, as shown below. So <data value="03.verdict">both the formula and the run call the interconnect fast enough</data>.
+# The formula is for 2-byte numbers; with v bytes it gives 2/v times as much, and here v is <data value="03.value-bytes">4</data>. With attention's scores it predicts <data value="03.ratio.predicted">8.04</data>.
+# The run has <data value="03.ratio">2.99</data>. We call an interconnect fast enough from a ratio of 1 on, where a rank computes half of the time, as shown below. So <data value="03.verdict">both the formula and the run call the interconnect fast enough</data>.
 # Where the rule of thumb, 4.5 h/ρ, comes nearer to the run, that is chance.
 #
 # <details><summary>Three factors between the formula and the run</summary>
 #
 # The formula leaves out costs of computing and of communication:
 #
-# - Computing took <data value="03.slower.computing.factor">2.19</data> times as long as its matrix products would at the card's rate. That includes launching operations, norms, GELU, residuals and slower products; the run does not separate them. {{03.host}}
-# - Latency makes the all-reduces <data value="03.slower.latency-of-all-reduces.factor">1.84</data> times as long as their bytes alone.
-# - Because of waiting and other costs, the all-reduces took another <data value="03.slower.waiting-and-the-rest.factor">4.91</data> times as long. A part is that ranks which come early wait for the others; the run does not explain the rest.
+# - Computing took <data value="03.slower.computing.factor">1.23</data> times as long as its matrix products would at the card's rate. That includes launching operations, norms, GELU, residuals and slower products; the run does not separate them. <data value="03.host">With 1/8 of the images, computing took 12.3 ms instead of 56.3 ms. So about 11 % of the longer time is constant, such as launching operations.</data>
+# - Latency makes the all-reduces <data value="03.slower.latency-of-all-reduces.factor">1.52</data> times as long as their bytes alone.
+# - Because of waiting and other costs, the all-reduces took another <data value="03.slower.waiting-and-the-rest.factor">2.17</data> times as long. A part is that ranks which come early wait for the others; the run does not explain the rest.
 # </details>
 #
 # <details><summary>On a laptop</summary>
@@ -400,7 +400,7 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # A GPU of 400 TFLOP/s has ρ = 890 on NVLink 4, whose nominal bandwidth is 450 GB/s. So eight of them want h above 7 · 890/4.5 = 1,400.
 # On InfiniBand NDR with 50 GB/s, ρ is 8,000, and they want h above 12,400. These are nominal rates, and 2-byte numbers. With v bytes
 # a number, h must be v/2 times as large. With this page's v of <data value="03.value-bytes">4</data> and the ρ
-# that its card measured, <data value="03.rho">79.8 FLOP/B</data>, eight such ranks would want h above <data value="03.wide:,.0f">248</data>.
+# that its card measured, <data value="03.rho">72.5 FLOP/B</data>, eight such ranks would want h above <data value="03.wide:,.0f">225</data>.
 # </details>
 #
 # Call the ratio r. Without overlap a rank computes r/(1+r) of the time, half of it at r = 1.
@@ -784,38 +784,38 @@ lesson.claim("SP is slower than 1D with few tokens", (small["1d+sp"], ">", small
 vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 
 # %% [markdown]
-# With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">36.5 ms</data>, with sequence parallelism <data value="03.race.1d+sp.measured">64.9 ms</data>, and 2D <data value="03.race.2d.measured">90.2 ms</data>. These are
-# <data value="03.too-low.1d">1.23</data>, <data value="03.too-low.1d+sp">1.86</data> and <data value="03.too-low.2d">1.36</data> times their predictions. Predictions leave out norms, launches and waiting, and collectives can take longer than α and B say: an all-reduce alone took <data value="03.halves.all-reduce.measured">6.90 ms</data>, where {{03.halves.all-reduce.predicted}} were predicted.
+# With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">37.1 ms</data>, with sequence parallelism <data value="03.race.1d+sp.measured">63.7 ms</data>, and 2D <data value="03.race.2d.measured">91.5 ms</data>. These are
+# <data value="03.too-low.1d">1.27</data>, <data value="03.too-low.1d+sp">1.85</data> and <data value="03.too-low.2d">1.41</data> times their predictions. Predictions leave out norms, launches and waiting, and collectives can take longer than α and B say: an all-reduce alone took <data value="03.halves.all-reduce.measured">6.16 ms</data>, where <data value="03.halves.all-reduce.predicted">5.50 ms</data> were predicted.
 #
 # <details><summary>Which rates do we predict with?</summary>
 #
-# The four ranks run on <data value="03.hardware">2 CPU cores</data>. Their latency α is <data value="03.alpha">904 µs, against 433 µs with 2, because ranks wait for cores, too</data>.
+# The four ranks run on <data value="03.hardware">2 CPU cores</data>. Their latency α is <data value="03.alpha">881 µs, against 371 µs with 2, because ranks wait for cores, too</data>.
 #
 # On GPUs, the matmul rate is the card's. On a CPU, the card's rate comes from one product of a few milliseconds, during which a rank mostly keeps a core. A block lasts longer, and ranks take turns if cores are fewer.
-# So there we multiply the card's rate by cores over ranks, if that is below 1. Here we take <data value="03.rate">23.6 GFLOP/s</data>.
+# So there we multiply the card's rate by cores over ranks, if that is below 1. Here we take <data value="03.rate">22.6 GFLOP/s</data>.
 # </details>
 #
-# With few tokens, sequence parallelism took <data value="03.sp-longer.few">28.4 ms more</data> than 1D, and latency alone predicts <data value="03.norms">5.43 ms</data>.
+# With few tokens, sequence parallelism took <data value="03.sp-longer.few">26.6 ms more</data> than 1D, and latency alone predicts <data value="03.norms">5.28 ms</data>.
 #
 # <details><summary>Why can sequence parallelism be slower?</summary>
 #
 # By theory the two halves of an all-reduce take as long as the all-reduce. In a ring of four, both take 2 (4 - 1) = 6 steps, and each step one latency α. So the prediction adds only the latencies of the all-reduce of norm gradients.
 #
-# Timed alone, an all-reduce took <data value="03.halves.all-reduce.measured">6.90 ms</data>, its two halves <data value="03.halves.reduce-scatter-all-gather.measured">10.1 ms</data>. A block has four such pairs, so this makes <data value="03.four-halves">12.8 ms</data>. The run does not explain the rest. With eight times the tokens, sequence parallelism took <data value="03.sp-longer.many">21.3 ms more</data> than 1D.
+# Timed alone, an all-reduce took <data value="03.halves.all-reduce.measured">6.16 ms</data>, its two halves <data value="03.halves.reduce-scatter-all-gather.measured">10.9 ms</data>. A block has four such pairs, so this makes <data value="03.four-halves">19.0 ms</data>. The run does not explain the rest. With eight times the tokens, sequence parallelism took <data value="03.sp-longer.many">22.8 ms more</data> than 1D.
 # </details>
 #
-# Eight times the tokens took <data value="03.race.2d.measured-growth:.2f">1.61</data> times as long in 2D, where <data value="03.race.2d.predicted-growth:.2f">1.90</data> was predicted, and <data value="03.race.1d.measured-growth:.2f">2.39</data> times in 1D, where <data value="03.race.1d.predicted-growth:.2f">2.86</data> was predicted.
+# Eight times the tokens took <data value="03.race.2d.measured-growth:.2f">1.86</data> times as long in 2D, where <data value="03.race.2d.predicted-growth:.2f">1.94</data> was predicted, and <data value="03.race.1d.measured-growth:.2f">3.19</data> times in 1D, where <data value="03.race.1d.predicted-growth:.2f">2.93</data> was predicted.
 #
-# On four ranks 2D sends fewer bytes than 1D above 12 h tokens, here <data value="03.tokens.even">3,072</data>. With our <data value="03.tokens.many">1,088</data>, <data value="03.grid">2D sends more bytes than 1D, and takes 145 ms against 87.1 ms</data>.
+# On four ranks 2D sends fewer bytes than 1D above 12 h tokens, here <data value="03.tokens.even">3,072</data>. With our <data value="03.tokens.many">1,088</data>, <data value="03.grid">2D sends more bytes than 1D, and takes 170 ms against 118 ms</data>.
 #
 # <details><summary>Which costs are constant, and what would help?</summary>
 #
-# Take each time as a constant plus a part proportional to the tokens. {{03.constant}}
+# Take each time as a constant plus a part proportional to the tokens. <data value="03.constant">Then the constant is 88 % of 2D's time with few tokens, and 69 % of 1D's.</data>
 #
-# With few tokens, 2D takes longer than 1D and makes <data value="03.calls.more">49</data> more calls. The difference in time, divided by these calls, is <data value="03.calls.seconds">1.10 ms</data> a call.
+# With few tokens, 2D takes longer than 1D and makes <data value="03.calls.more">49</data> more calls. The difference in time, divided by these calls, is <data value="03.calls.seconds">1.11 ms</data> a call.
 #
-# A block in 1D makes four all-reduces of six steps, so 24 latencies α, <data value="03.latency.all">21.7 ms</data>. That is <data value="03.latency.share">59.5 %</data> of 1D's time with few tokens. A link of lower latency
-# shortens them. Where tokens set the time, a larger batch makes latency count less. Launching operations takes constant time, too. Where launching takes longer than computing and sending, a faster link does not help: such a block is *launch-bound*. {{03.launch-bound}}
+# A block in 1D makes four all-reduces of six steps, so 24 latencies α, <data value="03.latency.all">21.1 ms</data>. That is <data value="03.latency.share">57.0 %</data> of 1D's time with few tokens. A link of lower latency
+# shortens them. Where tokens set the time, a larger batch makes latency count less. Launching operations takes constant time, too. Where launching takes longer than computing and sending, a faster link does not help: such a block is *launch-bound*. <data value="03.launch-bound">On a CPU, waits for cores take constant time, too, so this run cannot tell launches from waits.</data>
 # </details>
 #
 # The next cell maps which mode is predicted to *communicate* for the shortest time on 64 ranks and InfiniBand NDR, with 10 µs of latency and no launch costs. 2.5D has 4 x 4 x 4 ranks. The last line opens an *explorer*, a simulated block with knobs.

@@ -374,21 +374,21 @@ lesson.claim("Yet dp's step is shorter", (measured["dp"], "<", measured["pp"]))
 vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 
 # %% [markdown]
-# On a hundredth of the bandwidth, the simulated step along tp takes <data value="04.added.tp">820 ms</data> longer than on this link, along dp <data value="04.added.dp">273 ms</data> and along pp <data value="04.added.pp">50.8 ms</data>. On a tenth, these are <data value="04.tenth-added.tp">74.6 ms</data>, <data value="04.tenth-added.dp">5.23 ms</data> and <data value="04.tenth-added.pp">4.24 ms</data>. Each curve keeps one recorded compute on all links,
+# On a hundredth of the bandwidth, the simulated step along tp takes <data value="04.added.tp">1.13 s</data> longer than on this link, along dp <data value="04.added.dp">400 ms</data> and along pp <data value="04.added.pp">70.0 ms</data>. On a tenth, these are <data value="04.tenth-added.tp">103 ms</data>, <data value="04.tenth-added.dp">21.7 ms</data> and <data value="04.tenth-added.pp">5.89 ms</data>. Each curve keeps one recorded compute on all links,
 # so the added seconds come from messages alone.
 #
-# Bytes alone do not decide. pp sends fewest, but on this link its step takes longer than dp's: <data value="04.axes.pp.measured">96.9 ms</data> against <data value="04.axes.dp.measured">71.0 ms</data>. Where is pp's time, and where is tp's? Predicted compute is one rank's with 1/N of the batch.
+# Bytes alone do not decide. pp sends fewest, but on this link its step takes longer than dp's: <data value="04.axes.pp.measured">88.5 ms</data> against <data value="04.axes.dp.measured">71.2 ms</data>. Where is pp's time, and where is tp's? Predicted compute is one rank's with 1/N of the batch.
 #
 # | a step | compute of the busiest rank | the rest | together |
 # |---|---|---|---|
-# | pp, predicted | <data value="04.predicted.share">68.8 ms</data> | <data value="04.rest.pp.predicted.rest">9.60 ms</data> | <data value="04.rest.pp.predicted.step">78.4 ms</data> |
-# | pp, simulated on this link | <data value="04.busy.pp">81.1 ms</data> | <data value="04.rest.pp.simulated.rest">12.1 ms</data> | <data value="04.rest.pp.simulated.step">93.2 ms</data> |
-# | pp, <data value="04.source">measured</data> | <data value="04.busy.pp">81.1 ms</data> | <data value="04.rest.pp.measured.rest">15.8 ms</data> | <data value="04.axes.pp.measured">96.9 ms</data> |
-# | tp, predicted | <data value="04.predicted.share">68.8 ms</data> | <data value="04.rest.tp.predicted.rest">22.1 ms</data> | <data value="04.rest.tp.predicted.step">91.0 ms</data> |
-# | tp, simulated on this link | <data value="04.busy.tp">89.6 ms</data> | <data value="04.rest.tp.simulated.rest">42.5 ms</data> | <data value="04.rest.tp.simulated.step">132 ms</data> |
-# | tp, <data value="04.source">measured</data> | <data value="04.busy.tp">89.6 ms</data> | <data value="04.rest.tp.measured.rest">27.5 ms</data> | <data value="04.axes.tp.measured">117 ms</data> |
+# | pp, predicted | <data value="04.predicted.share">49.9 ms</data> | <data value="04.rest.pp.predicted.rest">7.16 ms</data> | <data value="04.rest.pp.predicted.step">57.1 ms</data> |
+# | pp, simulated on this link | <data value="04.busy.pp">73.3 ms</data> | <data value="04.rest.pp.simulated.rest">11.7 ms</data> | <data value="04.rest.pp.simulated.step">85.0 ms</data> |
+# | pp, <data value="04.source">measured</data> | <data value="04.busy.pp">73.3 ms</data> | <data value="04.rest.pp.measured.rest">15.2 ms</data> | <data value="04.axes.pp.measured">88.5 ms</data> |
+# | tp, predicted | <data value="04.predicted.share">49.9 ms</data> | <data value="04.rest.tp.predicted.rest">23.3 ms</data> | <data value="04.rest.tp.predicted.step">73.2 ms</data> |
+# | tp, simulated on this link | <data value="04.busy.tp">69.2 ms</data> | <data value="04.rest.tp.simulated.rest">31.3 ms</data> | <data value="04.rest.tp.simulated.step">101 ms</data> |
+# | tp, <data value="04.source">measured</data> | <data value="04.busy.tp">69.2 ms</data> | <data value="04.rest.tp.measured.rest">20.3 ms</data> | <data value="04.axes.tp.measured">89.5 ms</data> |
 #
-# Along pp the rest is the bubble, sending and waiting. The bubble is predicted as (N-1)/m of the predicted compute, <data value="04.rest.bubble">8.60 ms</data>. Along tp the rest is exposed all-reduces and waiting.
+# Along pp the rest is the bubble, sending and waiting. The bubble is predicted as (N-1)/m of the predicted compute, <data value="04.rest.bubble">6.24 ms</data>. Along tp the rest is exposed all-reduces and waiting.
 #
 # <details><summary>Why the curves differ</summary>
 #
@@ -400,22 +400,22 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 #
 # <details><summary>How far to trust the curves</summary>
 #
-# Bytes are predicted exactly, times are not. As <data value="04.source">measured</data>, the step is <data value="04.ratio.tp:.2f">1.29</data> times the predicted one for tp, <data value="04.ratio.dp:.2f">1.01</data> for dp and
-# <data value="04.ratio.pp:.2f">1.24</data> for pp. A ratio contains two errors, of predicted compute and of the predicted rest. {{04.rest.signs}}
+# Bytes are predicted exactly, times are not. As <data value="04.source">measured</data>, the step is <data value="04.ratio.tp:.2f">1.22</data> times the predicted one for tp, <data value="04.ratio.dp:.2f">1.39</data> for dp and
+# <data value="04.ratio.pp:.2f">1.55</data> for pp. A ratio contains two errors, of predicted compute and of the predicted rest. <data value="04.rest.signs">Compute takes 19.2 ms longer along tp and 23.3 ms longer along pp. The rest takes 2.94 ms less along tp and 8.01 ms longer along pp. Along tp the two errors partly cancel in the ratio.</data>
 # The prediction leaves out fixed costs, such as calling an operation, which come with every microbatch and shard. On a CPU it also leaves out
 # that ranks send with the cores that compute. Where the rest is shorter than predicted, messages took less time than the link's latency and bandwidth say, or some ran beside computing, or the recorded compute contains waits.
 #
-# Compared with a step that sends nothing, the busiest rank computes <data value="04.longer.pp:.2f">1.18</data> times as long along pp, <data value="04.longer.tp:.2f">1.30</data> times along tp and <data value="04.longer.dp:.2f">0.98</data> times along dp.
+# Compared with a step that sends nothing, the busiest rank computes <data value="04.longer.pp:.2f">1.47</data> times as long along pp, <data value="04.longer.tp:.2f">1.39</data> times along tp and <data value="04.longer.dp:.2f">1.33</data> times along dp.
 # Compute longer than predicted can have several causes. Along pp a rank computes in small microbatches. Along tp
-# all ranks repeat the norms. Each operation has a fixed cost, and on a GPU compute contains waits for the host. {{04.fewer}} The run does not separate the causes further.
+# all ranks repeat the norms. Each operation has a fixed cost, and on a GPU compute contains waits for the host. <data value="04.fewer">With a quarter of the images, the busiest rank computes 0.49 times as long along dp, 0.67 times as long along pp and 0.58 times as long along tp. So along pp the images hardly matter: fixed costs of operations or waits for cores set this compute, and its ratio to the prediction says little of the arithmetic.</data> The run does not separate the causes further.
 #
-# Each step is the median of three, recorded in turn. "This link" is <data value="04.link.from">measured as in notebook 00</data>. Its latency is <data value="04.link.latency">433 µs</data> and its bandwidth <data value="04.link.bandwidth">1.08 GB/s</data>.
+# Each step is the median of three, recorded in turn. "This link" is <data value="04.link.from">measured as in notebook 00</data>. Its latency is <data value="04.link.latency">371 µs</data> and its bandwidth <data value="04.link.bandwidth">782 MB/s</data>.
 # Along dp, simulation and prediction start from the same step that sends nothing, not from the recorded step, so they are near each other on this link. Along pp and tp the simulated step contains the
 # compute recorded along its axis, and waiting: at each all-reduce or message, ranks that come first wait for the last. The prediction has no such waiting, because it lets all ranks compute equally fast.
 # So on this link the rest can be longer simulated than predicted.
 #
 # A curve need not begin at its dot either. Where the table's rest is longer simulated than <data value="04.source">measured</data>, messages took less time than the link's latency and bandwidth say, or ran beside computing, which tp's simulation does not allow, or the recorded compute already contains waits. Where it is shorter, messages took more time, or a rank paused between operations, which pp's simulation leaves out. On this link, simulated over <data value="04.source">measured</data>
-# is <data value="04.near.tp:.2f">1.13</data> for tp, <data value="04.near.dp:.2f">0.98</data> for dp and <data value="04.near.pp:.2f">0.96</data> for pp. The shortest step here
+# is <data value="04.near.tp:.2f">1.12</data> for tp, <data value="04.near.dp:.2f">0.72</data> for dp and <data value="04.near.pp:.2f">0.96</data> for pp. The shortest step here
 # is along <data value="04.near.fastest">dp</data>; on a tenth of the bandwidth the shortest step simulated is along <data value="04.tenth">dp</data>.
 # Do not ask the figure which of two close curves is lower.
 # </details>

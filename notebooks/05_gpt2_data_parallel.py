@@ -458,9 +458,9 @@ words.record_shape(SIZE, DTYPE)
 lesson.claim("8 tokens take less than twice as long as 2", (took[8], "<", 2 * took[2]))
 
 # %% [markdown]
-# We take the lowest median of five rounds, <data value="05.floor.launch">33.8 ms</data>, as the time that launching needs. On a CPU, computing comes on top of
-# it. By the lines, launching and computing take equally long at <data value="05.limit.equal">about</data> <data value="05.tokens.equal:,.0f">38</data> tokens. This page trains with
-# <data value="05.tokens.page:,.0f">128</data> tokens a rank, which take <data value="05.floor.step">147 ms</data>: mainly <data value="05.limit.word">computing</data> sets the time of its steps.
+# We take the lowest median of five rounds, <data value="05.floor.launch">33.9 ms</data>, as the time that launching needs. On a CPU, computing comes on top of
+# it. By the lines, launching and computing take equally long at <data value="05.limit.equal">about</data> <data value="05.tokens.equal:,.0f">73</data> tokens. This page trains with
+# <data value="05.tokens.page:,.0f">128</data> tokens a rank, which take <data value="05.floor.step">93.4 ms</data>: mainly <data value="05.limit.word">computing</data> sets the time of its steps.
 #
 # To predict, take forward, backward and update of one rank that sends nothing: `alone`. Recomputation adds a forward, and with ZeRO the
 # update takes 1/N. Communication adds what does not overlap with computing, its *exposed* part. On GPUs:
@@ -476,7 +476,7 @@ lesson.claim("8 tokens take less than twice as long as 2", (took[8], "<", 2 * to
 #
 # <details><summary>One step, timed twice</summary>
 #
-# Forward and backward of a rank that sends nothing took <data value="05.floor.step">147 ms</data> above, and <data value="05.alone.both">122 ms</data> in the cell that measures the steps: the same
+# Forward and backward of a rank that sends nothing took <data value="05.floor.step">93.4 ms</data> above, and <data value="05.alone.both">149 ms</data> in the cell that measures the steps: the same
 # operations at another moment, with updates in between. We predict from the second time, because it was taken between the rounds of the steps.
 # </details>
 
@@ -504,15 +504,15 @@ lesson.claim("ZeRO-2 communicates after its update, ZeRO-3 hardly does",
 lesson.record("05.alone", {"forward": alone[0], "both": sum(alone[:2])}, "s")
 
 # %% [markdown]
-# The table *What a saved byte costs* has prices of a saved GB; below 0, the step that saves was faster. ZeRO-3 instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">51.6 MB</data> and added <data value="05.price.zero-0-to-zero-3.added">63.6 ms</data>
-# to the median step. Their ranges, from the fastest to the slowest step, <data value="05.ranges">do not overlap</data>. With ZeRO-3, recomputation saved another <data value="05.price.zero-3-to-zero-3-+-recompute.saved">19.6 MB</data>. Recomputation changed the four ZeRO stages' steps by <data value="05.recompute.least">-5.15 ms</data> to <data value="05.recompute.most">45.0 ms</data>; we predicted one
-# forward, <data value="05.alone.forward">51.3 ms</data>.
+# The table *What a saved byte costs* has prices of a saved GB; below 0, the step that saves was faster. ZeRO-3 instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">51.6 MB</data> and added <data value="05.price.zero-0-to-zero-3.added">42.0 ms</data>
+# to the median step. Their ranges, from the fastest to the slowest step, <data value="05.ranges">overlap: either may be faster</data>. With ZeRO-3, recomputation saved another <data value="05.price.zero-3-to-zero-3-+-recompute.saved">19.6 MB</data>. Recomputation changed the four ZeRO stages' steps by <data value="05.recompute.least">53.5 ms</data> to <data value="05.recompute.most">156 ms</data>; we predicted one
+# forward, <data value="05.alone.forward">64.9 ms</data>.
 #
-# Of the <data value="05.off.of">8</data> predicted times <data value="05.off.hold">6</data> hold. Steps take <data value="05.off.low:.2f">0.91</data> to <data value="05.off.high:.2f">1.37</data> times the
-# prediction, most with <data value="05.off.highest">ZeRO-3</data>.
+# Of the <data value="05.off.of">8</data> predicted times <data value="05.off.hold">6</data> hold. Steps take <data value="05.off.low:.2f">0.90</data> to <data value="05.off.high:.2f">1.35</data> times the
+# prediction, most with <data value="05.off.highest">ZeRO-2 + recompute</data>.
 #
-# ZeRO-2 communicates for <data value="05.after.zero-2">28.4 ms</data> after its update, predicted as
-# <data value="05.after.predicted">10.9 ms</data>, and ZeRO-1 for <data value="05.after.zero-1">18.1 ms</data>. The update takes <data value="05.update.zero-0">7.62 ms</data> with ZeRO-0, <data value="05.update.zero-1">10.9 ms</data> with ZeRO-1 and <data value="05.update.zero-2">5.68 ms</data> with ZeRO-2: it need not be 1/N.
+# ZeRO-2 communicates for <data value="05.after.zero-2">20.8 ms</data> after its update, predicted as
+# <data value="05.after.predicted">14.8 ms</data>, and ZeRO-1 for <data value="05.after.zero-1">16.2 ms</data>. The update takes <data value="05.update.zero-0">8.56 ms</data> with ZeRO-0, <data value="05.update.zero-1">5.25 ms</data> with ZeRO-1 and <data value="05.update.zero-2">5.56 ms</data> with ZeRO-2: it need not be 1/N.
 #
 # <details><summary>What does the prediction leave out?</summary>
 #
@@ -838,7 +838,7 @@ lesson.claim("The scale grows as the loss falls", larges[0] > first[-1])
 
 # %% [markdown]
 # From 4 to 8 samples the steps fell by a factor of <data value="05.doubling:.2f">1.58</data>, not 2. The law, fitted from 8 samples on,
-# predicted <data value="05.doubling.predicted:.2f">1.55</data>. All doublings divided the steps by <data value="05.doublings.least:.2f">1.09</data> to <data value="05.doublings.most:.2f">1.58</data>; by law the last would by <data value="05.doublings.law-last:.2f">1.13</data>. <data value="05.doublings.wall">The last doubling saved least: the wall begins.</data> Steps are counted in fives, in {{05.repeats.least}} to {{05.repeats.most}} runs of a batch size, so the fit is rough.
+# predicted <data value="05.doubling.predicted:.2f">1.55</data>. All doublings divided the steps by <data value="05.doublings.least:.2f">1.09</data> to <data value="05.doublings.most:.2f">1.58</data>; by law the last would by <data value="05.doublings.law-last:.2f">1.13</data>. <data value="05.doublings.wall">The last doubling saved least: the wall begins.</data> Steps are counted in fives, in <data value="05.repeats.least">1</data> to <data value="05.repeats.most">2</data> runs of a batch size, so the fit is rough.
 #
 # At a loss of 5, batches of 8 gave noise scales from <data value="05.scale.loss-5-batches-of-8.lowest:.0f">38</data> to
 # <data value="05.scale.loss-5-batches-of-8.highest:.0f">86</data> samples, because both norms are noisy. The same samples in one batch of

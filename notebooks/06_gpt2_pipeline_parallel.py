@@ -159,9 +159,9 @@ lesson.claim("The last rank takes longest, ms", (last, ">", max(others)), FEW_TO
 lesson.record("06.run", gpt2_pipeline.unequal_ranks(SOURCE, busy))
 
 # %% [markdown]
-# The bubble is <data value="06.bubble">47.5 %</data> instead. The formula assumes equal stages, but the last rank works
-# <data value="06.run.slower:.1f">1.9</data> times as long as the others on average, and they wait for it. More microbatches
-# don't cure that. By Σ t + (m-1) max t with these times, a bubble of <data value="06.run.endless">36.4 %</data> stays, however many there are.
+# The bubble is <data value="06.bubble">46.8 %</data> instead. The formula assumes equal stages, but the last rank works
+# <data value="06.run.slower:.1f">2.0</data> times as long as the others on average, and they wait for it. More microbatches
+# don't cure that. By Σ t + (m-1) max t with these times, a bubble of <data value="06.run.endless">36.7 %</data> stays, however many there are.
 #
 # **Takeaway.** A uniform cut gives the exact result, but slowly: the stage with the head sets the pace.
 #
@@ -197,12 +197,12 @@ lesson.claim("A ratio is over a tenth away from 1", (times.misjudged(law), ">", 
 
 # %% [markdown]
 # FLOPs predict <data value="06.head.head-s-matmuls.predicted">4.91 blocks</data> for the head. Its matmuls really take
-# <data value="06.head.head-s-matmuls.measured">2.41 blocks</data>, <data value="06.head.ratio:.2f">0.49</data> times as much. With the loss,
-# which FLOPs leave out, the head takes <data value="06.head.head-and-loss.measured">3.01 blocks</data>.
+# <data value="06.head.head-s-matmuls.measured">3.08 blocks</data>, <data value="06.head.ratio:.2f">0.63</data> times as much. With the loss,
+# which FLOPs leave out, the head takes <data value="06.head.head-and-loss.measured">3.76 blocks</data>.
 #
 # FLOPs err in two directions, and the errors can cancel. Norms, GELU, softmax and launches make a block longer, so the
 # head counts fewer blocks. The loss and an odd vocabulary make the head longer. For the banner's
-# model, the last column is <data value="06.head.limit:.1f">3.6</data> by FLOPs and <data value="06.chunks.limit:.1f">5.4</data> by the measured layers.
+# model, the last column is <data value="06.head.limit:.1f">3.6</data> by FLOPs and <data value="06.chunks.limit:.1f">4.5</data> by the measured layers.
 #
 # ### Why 50,257 is a bad size
 #
@@ -238,8 +238,8 @@ lesson.claim("The padded median is not slower than the odd size's slowest repeat
              (1e3 * statistics.median(padded), "<=", 1e3 * max(odd)))  # fmt: skip
 
 # %% [markdown]
-# Here the odd size takes <data value="06.padding.gain:.2f">1.14</data> times as long by the median, a difference <data value="06.padding.spread">beyond the spread of the repeats</data>.
-# If our head gained as much, head and loss would take <data value="06.padding.head">2.72 blocks</data>; FLOPs say <data value="06.head.head-and-loss.predicted">4.91 blocks</data>.
+# Here the odd size takes <data value="06.padding.gain:.2f">1.11</data> times as long by the median, a difference <data value="06.padding.spread">within the spread of the repeats</data>.
+# If our head gained as much, head and loss would take <data value="06.padding.head">3.45 blocks</data>; FLOPs say <data value="06.head.head-and-loss.predicted">4.91 blocks</data>.
 # On GPUs, pad before you cut. Our model stays unpadded, as GPT-2 was published, because this page needs a long head.
 #
 # <details><summary>On a laptop</summary>
@@ -355,23 +355,23 @@ lesson.show(figures.skyline(times.smooth, shown, times.kinds, times.loss, title=
 
 # %% [markdown]
 # Bars are layers timed alone, with blocks at their median, and each cut's largest stage is in bold. From these bars,
-# simulated steps take <data value="06.cut.by-time.simulated">217 ms</data> cut by time and <data value="06.cut.uniform.simulated">260 ms</data> with the uniform cut. In the run, the cut by time is
-# <data value="06.faster.gain:.2f">1.01</data> times as fast as the uniform one by the median, and <data value="06.faster.sure">1</data>.
+# simulated steps take <data value="06.cut.by-time.simulated">173 ms</data> cut by time and <data value="06.cut.uniform.simulated">221 ms</data> with the uniform cut. In the run, the cut by time is
+# <data value="06.faster.gain:.2f">1.15</data> times as fast as the uniform one by the median, and <data value="06.faster.sure">all of its repeats are faster than all of the uniform</data>.
 #
-# The four steps take <data value="06.ratio.least:.2f">0.90</data> to <data value="06.ratio.most:.2f">1.18</data> times as long as simulated, because layers take other times in a step than
+# The four steps take <data value="06.ratio.least:.2f">1.25</data> to <data value="06.ratio.most:.2f">1.39</data> times as long as simulated, because layers take other times in a step than
 # alone. If this multiple were the same for all four cuts, both would rank them alike. The more it differs, the less the
 # simulated order is worth.
 #
 # <details><summary>How large is the bubble of the cut by time?</summary>
-# For the cut by time, Σ t + (m-1) max t gives a bubble of <data value="06.idle.formula">28.6 %</data>. Equal stages would have
+# For the cut by time, Σ t + (m-1) max t gives a bubble of <data value="06.idle.formula">32.7 %</data>. Equal stages would have
 # <data value="06.bubble.rule-of-thumb">27.3 %</data>; the rest is there because only whole layers move. The simulation, which keeps the order of all actions,
-# gives <data value="06.idle.simulated">28.9 %</data>, and the run <data value="06.idle.run.by-time">37.7 %</data>. How much do bubbles vary? The
-# uniform cut's was <data value="06.bubble">47.5 %</data> above and is <data value="06.idle.run.uniform">47.6 %</data> here. The cut by time runs once more, as 1F1B
-# in the section on schedules, and has {{06.bubbles.1f1b.of-the-median-step}} there.
+# gives <data value="06.idle.simulated">32.7 %</data>, and the run <data value="06.idle.run.by-time">29.8 %</data>. How much do bubbles vary? The
+# uniform cut's was <data value="06.bubble">46.8 %</data> above and is <data value="06.idle.run.uniform">46.7 %</data> here. The cut by time runs once more, as 1F1B
+# in the section on schedules, and has <data value="06.bubbles.1f1b.of-the-median-step">33.7 %</data> there.
 # </details>
 #
-# FLOPs <data value="06.error.word">overrate</data> the head, by <data value="06.error.head:.1f">1.9</data> blocks. Their cut leaves <data value="06.beside.by-flops">0</data> blocks beside it and the cut by time <data value="06.beside.by-time">1</data>:
-# <data value="06.flops">the step cut by FLOPs takes 1.08 times as long, a difference within the spread of the repeats</data>. What does the error cost on other numbers of ranks?
+# FLOPs <data value="06.error.word">overrate</data> the head, by <data value="06.error.head:.1f">1.1</data> blocks. Their cut leaves <data value="06.beside.by-flops">0</data> blocks beside it and the cut by time <data value="06.beside.by-time">1</data>:
+# <data value="06.flops">the step cut by FLOPs takes 0.97 times as long, a difference within the spread of the repeats</data>. What does the error cost on other numbers of ranks?
 #
 # ### Slide the last cut
 #
@@ -390,13 +390,13 @@ lesson.record("06.last", last)
 lesson.claim("Too many blocks on the last stage slow each repeat", (last["by"], ">", 1))
 
 # %% [markdown]
-# On 2 to 8 ranks, the slowest stage by FLOPs takes at most <data value="06.error.ratio:.2f">1.20</data> times as long as by time.
-# In blocks, it is at most <data value="06.error.excess:.1f">1.0</data> longer, and it can never be longer by more than FLOPs' errors on head and embedding
-# together, here <data value="06.error.ends:.1f">2.1</data> blocks. The error costs nothing once both cuts leave the head alone.
+# On 2 to 8 ranks, the slowest stage by FLOPs takes at most <data value="06.error.ratio:.2f">1.05</data> times as long as by time.
+# In blocks, it is at most <data value="06.error.excess:.1f">0.4</data> longer, and it can never be longer by more than FLOPs' errors on head and embedding
+# together, here <data value="06.error.ends:.1f">1.3</data> blocks. The error costs nothing once both cuts leave the head alone.
 #
-# By the median, the best number of blocks beside the head is <data value="06.last.first">1</data>. We compare its repeats with those of other
-# numbers: <data value="06.last.others">repeats of 3, 0 overlap with its own, so the run doesn't decide</data>. <data value="06.last.by-time">The cut by time leaves as many</data>.
-# Even the fastest repeat with <data value="06.last.most">6</data> blocks takes <data value="06.last.by:.2f">1.22</data> times as long as the slowest with the best number.
+# By the median, the best number of blocks beside the head is <data value="06.last.first">0</data>. We compare its repeats with those of other
+# numbers: <data value="06.last.others">the repeats with 1 overlap with its own, so the run doesn't decide</data>. <data value="06.last.by-time">The cut by time leaves 1, and its step takes 1.03 times as long, a difference within the spread of the repeats</data>.
+# Even the fastest repeat with <data value="06.last.most">6</data> blocks takes <data value="06.last.by:.2f">1.51</data> times as long as the slowest with the best number.
 #
 # While another stage is the slowest, a block more beside the head can make that one shorter. After that, each further
 # block delays every microbatch.
@@ -771,24 +771,24 @@ lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 # By the median, <data value="06.fastest.first">zb-v</data> is fastest, and <data value="06.fastest.others">the repeats of zb-h1 overlap with its own</data>. In <data value="06.fastest.decided">4 of the 6</data> pairs of schedules no
 # repeats overlap, so the run decides their order.
 #
-# In its median step, 1F1B has a bubble of {{06.bubbles.1f1b.of-the-median-step}}, ZB-H1 {{06.bubbles.zb-h1.of-the-median-step}}, ZB-V
-# {{06.bubbles.zb-v.of-the-median-step}} and interleaving {{06.bubbles.interleaved.of-the-median-step}}. From 1F1B's, ZB-H1's differs
+# In its median step, 1F1B has a bubble of <data value="06.bubbles.1f1b.of-the-median-step">33.7 %</data>, ZB-H1 <data value="06.bubbles.zb-h1.of-the-median-step">22.0 %</data>, ZB-V
+# <data value="06.bubbles.zb-v.of-the-median-step">18.3 %</data> and interleaving <data value="06.bubbles.interleaved.of-the-median-step">33.6 %</data>. From 1F1B's, ZB-H1's differs
 # <data value="06.fastest.zb-h1">beyond the spread of the repeats</data>, and ZB-V's <data value="06.fastest.zb-v">beyond the spread of the repeats</data>.
 #
-# ZB-H1's step takes <data value="06.h1.run:.2f">0.91</data> times as long as 1F1B's by the median, a difference <data value="06.h1.spread">beyond the spread of the repeats</data>. Simulated, they take
-# <data value="06.style.zb-h1.simulated">187 ms</data> and <data value="06.style.1f1b.simulated">217 ms</data>, if all schedules compute equally long and W takes as long as I.
+# ZB-H1's step takes <data value="06.h1.run:.2f">0.90</data> times as long as 1F1B's by the median, a difference <data value="06.h1.spread">beyond the spread of the repeats</data>. Simulated, they take
+# <data value="06.style.zb-h1.simulated">150 ms</data> and <data value="06.style.1f1b.simulated">173 ms</data>, if all schedules compute equally long and W takes as long as I.
 #
 # <details><summary>Why two stages a rank don't balance by themselves</summary>
-# If 2p stages were equal, each would take <data value="06.chunks.equal:.2f">2.02</data> blocks. The head alone takes
-# <data value="06.head.head-and-loss.measured">3.01 blocks</data>, <data value="06.chunks.words">0.99 blocks more, so with two stages a rank the head's stage still takes longest</data>. ZB-V also splits backwards, and its W fill gaps.
+# If 2p stages were equal, each would take <data value="06.chunks.equal:.2f">2.12</data> blocks. The head alone takes
+# <data value="06.head.head-and-loss.measured">3.76 blocks</data>, <data value="06.chunks.words">1.65 blocks more, so with two stages a rank the head's stage still takes longest</data>. ZB-V also splits backwards, and its W fill gaps.
 # </details>
 #
 # <details><summary>How the run differs from these assumptions</summary>
-# The figure draws 1F1B and ZB-H1, because they have the same stages. ZB-H1 computed for <data value="06.style.zb-h1.compute-per-rank">156 ms</data> per rank on average, 1F1B for
-# <data value="06.style.1f1b.compute-per-rank">154 ms</data>. Forwards are the same in both schedules; they took <data value="06.style.zb-h1.forward-per-rank">64.1 ms</data> under ZB-H1 and
-# <data value="06.style.1f1b.forward-per-rank">66.5 ms</data> under 1F1B. That does not come from splitting backwards, and we
+# The figure draws 1F1B and ZB-H1, because they have the same stages. ZB-H1 computed for <data value="06.style.zb-h1.compute-per-rank">122 ms</data> per rank on average, 1F1B for
+# <data value="06.style.1f1b.compute-per-rank">115 ms</data>. Forwards are the same in both schedules; they took <data value="06.style.zb-h1.forward-per-rank">50.8 ms</data> under ZB-H1 and
+# <data value="06.style.1f1b.forward-per-rank">48.8 ms</data> under 1F1B. That does not come from splitting backwards, and we
 # did not trace it. W, in this library only the weight gradients of matmuls, takes
-# <data value="06.style.zb-h1.w-i:.2f">0.51</data> times as long as I, and the simulation takes both as equally long.
+# <data value="06.style.zb-h1.w-i:.2f">0.52</data> times as long as I, and the simulation takes both as equally long.
 # </details>
 #
 # <details><summary>ZB-H1 keeps more on the last rank</summary>

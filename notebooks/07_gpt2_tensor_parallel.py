@@ -177,10 +177,10 @@ lesson.reveal("07.attention", fullest, predicted=ratio, truth_range=ends)
 lesson.record("07.nearer", gpt2_tensor.nearer_in_words(fullest, ratio, seconds))
 
 # %% [markdown]
-# Seven heads take <data value="07.time.7-heads.measured">6.40 ms</data> by the median and six <data value="07.time.6-heads.measured">5.59 ms</data>.
-# From the medians, the fullest rank needs <data value="07.attention:.2f">1.10</data> times the mean; the formula, of FLOPs alone, says
+# Seven heads take <data value="07.time.7-heads.measured">6.22 ms</data> by the median and six <data value="07.time.6-heads.measured">5.71 ms</data>.
+# From the medians, the fullest rank needs <data value="07.attention:.2f">1.07</data> times the mean; the formula, of FLOPs alone, says
 # <data value="07.attention.predicted:.2f">1.12</data>. The range above pairs slowest repeats of one with fastest of the other.
-# <data value="07.nearer">This run is nearer to the formula than to 1</data>.
+# <data value="07.nearer">Here the repeats overlap, so this run doesn't decide whether a head more costs time</data>.
 #
 # <details><summary>In your tools: uneven heads</summary>
 #

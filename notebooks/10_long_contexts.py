@@ -572,8 +572,8 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 # </details>
 #
 # In the figure below, lines are *predicted* from the machine card of notebook 00: latency, bandwidth and matmul rate.
-# It gives ρ = <data value="10.card.rho">54</data> FLOP a byte, and here H = G = <data value="10.card.heads">8</data>. So by bandwidth and FLOP/s alone, computing covers the forward from <data value="10.card.overlap">214</data> tokens a rank on. The axis counts the tokens of all
-# <data value="10.ranks">4</data> ranks, so the dotted line is at <data value="10.dotted">856</data>. Dots are *replayed*: we time a
+# It gives ρ = <data value="10.card.rho">47</data> FLOP a byte, and here H = G = <data value="10.card.heads">8</data>. So by bandwidth and FLOP/s alone, computing covers the forward from <data value="10.card.overlap">188</data> tokens a rank on. The axis counts the tokens of all
+# <data value="10.ranks">4</data> ranks, so the dotted line is at <data value="10.dotted">752</data>. Dots are *replayed*: we time a
 # step's computing and the forward's messages alone, in nine rounds, and put the medians into the same formulas. Bars show the
 # quartiles.
 #
@@ -642,45 +642,45 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 
 # %% [markdown]
 # By its bytes, a ring's last message takes <data value="10.last-message">11.1 %</data> of the time of all messages, at every length. Of
-# the time of the messages before it, computing covers <data value="10.covered.first">32.9 %</data> at <data value="10.lengths.first">64</data> tokens and
+# the time of the messages before it, computing covers <data value="10.covered.first">30.8 %</data> at <data value="10.lengths.first">64</data> tokens and
 # <data value="10.covered.last">100 %</data> at <data value="10.lengths.last">4,096</data>.
 #
 # In the replay, a step of the forward covers its message <data value="10.covers">from 2,048 tokens on</data>. The dotted line leaves out latency,
-# <data value="10.card.latency">904 µs</data> by the card, which computing must cover, too.
+# <data value="10.card.latency">881 µs</data> by the card, which computing must cover, too.
 #
 # No computing covers Ulysses' all-to-alls. At <data value="10.lengths.first">64</data> tokens their number counts more than their bytes: eight take
-# <data value="10.at-first.ulysses">13.2 ms</data>, and packed into four <data value="10.at-first.ulysses-packed">4.55 ms</data>. At <data value="10.lengths.last">4,096</data> tokens they take
-# <data value="10.at-last.ulysses">26.7 ms</data> one by one and <data value="10.at-last.ulysses-packed">37.7 ms</data> packed. The ring exposes <data value="10.at-last.ring">3.44 ms</data>.
+# <data value="10.at-first.ulysses">11.7 ms</data>, and packed into four <data value="10.at-first.ulysses-packed">5.23 ms</data>. At <data value="10.lengths.last">4,096</data> tokens they take
+# <data value="10.at-last.ulysses">25.1 ms</data> one by one and <data value="10.at-last.ulysses-packed">38.0 ms</data> packed. The ring exposes <data value="10.at-last.ring">3.15 ms</data>.
 #
 # <details><summary>Why lines and dots differ</summary>
 #
 # **All three.** Notebook 00 fitted the card's latency and bandwidth to all-reduces. A send or an all-to-all can be faster or
 # slower. Both include the start of a call, and an all-to-all includes copies. At <data value="10.lengths.first">64</data> tokens a ring's
-# message takes <data value="10.over.first.message-of-a-ring">1.00</data> times as long as the card says, and an all-to-all
-# <data value="10.over.first.all-to-all">0.604</data> times. At <data value="10.lengths.last">4,096</data> tokens the message takes <data value="10.over.last.message-of-a-ring">1.05</data> times as long,
-# and the all-to-all <data value="10.over.last.all-to-all">0.925</data> times. Lines are smooth, so where dots jump to and fro
+# message takes <data value="10.over.first.message-of-a-ring">0.935</data> times as long as the card says, and an all-to-all
+# <data value="10.over.first.all-to-all">0.552</data> times. At <data value="10.lengths.last">4,096</data> tokens the message takes <data value="10.over.last.message-of-a-ring">1.03</data> times as long,
+# and the all-to-all <data value="10.over.last.all-to-all">0.908</data> times. Lines are smooth, so where dots jump to and fro
 # between neighbouring lengths, that is probably noise.
 #
-# **The ring** differs by a factor of up to <data value="10.off.ring">2.77</data>, at <data value="10.farthest">128</data> tokens. There a step computes for
-# <data value="10.over.worst.computing-of-a-step">31.0</data> times as long as its FLOPs say, and a message takes
-# <data value="10.over.worst.message-of-a-ring">0.591</data> times as long as the card says. A step that computes longer covers more of its message.
+# **The ring** differs by a factor of up to <data value="10.off.ring">1.99</data>, at <data value="10.farthest">1,024</data> tokens. There a step computes for
+# <data value="10.over.worst.computing-of-a-step">1.28</data> times as long as its FLOPs say, and a message takes
+# <data value="10.over.worst.message-of-a-ring">0.781</data> times as long as the card says. A step that computes longer covers more of its message.
 #
-# **The dotted line** also assumes the card's FLOP/s, which short calls don't reach. At <data value="10.lengths.first">64</data> tokens a step computes for <data value="10.parts.computing-of-a-step.replayed">399 µs</data>
-# instead of <data value="10.parts.computing-of-a-step.predicted">2.82 µs</data>. Its message takes <data value="10.parts.message-of-a-ring.replayed">943 µs</data>, and by the card, latency included, <data value="10.parts.message-of-a-ring.predicted">941 µs</data>.
+# **The dotted line** also assumes the card's FLOP/s, which short calls don't reach. At <data value="10.lengths.first">64</data> tokens a step computes for <data value="10.parts.computing-of-a-step.replayed">371 µs</data>
+# instead of <data value="10.parts.computing-of-a-step.predicted">2.94 µs</data>. Its message takes <data value="10.parts.message-of-a-ring.replayed">855 µs</data>, and by the card, latency included, <data value="10.parts.message-of-a-ring.predicted">915 µs</data>.
 #
-# **Ulysses** differs by up to <data value="10.off.ulysses">2.46</data>. The card adds up the latencies of the three messages of an all-to-all, but
+# **Ulysses** differs by up to <data value="10.off.ulysses">2.09</data>. The card adds up the latencies of the three messages of an all-to-all, but
 # they start together.
 #
-# **Packed Ulysses** differs by up to <data value="10.off.ulysses-packed">2.41</data>. Its messages start together, too, so a dot can
+# **Packed Ulysses** differs by up to <data value="10.off.ulysses-packed">2.22</data>. Its messages start together, too, so a dot can
 # lie below its line. Two of its four all-to-alls are three times as large, and timed ones include the copies that pack q, k and v, so a
 # dot can also lie above. We haven't timed these apart.
 # </details>
 #
 # ### Where does Ulysses win?
 #
-# By this machine's card, <data value="10.card-wins">the ring exposes least at every length</data>. In the replay, packed Ulysses exposes <data value="10.beside.last.most:.2f">10.95</data> times what the ring
-# exposes at <data value="10.lengths.last">4,096</data> tokens, and <data value="10.beside.shorter.least:.2f">0.29</data> to <data value="10.beside.shorter.most:.2f">9.47</data> times at the
-# shorter ones. Below 1, Ulysses exposes less. <data value="10.touch">The bars of the two touch at 64 tokens; there, this run can't say which is faster</data>.
+# By this machine's card, <data value="10.card-wins">the ring exposes least at every length</data>. In the replay, packed Ulysses exposes <data value="10.beside.last.most:.2f">12.08</data> times what the ring
+# exposes at <data value="10.lengths.last">4,096</data> tokens, and <data value="10.beside.shorter.least:.2f">0.90</data> to <data value="10.beside.shorter.most:.2f">9.69</data> times at the
+# shorter ones. Below 1, Ulysses exposes less. <data value="10.touch">The bars of the two touch at 64, 128, 256 and 512 tokens; there, this run can't say which is faster</data>.
 #
 # Ulysses wins where bytes decide and computing is too short to cover a ring's
 # messages, because it sends less. With a shorter latency, bytes decide at shorter sequences. Between nodes of H100s the latency is about 10 µs. By the same

@@ -281,7 +281,7 @@ lesson.claim("Computing grows as the busiest rank's rows do",
 # %% [markdown]
 # The busiest rank has <data value="11.layer.popular.busiest-rank-s-rows-mean-counted:.2f">2.04</data> times the mean, and
 # with even routing it still had <data value="11.layer.even.busiest-rank-s-rows-mean-counted:.2f">1.03</data>. So we predict the quotient, <data value="11.slower.predicted:.2f">1.98</data>. Replayed,
-# computing takes <data value="11.slower:.2f">1.89</data> times as long. The busiest *rank* counts: two popular
+# computing takes <data value="11.slower:.2f">1.99</data> times as long. The busiest *rank* counts: two popular
 # experts do less harm on two ranks than on one.
 #
 # **Takeaway.** All ranks wait for the busiest one. If it has twice the mean number of rows, experts take about twice as long.
@@ -317,8 +317,8 @@ off = abs(right - shared[0])
 lesson.claim("The library's loss is that of all tokens", (off, "<", 1e-5))
 
 # %% [markdown]
-# The loss of all tokens is <data value="11.balance.all-tokens.loss:.2f">2.36</data>, and the library computes it from sums over all
-# ranks. The mean of the ranks' losses is <data value="11.balance.mean-of-ranks.loss:.2f">2.92</data>: a rank's few tokens
+# The loss of all tokens is <data value="11.balance.all-tokens.loss:.2f">2.19</data>, and the library computes it from sums over all
+# ranks. The mean of the ranks' losses is <data value="11.balance.mean-of-ranks.loss:.2f">2.74</data>: a rank's few tokens
 # are rarely spread evenly, even when all tokens are.
 #
 # Now we train a small DeepSeek-V3 three times for <data value="11.steps">50</data> steps. It weighs the experts' outputs by a sigmoid of each score instead of
@@ -383,7 +383,7 @@ lesson.show(columns=loads, key="11.loads", title=title)
 # <data value="11.run.no-balancing.busiest-expert-mean-counted:.2f">2.91</data> times the mean without balancing,
 # <data value="11.run.balancing-loss.busiest-expert-mean-counted:.2f">1.76</data> times with the balancing loss, and
 # <data value="11.run.selection-bias.busiest-expert-mean-counted:.2f">1.50</data> times with the bias. Without balancing, the experts of a layer compute
-# <data value="11.run.no-balancing.computing-of-a-layer-of-one-with-even-loads-replayed:.2f">1.89</data> times as long as with even loads. These are
+# <data value="11.run.no-balancing.computing-of-a-layer-of-one-with-even-loads-replayed:.2f">1.88</data> times as long as with even loads. These are
 # means over both blocks. On new text, the busiest expert of block 1 has
 # <data value="11.loads.block-1.busiest:.2f">2.14</data> times the mean, that of block 2 <data value="11.loads.block-2.busiest:.2f">3.82</data> times.
 #

@@ -99,6 +99,54 @@ def test_what_is_no_folder_of_images_is_refused_with_how_one_looks(tmp_path: Pat
         image_folder(tmp_path, "all")
 
 
+@pytest.mark.parametrize("mode", ["I;16", "I;16B"])
+def test_grey_images_of_16_bits_keep_their_brightness(mode: str, tmp_path: Path) -> None:
+    """Pillow clips them at 255: an image of a sixth of the range was read as nearly white."""
+    draw(tmp_path, 1)
+    grey = np.linspace(0, 65535, 400).round().astype(np.uint16).reshape(20, 20)
+    (tmp_path / "blue" / "00.png").unlink()
+    big_endian = Image.frombytes("I;16B", (20, 20), grey.byteswap().tobytes())
+    image, suffix = (Image.fromarray(grey), "png") if mode == "I;16" else (big_endian, "tiff")
+    image.save(tmp_path / "blue" / f"00.{suffix}")
+    read = image_folder(tmp_path)[0]["image"]
+    assert read.mode == "RGB"
+    assert np.abs(np.asarray(read, dtype=float) - grey[..., None] / 257).max() <= 0.5
+
+
+@pytest.mark.parametrize(("values", "words"), [(np.float32, "floats"), (np.int32, "32 bits")])
+def test_grey_values_without_a_scale_are_refused_with_the_name_of_the_file(
+    values: Any, words: str, tmp_path: Path
+) -> None:
+    draw(tmp_path, 1)
+    (tmp_path / "blue" / "00.png").unlink()
+    file = tmp_path / "blue" / "00.tiff"
+    Image.fromarray(np.full((20, 20), 7, values)).save(file)
+    with pytest.raises(ValueError, match=rf"sample 0 of Images .*{file} has .*{words}"):
+        image_folder(tmp_path)[0]
+
+
+def test_hidden_files_and_folders_are_left_out(tmp_path: Path) -> None:
+    """A hidden folder with thumbnails became class 0 and moved every label; one without stopped the run."""
+    draw(tmp_path, 2)
+    draw(tmp_path, 2, {".thumbs": (9, 9, 9)})
+    draw(tmp_path / "red", 2, {".thumbs": (9, 9, 9)})
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    (tmp_path / "red" / "._00.png").write_bytes(b"of macOS")
+    rows = image_folder(tmp_path)
+    assert rows.classes == ("blue", "green", "red")
+    assert paths(rows) == [str(tmp_path / name / "00.png") for name in rows.classes]
+    assert rows.describe().endswith(f"from {tmp_path}.")
+    hidden = draw(tmp_path / ".cache" / "pets", 1)
+    assert len(image_folder(hidden)) == 3  # the folder itself may lie in a hidden one
+
+
+def test_files_that_are_no_images_are_counted(tmp_path: Path) -> None:
+    draw(tmp_path, 2)
+    for name in ("a.gif", "b.GIF", "notes.txt"):
+        (tmp_path / "red" / name).write_bytes(b"")
+    assert "left out because they are not read as images: 2 .gif, 1 .txt" in image_folder(tmp_path).describe()
+
+
 # --- run files ------------------------------------------------------------------------------------------
 
 

@@ -31,11 +31,13 @@ class Source:
         name: "Beans", "CIFAR-10" or "MRPC".
         kind: "real", or "generated" by this library in its place.
         where: of real samples, where they lie; of generated ones, why there are no real ones.
+        note: of real samples, what else to say of them, such as files that are left out.
     """
 
     name: str
     kind: Literal["real", "generated"]
     where: str
+    note: str = ""
 
 
 class Dataset:
@@ -82,7 +84,7 @@ class Dataset:
         row = index if self._kept is None else self._kept[index]
         try:
             return {name: self._load_image(value) for name, value in self.rows[row].items()}
-        except OSError as error:  # what Pillow raises for a broken image
+        except (OSError, _UnknownScale) as error:  # OSError is what Pillow raises for a broken image
             sample = f"sample {row} of {self.source.name} from {self.source.where}"
             raise ValueError(f"{sample} cannot be read: {error}") from error
 
@@ -93,7 +95,8 @@ class Dataset:
         """One sentence that says what these samples are and whether they are real."""
         count = f"{len(self):,} {self.noun}" + (f" of {len(self.rows):,}" if self._kept is not None else "")
         if self.source.kind == "real":
-            return f"{self.source.name}: real, {count}, from {self.source.where}."
+            note = f" ({self.source.note})" if self.source.note else ""
+            return f"{self.source.name}: real, {count}, from {self.source.where}{note}."
         return f"{self.source.name}: generated stand-in, {count}; {self.source.where}."
 
     def __repr__(self) -> str:
@@ -102,6 +105,33 @@ class Dataset:
     def _load_image(self, value: Any) -> Any:
         if not hasattr(value, "convert"):
             return value  # no image
-        image = value.convert("RGB")  # decodes, if the file has not been read yet
+        image = _as_rgb(value)  # decodes, if the file has not been read yet
         side = self.image_size
         return image if side is None or image.size == (side, side) else image.resize((side, side))
+
+
+class _UnknownScale(ValueError):
+    """Grey values of which nobody says what white is."""
+
+
+def _as_rgb(image: Any) -> Any:
+    """An image of Pillow with 8 bits a channel. Pillow itself clips grey values of 16 bits at 255, so that
+    almost all of them become white.
+
+    Raises:
+        _UnknownScale: grey values of 32 bits, or floats.
+    """
+    from PIL import Image
+
+    # Pillow has called the 16 bits of a PNG "I;16" since 11.0, and "I" before.
+    if image.mode.startswith("I;16") or (image.mode == "I" and getattr(image, "format", None) == "PNG"):
+        grey = np.asarray(image).astype(np.float32) * (255 / 65535)
+        image = Image.fromarray(np.rint(grey).clip(0, 255).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        values = "whole numbers of 32 bits" if image.mode == "I" else "floats"
+        file = getattr(image, "filename", "")
+        raise _UnknownScale(
+            f"{file or 'it'} has {values} for grey values, of which the largest may mean anything; "
+            "save it with 8 or 16 bits"
+        )
+    return image.convert("RGB")

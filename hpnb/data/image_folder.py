@@ -7,12 +7,13 @@
     pets/cat/01.jpg  pets/dog/04.png ...                      every tenth image of a class is held out
 
 Names and numbers of classes are those of torchvision's ImageFolder: sorted, and images may lie deeper below a
-class.
+class. Files and folders whose names begin with a dot are left out.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,9 +60,8 @@ def image_folder(
     path = Path(folder).expanduser()
     if not path.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
-    source = Source("Images", "real", str(folder))
     at = {name: _find(path, name) for name in SPLITS}
-    classes, rows = _read(at["train"] or path, folder)
+    classes, rows, skipped = _read(at["train"] or path, folder)
     if at["train"] is None:
         held_out = {row for label in range(len(classes)) for row in _held_out(rows, label)}
         rows = [row for row in rows if (row in held_out) == (split != "train")]
@@ -72,13 +72,14 @@ def image_folder(
                 f"{folder} has train and neither validation nor test; add {path / 'test'} with the same "
                 f"classes, or put the classes into {folder} itself, where one image in ten is held out"
             )
-        names, rows = _read(other, folder)
+        names, rows, skipped = _read(other, folder)
         if unknown := [name for name in names if name not in classes]:
             raise ValueError(
                 f"{other} has the class {unknown[0]}, which {at['train']} does not have; its classes are "
                 f"{', '.join(classes)}"
             )
         rows = [(file, classes.index(names[label])) for file, label in rows]
+    source = Source("Images", "real", str(folder), skipped)
     return Dataset(_Images(rows), source, classes, "images", size, image_size)
 
 
@@ -100,19 +101,41 @@ def _find(folder: Path, split: str) -> Path | None:
     return next((folder / name for name in _NAMES[split] if (folder / name).is_dir()), None)
 
 
-def _read(place: Path, folder: Any) -> tuple[tuple[str, ...], list[tuple[str, int]]]:
-    """Classes, and (file, label) of every image."""
+def _read(place: Path, folder: Any) -> tuple[tuple[str, ...], list[tuple[str, int]], str]:
+    """Classes, (file, label) of every image, and which files are none that are read."""
     from torchvision.datasets import ImageFolder
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+
+    skipped: Counter[str] = Counter()
+
+    class Visible(ImageFolder):  # type: ignore[misc]
+        def find_classes(self, directory: Any) -> tuple[list[str], dict[str, int]]:
+            with os.scandir(directory) as entries:
+                names = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
+            if not names:
+                raise FileNotFoundError(f"no folder of a class in {directory}.")
+            return names, {name: label for label, name in enumerate(names)}
+
+    def is_image(file: str) -> bool:
+        path = Path(file)
+        if any(part.startswith(".") for part in path.relative_to(place).parts):
+            return False
+        if path.suffix.lower() in IMG_EXTENSIONS:
+            return True
+        skipped[path.suffix.lower() or "no suffix"] += 1
+        return False
 
     try:
-        found = ImageFolder(str(place))
+        images = Visible(str(place), is_valid_file=is_image)
     except FileNotFoundError as error:  # no class, or one without an image
         reason = str(error).splitlines()[0].rstrip(".")
         raise ValueError(
             f"{folder} is no folder of images: {reason}. It needs a folder a class: {Path(folder) / 'train'}"
             f"/CLASS/IMAGE.jpg, and test/CLASS/IMAGE.jpg to evaluate on, or {Path(folder)}/CLASS/IMAGE.jpg"
         ) from error
-    return tuple(found.classes), [(str(file), int(label)) for file, label in found.samples]
+    kinds = ", ".join(f"{count} {suffix}" for suffix, count in sorted(skipped.items()))
+    left_out = f"left out because they are not read as images: {kinds}" if kinds else ""
+    return tuple(images.classes), [(str(file), int(label)) for file, label in images.samples], left_out
 
 
 def _held_out(rows: Sequence[tuple[str, int]], label: int) -> list[tuple[str, int]]:

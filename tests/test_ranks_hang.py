@@ -91,6 +91,56 @@ class Fake:
         self.pids, self.pages, self.bytes_printed = [11, 12], [0, 1], 0
 
 
+def loop(batches: Sequence[int]) -> None:
+    for _ in range(batches[hpnb.rank()]):
+        dist.all_reduce(torch.ones(1))
+
+
+def receive_in_background() -> None:
+    if hpnb.rank() == 1:
+        work = dist.irecv(torch.zeros(1), src=0)
+        assert work is not None
+        work.wait()
+
+
+@pytest.mark.parametrize("way", ["loop", "background"])
+def test_a_rank_that_waits_for_one_that_has_returned_hangs_soon_and_learns_why(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for 300 s, and the advice was a longer hang_timeout."""
+    monkeypatch.setattr(hang, "GRACE", 2.0)
+    run: Callable[[], object] = (lambda: loop((2, 3, 3))) if way == "loop" else receive_in_background
+    began = time.monotonic()
+    with pytest.raises(hpnb.RankError) as caught:
+        hpnb.launch(run, ranks=3, device="cpu", timeout=60)
+    assert time.monotonic() - began < 30
+    assert caught.value.error == "hung"
+    waiting = "ranks 1, 2 of 3" if way == "loop" else "rank 1 of 3"
+    summary = caught.value.summary
+    assert f"no answer from {waiting}, in a collective, though the others have returned" in summary
+    assert "plugin.prepare_dataloader(dataset, batch_size)" in summary
+    assert "hang_timeout" not in summary
+
+
+def test_slow_work_after_the_last_collective_of_others_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has returned; rank 1 waits for rank 2, which sleeps: it may load or write something."""
+    monkeypatch.setattr(hang, "GRACE", 1.0)
+
+    def run() -> float:
+        if hpnb.rank() == 0:
+            return 0.0
+        value = torch.full((1,), 7.0)
+        if hpnb.rank() == 2:
+            time.sleep(5)
+            dist.send(value, 1)
+        else:
+            dist.recv(value.zero_(), 2)
+            time.sleep(3)
+        return value.item()
+
+    assert hpnb.launch(run, ranks=3, device="cpu", timeout=60) == [0.0, 7.0, 7.0]
+
+
 @pytest.mark.parametrize(
     ("where", "unchanged", "share", "hangs"),
     [

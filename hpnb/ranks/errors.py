@@ -21,6 +21,8 @@ _STARTS_A_RANK = "worker|cell_syntax|last_seen|forkserver_process"
 _RANK_INTERNALS = re.compile(rf"[/\\]hpnb[/\\]ranks[/\\]({_STARTS_A_RANK})\.py$")
 _PLUMBING = re.compile(r"[/\\](multiprocessing[/\\]\w+|threading)\.py$|^<string>$")
 _WANTS_RESULT = re.compile(r"\.(item|tolist|cpu|numpy|wait)\(|synchronize\(")
+_WAITS_FOR_WORK = re.compile(r"\b(work|handle|req)\w*\.wait\(")  # of a collective that was started before
+_COLLECTIVES = dist.distributed_c10d.__file__
 _DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
 _ABOVE_HPNB = str(Path(__file__).parents[2])
 _FRAME = re.compile(r"  (File \"[^\"]+\"|Cell In\[\d+\]), line \d+")
@@ -124,6 +126,19 @@ def waits_for_others(note: Note) -> bool:
     if any(f.startswith(_DISTRIBUTED) for f, _, _ in main[-6:]):
         return True
     return bool(main) and bool(_WANTS_RESULT.search(linecache.getline(main[-1][0], main[-1][1])))
+
+
+def stands_in_collective(note: Note) -> bool:
+    """True if the main thread is inside a collective, a send or a receive of torch.distributed itself.
+
+    Stricter than `waits_for_others`: a rank that writes a checkpoint with torch.distributed, or waits for
+    kernels of its GPU, may be at work.
+    """
+    main = note.threads.get("MainThread", [])
+    if not main:
+        return False
+    file, line, _ = main[-1]
+    return file == _COLLECTIVES or bool(_WAITS_FOR_WORK.search(linecache.getline(file, line)))
 
 
 def tells_of_lost_rank(summary: str) -> bool:

@@ -80,6 +80,8 @@ class FailedCall:
             text = errors.readable(raised[rank].traceback)
             return RankError(summary, rank=rank, traceback=text, stacks=stacks, error=raised[rank].error)
         rank = self._at_work(self.waiting)[0]
+        if too_long.kind == "hung" and self._left_waiting:
+            too_long = left_waiting()
         summary = too_long.sentence.format(ranks=self._names(self.waiting)) + self._what_they_do()
         return RankError(
             summary + too_long.advice, rank=rank, traceback=stacks[rank], stacks=stacks, error=too_long.kind
@@ -106,6 +108,12 @@ class FailedCall:
             elif isinstance(reply, last_seen.Note):
                 stacks[rank] = errors.stack_text(reply) or "  (no Python code of yours is running)\n"
         return stacks
+
+    @property
+    def _left_waiting(self) -> bool:
+        """Whether all that have not answered wait for others, of which some have returned."""
+        returned = any(isinstance(reply, Done) for reply in self.replies.values())
+        return returned and all(errors.waits_for_others(self.notes[rank]) for rank in self.waiting)
 
     def _what_they_do(self) -> str:
         if len(self.waiting) < len(self.members):
@@ -147,6 +155,14 @@ def hung(seconds: float) -> TooLong:
     return TooLong(
         f"no answer from {{ranks}}, and none of them has computed for {seconds:g} s", "hung", advice
     )
+
+
+def left_waiting() -> TooLong:
+    advice = (
+        ", so nobody answers. The others have made fewer calls: if their loop over a loader ended earlier, "
+        "plugin.prepare_dataloader(dataset, batch_size) gives every rank as many batches"
+    )
+    return TooLong("no answer from {ranks}, in a collective", "hung", advice)
 
 
 def timed_out(seconds: float) -> TooLong:

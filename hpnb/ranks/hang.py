@@ -5,6 +5,10 @@ processes of its group use the CPU, or while it prints. There is one exception: 
 they wait, so a rank that has stood at one place of a collective does not count, whatever it uses. Once no
 rank has made progress for `limit` seconds, the call hangs: ranks wait in collectives that do not match, or
 for a rank that was stopped or sleeps. A rank that waits while another one computes is no hang.
+
+A rank that has returned answers no collective any more. So where some ranks have returned and all the others
+stand in collectives without using the CPU, nobody can end the call, and it hangs after `GRACE` seconds. One
+rank that does anything else, be it slow, keeps the call going.
 """
 
 from __future__ import annotations
@@ -22,6 +26,9 @@ from hpnb.ranks import errors, last_seen
 _LEAST_SHARE = 0.05  # of a core, which a rank that computes uses; noting where it is costs 0.01
 _LEAST_SECONDS = 0.03  # the kernel counts in steps of 0.01
 _CHECKS = 12  # in a limit
+GRACE = 10.0  # seconds in which ranks wait for ones that have returned
+_LOOK_EVERY = 1.0  # meanwhile
+_STALE = 2.0  # seconds after which a rank that writes no notes is stopped, and not in a collective
 _LONGEST_PERIOD = 10.0
 _GROUP, _TIMES = 2, slice(11, 15)  # fields of /proc/PID/stat behind the name: group; user, system, children's
 
@@ -54,10 +61,14 @@ class HangWatch:
         self._cpu = self._cpu_seconds(processes.pids) if limit < math.inf else None
         self._cpu_at_progress = self._cpu
         self._printed = processes.bytes_printed
+        self._looked = -math.inf
+        self._stood: tuple[float, Mapping[int, float]] | None = None  # since when, and the CPU time then
 
-    def next_check(self) -> float:
+    def next_check(self, some_returned: bool = False) -> float:
         """When to ask again, in time.monotonic(); never if the limit is infinite."""
-        return self._checked + self.period if self.limit < math.inf else math.inf
+        if self.limit == math.inf:
+            return math.inf
+        return min(self._checked + self.period, self._looked + _LOOK_EVERY if some_returned else math.inf)
 
     def note_progress(self) -> None:
         """A rank has answered."""
@@ -73,6 +84,27 @@ class HangWatch:
             self._progress, self._cpu_at_progress = now, cpu
         self._checked, self._cpu, self._printed = now, cpu, printed
         return now - self._progress >= self.limit
+
+    def left_waiting(self, waiting: Sequence[int]) -> bool:
+        """Whether all of `waiting` have stood in collectives for `GRACE` seconds, or the limit if that is
+        less. Asked while other ranks have returned."""
+        now = time.monotonic()
+        if self.limit == math.inf or now < self._looked + _LOOK_EVERY:
+            return False
+        self._looked = now
+        notes = [last_seen.read(self._processes.pages[rank]) for rank in waiting]
+        stand = all(errors.stands_in_collective(note) and note.age < _STALE for note in notes)
+        cpu = self._cpu_seconds(self._processes.pids) if stand else None
+        if cpu is None:
+            self._stood = None
+            return False
+        since, before = self._stood or (now, cpu)
+        pids = [self._processes.pids[rank] for rank in waiting]
+        least = max(_LEAST_SHARE * (now - since), _LEAST_SECONDS)
+        if any(cpu.get(pid, 0.0) - before.get(pid, 0.0) >= least for pid in pids):
+            since, before = now, cpu  # a large tensor still travels between them
+        self._stood = since, before
+        return now - since >= min(GRACE, self.limit)
 
     def _computes(self, rank: int, cpu: CpuSeconds, now: float) -> bool:
         """Whether a rank has used the CPU, since the last check or since it was last seen to."""

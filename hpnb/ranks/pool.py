@@ -163,7 +163,10 @@ class Ranks:
         return self._ended is None
 
     def run(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
-        """Run `fn(*args, **kwargs)` on every rank; one result a rank. Raises as `launch` does."""
+        """Run `fn(*args, **kwargs)` on every rank; one result a rank. Raises as `launch` does.
+
+        All keywords are those of `fn`, so limits such as `timeout` are set in `Ranks(..., timeout=40)`.
+        """
         refuse_limits(fn, kwargs)
         namespace = caller_namespace(sys._getframe(1).f_globals, fn)
         return self._run(namespace, self.members, fn, args, kwargs)
@@ -270,11 +273,13 @@ class Ranks:
             while waiting := [r for r in members if r not in replies]:
                 now = time.monotonic()
                 until = deadline if failed_at is None else min(deadline, failed_at + _grace(replies))
+                some_returned = failed_at is None and len(waiting) < len(members)
                 hangs = failed_at is None and watch.hangs(waiting)
+                hangs = hangs or (some_returned and watch.left_waiting(waiting))
                 if hangs or now >= deadline or (now >= until and not self._will_answer(waiting, now - until)):
                     break
                 soon = max(until, now + _LOOK_EVERY)
-                for rank, reply in processes.poll(min(soon, watch.next_check()) - now, output):
+                for rank, reply in processes.poll(min(soon, watch.next_check(some_returned)) - now, output):
                     watch.note_progress()
                     replies.setdefault(rank, reply)  # a rank that has failed may die of it: the first counts
                     if reply is None:

@@ -126,8 +126,8 @@ lesson.predict("06.bubble", question, unit="%", rule_of_thumb=formula)
 # %% [markdown]
 # Now the time. With equal stages, notebook 02 predicts a bubble of $(p-1)/(m+p-1)$, here <data value="06.bubble.rule-of-thumb">27.3 %</data>.
 # `time_steps` runs real steps. Where ranks share cores or a GPU, it times each action alone and *replays* the step
-# from these times, in the schedule's order; here steps are <data value="06.run.source">replayed</data>. Its variants share one set of weights and **take turns**, A B C A B C, so that a busy second slows all of
-# them. It keeps all <data value="06.repeats">3</data> repeats, because a difference smaller than their spread is no
+# from these times, in the schedule's order; here steps are <data value="06.run.source">replayed</data>. Variants of a step share one set of weights
+# and **take turns**, A B C A B C, so that a busy second slows all of them. The cell keeps all <data value="06.repeats">3</data> repeats, because a difference smaller than their spread is no
 # finding. Later we also *simulate* steps, from times of single layers.
 
 
@@ -240,7 +240,7 @@ lesson.claim("The padded median is not slower than the odd size's slowest repeat
 # %% [markdown]
 # Here the odd size takes <data value="06.padding.gain:.2f">1.11</data> times as long by the median, a difference <data value="06.padding.spread">within the spread of the repeats</data>.
 # If our head gained as much, head and loss would take <data value="06.padding.head">3.45 blocks</data>; FLOPs say <data value="06.head.head-and-loss.predicted">4.91 blocks</data>.
-# On GPUs, pad before you cut. Our model stays unpadded, as GPT-2 was published, because this page needs a long head.
+# Our model stays unpadded, as GPT-2 was published, because this page needs a long head.
 #
 # <details><summary>On a laptop</summary>
 # A CPU has no tensor cores. Its ratio belongs to its own kernels, and doesn't tell what a GPU gains in 16 bits. On GPUs
@@ -296,7 +296,7 @@ lesson.claim("Bisection by hand is right", abs(by_hand / largest - 1) < 1e-6)
 # - *by FLOPs* needs no clock, but knows only matmuls.
 # - *by time* uses `times.smooth`.
 #
-# Our rule of thumb puts FLOPs first, because a count has no noise, then time, equal blocks, and parameters.
+# Our rule of thumb puts FLOPs first, because a count has no noise.
 #
 # For the next subsection, the run also times other numbers of blocks *beside the head*, on its stage.
 
@@ -354,12 +354,14 @@ title = "The cut by time leaves fewer blocks beside the head"
 lesson.show(figures.skyline(times.smooth, shown, times.kinds, times.loss, title=title))
 
 # %% [markdown]
-# Bars are layers timed alone, with blocks at their median, and each cut's largest stage is in bold. From these bars,
-# simulated steps take <data value="06.cut.by-time.simulated">173 ms</data> cut by time and <data value="06.cut.uniform.simulated">221 ms</data> with the uniform cut. In the run, the cut by time is
-# <data value="06.faster.gain:.2f">1.15</data> times as fast as the uniform one by the median, and <data value="06.faster.sure">all of its repeats are faster than all of the uniform</data>.
+# Bars are `times.smooth`, and each cut's largest stage is in bold. In the run, the cut by time is
+# <data value="06.faster.gain:.2f">1.15</data> times as fast as the uniform one by the median. The line
+# above the figure says whether every repeat agrees.
 #
-# The four steps take <data value="06.ratio.least:.2f">1.25</data> to <data value="06.ratio.most:.2f">1.39</data> times as long as simulated, because layers take other times in a step than
-# alone. If this multiple were the same for all four cuts, both would rank them alike. The more it differs, the less the
+# The four steps take <data value="06.ratio.least:.2f">1.25</data> to <data value="06.ratio.most:.2f">1.39</data> times as long as simulated. Layers can take
+# other times in a step than alone, and a machine can be slower at one time than at another. So compare only steps that took turns:
+# cut by time, the same step takes <data value="06.cut.by-time.fastest">204 ms</data> to <data value="06.cut.by-time.slowest">243 ms</data> here, and
+# <data value="06.style.1f1b.fastest">171 ms</data> to <data value="06.style.1f1b.slowest">175 ms</data> as 1F1B in the section on schedules. The more the four multiples differ, the less the
 # simulated order is worth.
 #
 # <details><summary>How large is the bubble of the cut by time?</summary>
@@ -391,15 +393,15 @@ lesson.claim("Too many blocks on the last stage slow each repeat", (last["by"], 
 
 # %% [markdown]
 # On 2 to 8 ranks, the slowest stage by FLOPs takes at most <data value="06.error.ratio:.2f">1.05</data> times as long as by time.
-# In blocks, it is at most <data value="06.error.excess:.1f">0.4</data> longer, and it can never be longer by more than FLOPs' errors on head and embedding
-# together, here <data value="06.error.ends:.1f">1.3</data> blocks. The error costs nothing once both cuts leave the head alone.
+# In blocks, it is at most <data value="06.error.excess:.1f">0.4</data> longer, and never by more than FLOPs' errors on head and embedding
+# together, here <data value="06.error.ends:.1f">1.3</data> blocks. The error costs nothing once the head alone is the slowest stage of both cuts.
 #
 # By the median, the best number of blocks beside the head is <data value="06.last.first">0</data>. We compare its repeats with those of other
 # numbers: <data value="06.last.others">the repeats with 1 overlap with its own, so the run doesn't decide</data>. <data value="06.last.by-time">The cut by time leaves 1, and its step takes 1.03 times as long, a difference within the spread of the repeats</data>.
 # Even the fastest repeat with <data value="06.last.most">6</data> blocks takes <data value="06.last.by:.2f">1.51</data> times as long as the slowest with the best number.
 #
-# While another stage is the slowest, a block more beside the head can make that one shorter. After that, each further
-# block delays every microbatch.
+# As long as another stage is the slowest, moving one of its blocks beside the head can shorten the step. Once the head's
+# stage is the slowest, each further block there delays every microbatch.
 #
 # <details><summary>In your tools: where to cut</summary>
 #
@@ -418,8 +420,8 @@ lesson.claim("Too many blocks on the last stage slow each repeat", (last["by"], 
 # in a `ModuleDict` under their old numbers, names of weights don't change, and a checkpoint of the whole model fits.
 # </details>
 #
-# **Takeaway.** Start from the cut by time, and run its neighbours, because layers timed alone can misjudge a step. A cut by
-# parameters balances only weights.
+# **Takeaway.** Start from the cut by time, and run its neighbours in turn, because layers timed alone only predict a step.
+# A cut by parameters balances only weights.
 #
 # ### Exercise 1: an optimal partition
 #
@@ -722,7 +724,7 @@ lesson.check(exercises.token_mean, token_loss)
 # Notebook 02 compared schedules on equal stages, with F = I = W. We run the same 1F1B beside three others, each with
 # its own cut by time. ZB-H1 is 1F1B with split backwards: its W wait and fill gaps. Interleaving and ZB-V give each
 # rank two shorter stages. In ZB-V, rank r has stages r and 2p-1-r, so rank 0 has the first and the last. As a rule of
-# thumb we take the order on equal stages: ZB-V, ZB-H1, interleaving, 1F1B.
+# thumb we take the order on equal stages.
 
 # %%
 chunks = {"1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}  # stages per rank
@@ -764,16 +766,16 @@ lesson.show(columns=gpt2_pipeline.memory_columns(peaks, medians, chunks),
 lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 
 # %% [markdown]
-# In the first table, W / I is the duration of all W over that of all I. The third has the peak of what a rank keeps
-# besides weights and their gradients. A microbatch is *in flight* from its F to the end of its backward. Where a rank
+# In the first table, W / I is the duration of all W over that of all I. The last table has the peak of what a rank
+# keeps besides weights and their gradients. A microbatch is *in flight* from its F to the end of its backward. Where a rank
 # has two stages, a microbatch counts half for each stage on which it is in flight.
 #
 # By the median, <data value="06.fastest.first">zb-v</data> is fastest, and <data value="06.fastest.others">the repeats of zb-h1 overlap with its own</data>. In <data value="06.fastest.decided">4 of the 6</data> pairs of schedules no
 # repeats overlap, so the run decides their order.
 #
 # In its median step, 1F1B has a bubble of <data value="06.bubbles.1f1b.of-the-median-step">33.7 %</data>, ZB-H1 <data value="06.bubbles.zb-h1.of-the-median-step">22.0 %</data>, ZB-V
-# <data value="06.bubbles.zb-v.of-the-median-step">18.3 %</data> and interleaving <data value="06.bubbles.interleaved.of-the-median-step">33.6 %</data>. From 1F1B's, ZB-H1's differs
-# <data value="06.fastest.zb-h1">beyond the spread of the repeats</data>, and ZB-V's <data value="06.fastest.zb-v">beyond the spread of the repeats</data>.
+# <data value="06.bubbles.zb-v.of-the-median-step">18.3 %</data> and interleaving <data value="06.bubbles.interleaved.of-the-median-step">33.6 %</data>. The difference between the bubbles of
+# ZB-H1 and 1F1B is <data value="06.fastest.zb-h1">beyond the spread of the repeats</data>, and the one between ZB-V and 1F1B <data value="06.fastest.zb-v">beyond the spread of the repeats</data>.
 #
 # ZB-H1's step takes <data value="06.h1.run:.2f">0.90</data> times as long as 1F1B's by the median, a difference <data value="06.h1.spread">beyond the spread of the repeats</data>. Simulated, they take
 # <data value="06.style.zb-h1.simulated">150 ms</data> and <data value="06.style.1f1b.simulated">173 ms</data>, if all schedules compute equally long and W takes as long as I.
@@ -786,8 +788,8 @@ lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 # <details><summary>How the run differs from these assumptions</summary>
 # The figure draws 1F1B and ZB-H1, because they have the same stages. ZB-H1 computed for <data value="06.style.zb-h1.compute-per-rank">122 ms</data> per rank on average, 1F1B for
 # <data value="06.style.1f1b.compute-per-rank">115 ms</data>. Forwards are the same in both schedules; they took <data value="06.style.zb-h1.forward-per-rank">50.8 ms</data> under ZB-H1 and
-# <data value="06.style.1f1b.forward-per-rank">48.8 ms</data> under 1F1B. That does not come from splitting backwards, and we
-# did not trace it. W, in this library only the weight gradients of matmuls, takes
+# <data value="06.style.1f1b.forward-per-rank">48.8 ms</data> under 1F1B. A difference between the forwards
+# does not come from splitting backwards, and we did not trace it. W, in this library only the weight gradients of matmuls, takes
 # <data value="06.style.zb-h1.w-i:.2f">0.52</data> times as long as I, and the simulation takes both as equally long.
 # </details>
 #
@@ -863,7 +865,7 @@ lesson.check(exercises.beat_1f1b, plan)
 # def plan(job):
 #     p, tried = job.ranks, []
 #     room = [int(job.cap // held) for held in job.held]
-#     for stretch in (1, 2):  # the warm-up of 1F1B, which always has room, or one twice as long
+#     for stretch in (1, 2):  # 1F1B's warm-up, which always has room, or a longer one
 #         ahead = [stretch * (p - r - 1) + 1 for r in range(p)]
 #         # W lags as in ZB-H1, or twice as far, but never by more than there is room
 #         lag = [min(stretch * r, room[r] - ahead[r]) for r in range(p)]

@@ -42,8 +42,7 @@
 #
 # **Letters.** t ranks share a model with a heads, hidden size h and vocabulary size V. A batch has b sequences of s
 # tokens. All measurements and counts were made on <data value="07.hardware">2 CPU cores</data>. Where there are GPUs,
-# dropout, recomputed FLOPs and the three kinds of sequence parallelism still run on the CPU. Predictions come from formulas.
-# The banner has the sizes of the GPT-2 that we time.
+# dropout, recomputed FLOPs and the three kinds of sequence parallelism still run on the CPU.
 
 # %% tags=["setup"]
 import importlib.util
@@ -177,9 +176,9 @@ lesson.reveal("07.attention", fullest, predicted=ratio, truth_range=ends)
 lesson.record("07.nearer", gpt2_tensor.nearer_in_words(fullest, ratio, seconds))
 
 # %% [markdown]
-# Seven heads take <data value="07.time.7-heads.measured">6.22 ms</data> by the median and six <data value="07.time.6-heads.measured">5.71 ms</data>.
-# From the medians, the fullest rank needs <data value="07.attention:.2f">1.07</data> times the mean; the formula, of FLOPs alone, says
-# <data value="07.attention.predicted:.2f">1.12</data>. The range above pairs slowest repeats of one with fastest of the other.
+# From the medians, the slowest rank needs <data value="07.attention:.2f">1.07</data> times the mean; the formula, of FLOPs alone, says
+# <data value="07.attention.predicted:.2f">1.12</data>. The range is of the rank with most heads. It pairs slowest
+# repeats of one number of heads with fastest of the other, so it can begin below 1.
 # <data value="07.nearer">Here the repeats overlap, so this run doesn't decide whether a head more costs time</data>.
 #
 # <details><summary>In your tools: uneven heads</summary>
@@ -448,10 +447,12 @@ for sharded in (False, True):  # the library's GPT-2, and with sequence parallel
     lesson.claim(f"The masks of {name} follow the layout", equal == wanted)
 
 # %% [markdown]
-# One seed fails twice. Different heads share a mask. And the MLP's masks of the first and the last rank, which should be equal, agree in
-# <data value="07.one-seed">50.0 %</data> of their elements. The second failure comes from the uneven split: rank 0 has more heads than the last rank,
-# so it has drawn more numbers when they reach the MLP. Masks of ranks with equally many heads agree. *A seed each* is wrong wherever an activation is replicated. With tokens sharded, a seed each fails by
-# the embedding alone, and one seed by its heads alone.
+# One seed fails twice. Different heads share a mask. And the MLP's masks of first and last rank, which should be equal, agree in
+# <data value="07.one-seed">50.0 %</data> of their elements. The second failure comes from the uneven split: rank 0 has more heads,
+# so it has drawn more numbers before the MLP. *A seed each* is wrong wherever an activation is replicated.
+#
+# With tokens sharded, *a seed each* fails only after the embedding. *One seed* fails by its heads, and by the MLP between
+# ranks with equally many heads, where masks agree but should differ. The figure's two ranks have unequal numbers, so it can't show that.
 #
 # <details><summary>Why these masks are drawn on the CPU</summary>
 #
@@ -471,7 +472,7 @@ for sharded in (False, True):  # the library's GPT-2, and with sequence parallel
 # ### The silent failure
 #
 # We watch the loss of three *paired* runs per policy: run k of each has the same weights, batches and base seed, so
-# we can subtract run from run. We use three sharper instruments:
+# we can subtract run from run. Three instruments are sharper:
 #
 # 1. *Compare a replicated activation.* The hidden states that leave a block, the residual stream, are replicated. We
 #    send rank 0's copy to all ranks and take the distance, which should be exactly 0.
@@ -579,8 +580,9 @@ lesson.field_guide.show()
 # <details><summary>Why do the norms' biases stay equal?</summary>
 #
 # After each norm stands f, which changes nothing in the forward and all-reduces the gradient in the backward. So all ranks get the same gradient of the norm's
-# output. Summed over the tokens, it is the bias's gradient, which is therefore equal, too. The gradient of the norm's
-# weight multiplies it by the normalised stream first, and each rank has its own stream.
+# output. Summed over the tokens, it is the bias's gradient, which is therefore equal, too. For the gradient of
+# the norm's weight, the gradient of the norm's output is first multiplied by the normalised stream, which differs from
+# rank to rank.
 # </details>
 #
 # **Takeaway.** Compare replicated activations across ranks: they are equal bit for bit, or something is wrong. Compare
@@ -754,7 +756,7 @@ lesson.ledger.add("07", Layout(tp=N), model, quantities, vit_pipeline.hardware(N
 # in the backward.
 # </details>
 #
-# The table counts FLOPs of a small model on the CPU, where one prediction fails. Recomputing attention adds <data value="07.again.attention.counted">1.61 %</data> of the FLOPs, and the formula says <data value="07.again.attention.predicted">3.21 %</data>.
+# The table counts FLOPs of a small model on the CPU, where one prediction fails: recomputing attention adds <data value="07.again.attention.counted">1.61 %</data> of the FLOPs, and the formula says <data value="07.again.attention.predicted">3.21 %</data>.
 # PyTorch stops recomputing as soon as it has the softmax and the masks that the backward needs, so the product with v
 # is never recomputed.
 #

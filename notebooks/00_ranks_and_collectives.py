@@ -430,7 +430,7 @@ lesson.check(exercises.doubling, doubling_all_reduce)
 # $$ t_{ring} = 2(n-1)\,\alpha + \frac{2(n-1)}{n}\,\frac{S}{B} $$
 #
 # A small tensor pays for the first term and is *latency-bound*, a large one for the second and is *bandwidth-bound*.
-# They are equal at S = n α B, the *knee*.
+# The two terms are equal at S = n α B, the *knee*.
 #
 # What does a byte cost in compute?
 #
@@ -530,8 +530,8 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 # theirs. So the predicted ratio is off by their quotient, <data value="00.off.ratio:.2f">0.98</data>. Trust the formula to say which is slower, and
 # measure by how much.
 #
-# One call of the hundred took <data value="00.off.call">6.04 ms</data> with its bytes, <data value="00.off.than">longer than</data> this latency. Calls in a row
-# can share what the single calls of the fit pay alone. <data value="00.off.started">On CPUs a call returns when it is done, so this run cannot time its start apart</data>.
+# On average each of the hundred took <data value="00.off.call">6.04 ms</data> with its bytes, <data value="00.off.than">longer than</data> the latency of one call. On GPUs it
+# may be shorter, because a process can start a call while earlier ones still run. <data value="00.off.started">On CPUs a call returns when it is done, so this run cannot time its start apart</data>.
 #
 # <details><summary>On a laptop</summary>
 #
@@ -545,8 +545,9 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 # If a measured time is too long, a cost may be missing: the formula leaves out the additions, the wait of a process until
 # it hears that its GPU is done, ranks that leave the barrier late, and users of cores and links that came after the fit. If
 # it is too short, the fit contains a cost that these calls do not pay. On GPUs the fit starts each call on an idle GPU, so
-# its time includes the moment in which the process starts the call. Of the hundred calls, it starts most while the GPU
-# works on earlier ones. This run does not test these causes. Run the cell twice. What differs between the runs is noise.
+# the fitted time includes starting the call. Most of the hundred calls can be started while the GPU works on earlier
+# ones, and then their start costs no extra time. This run does not test these causes. Run the cell twice. What differs
+# between the runs is noise.
 # </details>
 #
 # A ring is not always best: its $2(n-1)$ latencies hurt when the tensor is small and the ranks are many. The *explorer*
@@ -573,8 +574,8 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 lesson.explorers.all_reduce_cost()
 
 # %% [markdown]
-# **Takeaway.** A call costs latency, its bytes cost bandwidth. For single calls the knee n α B tells which
-# you pay for. Calls in a row can pay less latency than it says.
+# **Takeaway.** A call costs latency, its bytes cost bandwidth. For a single call, the knee n α B tells which costs
+# more. One large call takes less time than many small ones with the same bytes.
 #
 # ### Exercise 3: how large a bucket
 #
@@ -624,8 +625,8 @@ lesson.check(exercises.bucket, bucket_bytes)
 # that axis, and its `rank` is this rank's number in it.
 #
 # The cell runs three cases with 8 MB: all ranks at once, all after a pause of 30 ms, and rank 1 late. It records a
-# *timeline*, the start and end of each event on each rank. The figure shows the last case. The output below it calls
-# wait and move together a rank's *cost*.
+# *timeline*, the start and end of each event on each rank. The figure shows the last case. In the
+# output below it, a rank's *cost* is its wait plus its move.
 
 # %%
 question = f"Rank 1 of {N} is slow. Which rank has the SHORTEST all-reduce bar?"

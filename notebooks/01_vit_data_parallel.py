@@ -28,7 +28,7 @@
 #
 # **Time.** 35 minutes to read, 2 minutes to run, 85 minutes for the exercises.
 #
-# **Two questions from notebook 00.** In a ring of d ranks, how many bytes does each rank send in an all-reduce
+# **Two questions to recall from 00.** In a ring of d ranks, how many bytes does each rank send in an all-reduce
 # of S bytes? How large must that tensor be before its bytes take longer than its latency?
 #
 # <details><summary>Answers</summary>
@@ -71,8 +71,7 @@ lesson.record("01.page", {"ranks": N, "tokens": SIZE.tokens, "image": SIZE.image
 # A ViT (vision transformer) cuts an image into patches. Each patch becomes one *token*, a vector of h numbers, which
 # passes through *blocks* of attention and an MLP. We time the ViT `SIZE` of the banner on random images of <data value="01.page.image">32</data> x
 # <data value="01.page.image">32</data> pixels, which make <data value="01.page.tokens">17</data> tokens each. Quick checks use `SMALL`, 8 blocks of width 64. Its images of 32 x 32 pixels,
-# 16 patches of 8 x 8 and one token for the class, show bean leaves of three classes, photographed or drawn as the
-# banner says.
+# 16 patches of 8 x 8 and one token for the class, show bean leaves of three classes.
 #
 # Two numbers describe the cost:
 #
@@ -116,8 +115,8 @@ lesson.record("01.few", {"images": sizes.few, "tokens": sizes.few * SIZE.tokens}
 # The states take <data value="01.cost.model-states.counted">51.4 MB</data>, as 16 bytes per parameter say.
 #
 # The backward frees activations and leaves gradients behind. The peak of
-# <data value="01.memory.peak">59.1 MB</data> comes where the backward begins and all activations are alive; the banner's is
-# an estimate. Recording slows this step.
+# <data value="01.memory.peak">59.1 MB</data> comes where the backward begins and all activations are alive. On GPUs the banner
+# has an estimate, made before the run. Recording slows this step.
 #
 # **Takeaway.** States grow with the parameters, activations with the tokens. Data parallelism divides the tokens.
 #
@@ -251,8 +250,8 @@ lesson.check(exercises.ragged_mean, ragged_loss)
 # ## Send gradients during the backward
 #
 # Gradients become final one by one, from the last layer to the first. Autograd calls a *hook* whenever the gradient of a
-# parameter is complete, so we can send it while the backward goes on. Each message costs a latency, so we collect gradients in *buckets*, and send a
-# bucket when it is full:
+# parameter is complete, so we can send it while the backward goes on. Each message costs a latency, so we collect gradients in *buckets*, and send
+# full ones:
 #
 # ```text
 # backward     block 7          block 6          block 5    …    block 0
@@ -412,7 +411,7 @@ lesson.record("01.launch", figures.describe_launches(launches, here.device))
 #
 # **Late ranks.** Ranks with equal work do not keep step, and the prediction leaves this out too. In C the last rank begins
 # its backward <data value="01.versions.late.seconds">928 µs</data> after the first, in the median round; the last is <data value="01.versions.late.last">rank 0 in 5 of 9 rounds</data>. The others wait for it. Without messages a step takes <data value="01.launch.fastest">20.4 ms</data> on the fastest rank and <data value="01.launch.slowest">27.1 ms</data> on the
-# slowest, <data value="01.launch.rank">rank 1</data>: <data value="01.launch.words">on CPUs there are no launches to time</data>.
+# slowest, <data value="01.launch.rank">rank 1</data>. On GPUs we also time its *launches*, the calls that start a GPU's kernels; here <data value="01.launch.words">on CPUs there are no launches to time</data>.
 #
 # <details><summary>In your tools: overlap</summary>
 #
@@ -569,18 +568,18 @@ lesson.record("01.extra", figures.cost_of_overlap(times[middle]))
 lesson.record("01.wide", figures.describe_wide(wide.size, DTYPE, card))
 
 # %% [markdown]
-# **When is it free here?** We count tokens per rank. Steps that reduce during the backward are <data value="01.measured.during">not free at 17, 68 and 272, undecided at 1,088 and 2,176</data>; by the law they are free from <data value="01.law.during:,.0f">63</data> on.
+# **When is it free here?** The ✓ compares only the most tokens with the fewest. In tokens per rank, steps that reduce during the backward are <data value="01.measured.during">not free at 17, 68 and 272, undecided at 1,088 and 2,176</data>; by the law they are free from <data value="01.law.during:,.0f">63</data> on.
 # Steps that reduce after it are <data value="01.measured.after">not free at 17, 68 and 272, undecided at 1,088 and 2,176</data>; by the law they are free from <data value="01.law.after:,.0f">483</data> on. <data value="01.measured.score">No size is surely free with overlap, so the answer is more than 272 tokens and is not scored</data>.
 #
 # Overlap, against reducing after the backward, is <data value="01.measured.overlap">undecided at 17, 68, 272, 1,088 and 2,176</data>.
 #
 # The law's lines are for a step that computes at R; a slower step lowers the ratio. With <data value="01.slow.tokens:,">17</data> tokens the step alone
-# takes <data value="01.slow.times:.1f">5.5</data> times as long as at R. The slowest rank there is <data value="01.slow.rank">rank 0</data>: <data value="01.slow.words">on CPUs there are no launches to time</data>.
+# takes <data value="01.slow.times:.1f">5.5</data> times as long as at R. About the launches of <data value="01.slow.rank">rank 0</data>, the slowest there: <data value="01.slow.words">on CPUs there are no launches to time</data>.
 #
 # By the law a step with overlap and <data value="01.law.tokens:,">272</data> tokens takes <data value="01.law.middle:.2f">1.00</data> times as long as alone. We measure <data value="01.middle.median:.2f">1.27</data>
 # (<data value="01.middle.low:.2f">1.19</data> to <data value="01.middle.high:.2f">1.33</data>). Within rounds it takes <data value="01.extra.during">8.51 ms</data> longer than alone, and the step that reduces after
 # the backward <data value="01.extra.after">7.19 ms</data>, by the medians. The all-reduce by itself takes <data value="01.extra.all-reduce">4.78 ms</data>, the most that overlap can save. The step with overlap
-# takes <data value="01.extra.compared">neither clearly longer nor clearly less than</data> the step alone and the all-reduce in turn.
+# takes <data value="01.extra.compared">neither clearly longer nor clearly less than</data> the step alone plus the all-reduce by itself.
 #
 # <details><summary>The law's times and the measured ones</summary>
 #
@@ -773,8 +772,8 @@ lesson.field_guide.show()
 # scales may differ. The all-reduce adds gradients with different scales, and each rank divides the sum by its scale.
 # </details>
 #
-# The distance between replicas is exactly 0 in a healthy run. The cure is to base the decision on
-# a number that is equal on all ranks, as `hpnb.precision.step(optimizer, [axis], scaler=scaler)` does.
+# In a healthy run this distance is exactly 0. `hpnb.precision.step(optimizer, [axis], scaler=scaler)` lets all ranks
+# decide alike.
 #
 # **Takeaway.** Every decision that changes weights, such as skip, clip or stop, needs numbers that are equal on all ranks.
 #
@@ -929,7 +928,7 @@ lesson.check(exercises.zero1, Zero1)
 # ## What to remember
 #
 # - A step costs 6 FLOPs per parameter and token, and 16 bytes per parameter.
-# - Send gradients in buckets. Measure whether overlap pays: an all-reduce can slow the backward beside it.
+# - Send gradients in buckets. Measure whether overlap pays.
 # - By the law the all-reduce fits under the backward from ρ(d-1)/d g/2 tokens per rank on.
 # - Measure the distance between replicas.
 #

@@ -173,6 +173,35 @@ def test_replicas_with_shards_of_other_lengths_end_together(pools: RankPools) ->
     assert (first, second) == ([1], [0])
 
 
+@pytest.mark.parametrize(("lengths", "warns"), [((3, 17, 1, 16), True), ((9, 11, 8, 9), False)])
+def test_a_replica_that_stays_without_samples_is_named(
+    pools: RankPools, lengths: tuple[int, ...], warns: bool
+) -> None:
+    """The global batch fell from 8 samples to 4 for most of the epoch, without a word."""
+
+    def read() -> tuple[list[str], list[int]]:
+        import datasets
+
+        def rows(shards: list[int]) -> Iterator[Any]:
+            for shard in shards:
+                yield from ({"number": 100 * shard + i} for i in range(lengths[shard]))
+
+        stream = datasets.IterableDataset.from_generator(rows, gen_kwargs={"shards": [0, 1, 2, 3]})
+        plugin = hpnb.HybridParallelPlugin(precision="fp64")
+        loader = plugin.prepare_dataloader(stream.with_format("torch"), 4)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            sizes = [len(batch["number"]) for batch in loader]
+            list(loader)  # it is said once
+        return [str(w.message) for w in caught if "no samples" in str(w.message)], sizes
+
+    for said, sizes in pools[2].run(read):
+        assert len(said) == int(warns), sizes
+        if warns:
+            assert "data-parallel rank 0 has had no samples for 3 batches" in said[0]
+            assert "a step trains on 4 samples instead of 8" in said[0]
+
+
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_goes_on_where_it_was(pools: RankPools, kind: str, workers: int) -> None:

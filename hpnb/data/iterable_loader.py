@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from hpnb.data.batch_agreement import (
+    BatchReport,
     RankOnAxis,
     count_rows,
     gather_reports,
@@ -36,6 +38,8 @@ from hpnb.data.batch_agreement import (
 from hpnb.data.distributed_sampler import BatchSamples
 from hpnb.data.loader import Collate, Transform, check_transform, empty_batch
 from hpnb.data.worker_shards import ShardedStream, shard_stream
+
+_EMPTY = 3  # batches without samples on one replica, from which on it is worth a word
 
 
 def is_iterable_dataset(dataset: Any) -> bool:
@@ -108,6 +112,7 @@ class IterableLoader:
         self._batches: Any = None
         self._example: Any = None  # an empty batch
         self._compared = False  # the first samples of all ranks
+        self._warned = False  # of a replica that has no samples left
 
     @property
     def global_batch_size(self) -> int:
@@ -153,6 +158,7 @@ class IterableLoader:
         return split_dataset_by_node(copy.copy(self.dataset), self.replica, self.replicas)
 
     def _run(self, batches: Iterator[Any], epoch: int) -> Iterator[Any]:
+        without = 0  # batches that are empty on a replica
         while True:
             batch, ended = next_or_none(batches)
             if not ended:
@@ -160,6 +166,9 @@ class IterableLoader:
             reports = gather_reports(batch, ended, self.replica, self._example is not None)
             if all(r.ended for r in reports) or (self.drop_last and any(r.ended for r in reports)):
                 return
+            without += any(r.ended for r in reports)
+            if without == _EMPTY and not self._warned:
+                self._warn_of_empty_batches(reports)
             if not all(report.has_example for report in reports):
                 self._share_example(next(rank for rank, r in enumerate(reports) if r.has_example))
             if not self._compared and isinstance(self._source, ShardedStream) and self.replicas > 1:
@@ -170,6 +179,20 @@ class IterableLoader:
                 batch = self._example
             self._next += 1
             yield batch if self.transform is None else self.transform(batch, self._samples(batch, epoch))
+
+    def _warn_of_empty_batches(self, reports: list[BatchReport]) -> None:
+        """Say that steps train on fewer samples than the global batch has: all ranks see the same reports."""
+        samples = {report.replica: max(0, report.samples) for report in reports}
+        empty = [replica for replica, n in samples.items() if n == 0]
+        who = f"rank {empty[0]} has" if len(empty) == 1 else f"ranks {', '.join(map(str, empty))} have"
+        warnings.warn(
+            f"data-parallel {who} had no samples for {_EMPTY} batches while others go on, so that a step "
+            f"trains on {sum(samples.values())} samples instead of {self.global_batch_size}. Shards of "
+            f"this {type(self.dataset).__name__} differ in length, and each data-parallel rank reads some of "
+            "them: give it shards of equal length, or drop_last=True, which leaves out what only some have",
+            stacklevel=3,
+        )
+        self._warned = True
 
     def _share_example(self, source: int) -> None:
         """A rank that never had a sample learns the fields of a batch from one that did."""

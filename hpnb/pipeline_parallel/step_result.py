@@ -62,7 +62,11 @@ class PipelineStepResult:
 
     @property
     def timeline(self) -> Timeline:
-        """What each rank of the axis did, and when; ranks are those of the axis. All of them must ask.
+        """What each rank of the axis did, and when. All of them must ask.
+
+        Ranks are those of the axis, 0 to p - 1, as in a simulation. With data parallelism every replica has a
+        timeline of its own, so put its number into the name of a file:
+        `timeline.to_chrome_trace(f"step-{mesh.dp.rank}.json")`.
 
         On a GPU times are those of the device, on clocks that are aligned when this is asked for. On a CPU
         with fewer cores than ranks a wall clock would show who got a core: instead the schedule is replayed

@@ -198,6 +198,9 @@ class Recorder:
 def timeline() -> Iterator[Recorder]:
     """Record spans, and every communication of hpnb.comm, until the block ends. Starts with a barrier.
 
+    The sends of a pipeline are in it where each rank has a GPU. Elsewhere threads carry them, so they have no
+    start and end of their own and a stage that waits for one looks idle; `record.traffic` counts them.
+
     A timeline inside another one's block records for both.
 
     >>> def work():

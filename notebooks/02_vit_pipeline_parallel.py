@@ -38,10 +38,9 @@
 # </details>
 #
 # All times come from one run of this notebook, on <data value="02.hardware">2 CPU cores</data>. *Simulated* steps are computed
-# from one forward time and one backward time per stage; messages take no time in them, unless we state one. *Replayed* steps
+# from one forward time and one backward time per stage; messages take no time in them, unless we give a transfer time. *Replayed* steps
 # are computed from the time of each action that ran, as if each rank had its own core or GPU. *Measured* steps are
-# read from the clock. This run's steps are <data value="02.run.kind">replayed</data>; **<data value="02.run.messages">messages take no time</data>**.
-# Figures and tables name the kind.
+# read from the clock. Figures and tables name the kind. Unless they name another, this run's steps are <data value="02.run.kind">replayed</data>; **<data value="02.run.messages">messages take no time</data>**.
 
 # %% tags=["setup"]
 import importlib.util
@@ -152,7 +151,7 @@ lesson.claim("One rank works at a time", (walked.bubble_fraction, ">", 0.95 - 1 
 # would send <data value="02.sent.dp">153 MB</data>.
 # By counting, ranks are
 # idle for 1 - 1/p =
-# <data value="02.walk-idle">75.0 %</data> of the time. The run had <data value="02.walk.bubble">76.4 %</data>. We call this idle share the *bubble*: idle time over
+# <data value="02.walk-idle">75.0 %</data> of the time. The run had <data value="02.walk.bubble">76.4 %</data>. If its figure says *measured*, ranks also wait for messages. We call this idle share the *bubble*: idle time over
 # ranks × *makespan*, where the makespan is the time from the first start to the last end.
 #
 # **Takeaway.** A pipeline sends only what crosses its cuts, and only between neighbours. With one microbatch, p ranks
@@ -263,7 +262,9 @@ trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")
 
 # %% [markdown]
 # The formula assumes equal stages and predicts a bubble of <data value="02.bubble.predicted">27.3 %</data>. But stage 0 also has the embedding, the last stage the
-# head, and times are noisy: by medians, the slowest stage takes <data value="02.slowest:.2f">1.08</data> times as long as the mean one. Simulated with these
+# head, and times are noisy: by medians, the slowest stage takes <data value="02.slowest:.2f">1.08</data> times as long as the mean one.
+# GPipe's forwards go at the pace of the slowest forward, its backwards at that of the slowest backward. These can be on
+# two stages; then both delay the step, by more than this factor says. Simulated with these
 # medians, the bubble is <data value="02.medians.bubble">36.3 %</data>. The step in the figure has <data value="02.bubble">37.0 %</data>: its microbatches take
 # unequal times too, and messages add to it where they take time.
 #
@@ -884,8 +885,8 @@ lesson.check(exercises.diagnosis, diagnose)
 # %% [markdown]
 # ### Microbatches that are too small
 #
-# At a fixed batch, more microbatches are smaller ones. Let each cost a stage c seconds whatever its size: kernels have to be
-# launched, and small ones do not fill the device. Let T be the seconds that the batch takes on one
+# At a fixed batch, more microbatches are smaller ones. Suppose that, besides its computing, a microbatch costs every stage
+# a constant c seconds: kernels have to be launched, and small ones do not fill the device. Let T be the seconds that the batch takes on one
 # device without this cost. Then
 #
 # $$ \text{step} = (m+p-1)\left(\frac{T}{p\,m} + c\right) \qquad\text{least at}\qquad m = \sqrt{\frac{(p-1)\,T}{p\,c}} $$
@@ -934,8 +935,9 @@ if graphed:
 # takes its recorded time and starts as soon as its rank is free and its input is computed. The bubble is the length of this replay
 # minus the mean work of a rank.
 #
-# T and c come from the work alone. The formula adds the bubble of equal stages, and takes c as the same at every m. In the
-# replay, a rank also waits wherever actions take unequally long, as short ones do, so the bubble can shrink less with m than by the formula, or even grow. The line is
+# T and c come from the work alone. The formula adds the bubble of equal stages, and takes c as the same at every m. The
+# times of short actions can vary more, relative to their length. In the replay, a rank also waits for slow actions of other ranks. So
+# with more microbatches the bubble can shrink less than by the formula, or even grow. The line is
 # furthest from the bars at m = <data value="02.sweep.furthest">8</data>, where the step takes <data value="02.sweep.over:.2f">1.16</data> times as long as by the formula.
 # </details>
 #
@@ -962,8 +964,8 @@ if graphed:
 #
 # <details><summary>Host wait in replayed and in measured steps</summary>
 #
-# What a run takes beyond its replay without messages is *host wait and transfers*. In a replayed step, launch costs are
-# inside the actions, so this part holds only transfers. Where messages take no time, it is absent. In a step that was measured with a GPU for each rank,
+# If a step's messages take time, the figure has a fourth part, *host wait and transfers*: what the step takes beyond its
+# replay without messages. In a replayed step, launch costs are inside the actions, so this part holds only transfers. In a step that was measured with a GPU for each rank,
 # host wait grows with m: an action becomes shorter than the time in which Python launches its kernels, and the GPU waits for its
 # own process. No schedule removes that. Larger microbatches do, and so do CUDA graphs.
 # </details>

@@ -88,7 +88,8 @@ here = lesson.banner(N, model=NAME, data=leaves.describe(), sizes=sizes)
 # rank 1   x -- f --> x A_1 --> GELU --> y_1 --> y_1 B_1 --/                 (m, h)
 # ```
 #
-# GELU looks at one number at a time. GELU of a sum is not the sum of GELUs, so in the other order it would need the finished sum.
+# GELU acts on each number alone, so each rank can apply it to its columns. With rows first, a rank has only one of the t terms of each number.
+# GELU of a sum is not the sum of GELUs, so the terms would have to be added first.
 #
 # Each rank multiplies x by its own columns of A only. So in the backward it computes one of the t terms of x's gradient, and the terms must be added.
 # Megatron-LM calls the two operations *f* and *g*. At f the forward does nothing and the backward
@@ -333,7 +334,7 @@ def compare_with_blocking():
 # Megatron-Core has it as `--tp-comm-overlap`, PyTorch's compiler as `_micro_pipeline_tp`. Our library does not do it.
 # </details>
 #
-# The library also postpones fc2's weight gradient until fc1's all-reduce has started, so both weight gradients run beside it. We record one block; lanes marked tp show communication, *exposed* while the rank computes nothing.
+# The library also postpones fc2's weight gradient until fc1's all-reduce has started, so both weight gradients run beside it. We record one block. Lanes marked tp show communication, which is *exposed* while its rank computes nothing.
 
 # %%
 parity = lesson.Parity({"overlapped": pool.run(compare_with_blocking)[0]})
@@ -370,14 +371,15 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # The first all-reduce of the forward is attention's, the first of the backward the MLP's.
 # A bar begins when the rank calls the all-reduce. So the bar of a rank that comes early also contains its wait for the others.
 # *Exposed* means that this rank computes nothing; others may. The *makespan* is the time from the first start to the last end, so the latest rank sets it.
-# On a GPU, a bar of computing also lasts while the GPU waits for its host to launch the next operation. So an all-reduce can start inside a bar, and a rank whose host is slow ends late.
+# The call that starts an all-reduce in the backward still counts as input gradient. So the all-reduce can start inside that bar.
+# On a GPU, a bar of computing also lasts while the GPU waits for its host to launch the next operation, so a rank whose host is slow ends late.
+# On a CPU, a rank that waited for an all-reduce can go on some time after it has ended, for example when its process gets a core again. That time is idle, not exposed communication.
 # Of five recorded blocks, the figure shows the one with the median makespan.
 # The thin slices of forward after the last all-reduce are a bias and the residual. The last slices of input gradient are attention's norm.
 # </details>
 #
 # The formula is for 2-byte numbers; with v bytes it gives 2/v times as much, and here v is <data value="03.value-bytes">4</data>. With attention's scores it predicts <data value="03.ratio.predicted">8.04</data>.
 # The run has <data value="03.ratio">2.99</data>. We call an interconnect fast enough from a ratio of 1 on, where a rank computes half of the time, as shown below. So <data value="03.verdict">both the formula and the run call the interconnect fast enough</data>.
-# Where the rule of thumb, 4.5 h/ρ, comes nearer to the run, that is chance.
 #
 # <details><summary>Three factors between the formula and the run</summary>
 #
@@ -386,6 +388,8 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # - Computing took <data value="03.slower.computing.factor">1.23</data> times as long as its matrix products would at the card's rate. That includes launching operations, norms, GELU, residuals and slower products; the run does not separate them. <data value="03.host">With 1/8 of the images, computing took 12.3 ms instead of 56.3 ms. So about 11 % of the longer time is constant, such as launching operations.</data>
 # - Latency makes the all-reduces <data value="03.slower.latency-of-all-reduces.factor">1.52</data> times as long as their bytes alone.
 # - Because of waiting and other costs, the all-reduces took another <data value="03.slower.waiting-and-the-rest.factor">2.17</data> times as long. A part is that ranks which come early wait for the others; the run does not explain the rest.
+#
+# Where the rule of thumb, 4.5 h/ρ, comes nearer to the run, that is chance.
 # </details>
 #
 # <details><summary>On a laptop</summary>
@@ -573,7 +577,7 @@ lesson.claim("SP keeps less", counted["1D+SP keeps (B)"] < counted["1D keeps (B)
 # `--sequence-parallel`.
 # </details>
 #
-# **Takeaway.** Sequence parallelism keeps less and sends hardly more: one small all-reduce, of norm gradients.
+# **Takeaway.** Sequence parallelism keeps less and sends hardly more bytes. We time it below.
 #
 # ### Exercise 3: norms on a part of the tokens
 #
@@ -722,7 +726,7 @@ lesson.check(exercises.summa, panel)
 # run below counts, too.
 # </details>
 #
-# A grid's bytes fall as t grows, but it sends weights, too. We check exactness and bytes on eight CPU processes, without 2D, which needs a square number.
+# A grid's bytes fall as t grows. We check exactness and bytes on eight CPU processes, without 2D, which needs a square number.
 
 # %%
 question = f"8 ranks, 32 x {TINY.tokens} tokens, h = {TINY.hidden}: fewest bytes?"
@@ -785,7 +789,7 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 
 # %% [markdown]
 # With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">37.1 ms</data>, with sequence parallelism <data value="03.race.1d+sp.measured">63.7 ms</data>, and 2D <data value="03.race.2d.measured">91.5 ms</data>. These are
-# <data value="03.too-low.1d">1.27</data>, <data value="03.too-low.1d+sp">1.85</data> and <data value="03.too-low.2d">1.41</data> times their predictions. Predictions leave out norms, launches and waiting, and collectives can take longer than α and B say: an all-reduce alone took <data value="03.halves.all-reduce.measured">6.16 ms</data>, where <data value="03.halves.all-reduce.predicted">5.50 ms</data> were predicted.
+# <data value="03.too-low.1d">1.27</data>, <data value="03.too-low.1d+sp">1.85</data> and <data value="03.too-low.2d">1.41</data> times their predictions. Predictions leave out norms, launches and waiting, and collectives can take longer than α and B say.
 #
 # <details><summary>Which rates do we predict with?</summary>
 #
@@ -801,16 +805,14 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 #
 # By theory the two halves of an all-reduce take as long as the all-reduce. In a ring of four, both take 2 (4 - 1) = 6 steps, and each step one latency α. So the prediction adds only the latencies of the all-reduce of norm gradients.
 #
-# Timed alone, an all-reduce took <data value="03.halves.all-reduce.measured">6.16 ms</data>, its two halves <data value="03.halves.reduce-scatter-all-gather.measured">10.9 ms</data>. A block has four such pairs, so this makes <data value="03.four-halves">19.0 ms</data>. The run does not explain the rest. With eight times the tokens, sequence parallelism took <data value="03.sp-longer.many">22.8 ms more</data> than 1D.
+# Timed alone, an all-reduce took <data value="03.halves.all-reduce.measured">6.16 ms</data> and its two halves <data value="03.halves.reduce-scatter-all-gather.measured">10.9 ms</data>; <data value="03.halves.all-reduce.predicted">5.50 ms</data> were predicted for both. A block has four such pairs, so the difference makes <data value="03.four-halves">19.0 ms</data>. The run does not explain the rest. With eight times the tokens, sequence parallelism took <data value="03.sp-longer.many">22.8 ms more</data> than 1D.
 # </details>
-#
-# Eight times the tokens took <data value="03.race.2d.measured-growth:.2f">1.86</data> times as long in 2D, where <data value="03.race.2d.predicted-growth:.2f">1.94</data> was predicted, and <data value="03.race.1d.measured-growth:.2f">3.19</data> times in 1D, where <data value="03.race.1d.predicted-growth:.2f">2.93</data> was predicted.
 #
 # On four ranks 2D sends fewer bytes than 1D above 12 h tokens, here <data value="03.tokens.even">3,072</data>. With our <data value="03.tokens.many">1,088</data>, <data value="03.grid">2D sends more bytes than 1D, and takes 170 ms against 118 ms</data>.
 #
 # <details><summary>Which costs are constant, and what would help?</summary>
 #
-# Take each time as a constant plus a part proportional to the tokens. <data value="03.constant">Then the constant is 88 % of 2D's time with few tokens, and 69 % of 1D's.</data>
+# Eight times the tokens took <data value="03.race.2d.measured-growth:.2f">1.86</data> times as long in 2D, where <data value="03.race.2d.predicted-growth:.2f">1.94</data> was predicted, and <data value="03.race.1d.measured-growth:.2f">3.19</data> times in 1D, where <data value="03.race.1d.predicted-growth:.2f">2.93</data> was predicted. Take each time as a constant plus a part proportional to the tokens. <data value="03.constant">Then the constant is 88 % of 2D's time with few tokens, and 69 % of 1D's.</data>
 #
 # With few tokens, 2D takes longer than 1D and makes <data value="03.calls.more">49</data> more calls. The difference in time, divided by these calls, is <data value="03.calls.seconds">1.11 ms</data> a call.
 #
@@ -818,7 +820,7 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 # shortens them. Where tokens set the time, a larger batch makes latency count less. Launching operations takes constant time, too. Where launching takes longer than computing and sending, a faster link does not help: such a block is *launch-bound*. <data value="03.launch-bound">On a CPU, waits for cores take constant time, too, so this run cannot tell launches from waits.</data>
 # </details>
 #
-# The next cell maps which mode is predicted to *communicate* for the shortest time on 64 ranks and InfiniBand NDR, with 10 µs of latency and no launch costs. 2.5D has 4 x 4 x 4 ranks. The last line opens an *explorer*, a simulated block with knobs.
+# The next cell maps which mode is predicted to *communicate* for the shortest time on 64 ranks and InfiniBand NDR, with 10 µs of latency and no launch costs. 2.5D has 4 x 4 x 4 ranks. The axis counts the batch's tokens divided by the 64 ranks. The last line opens an *explorer*, a simulated block with knobs.
 
 # %%
 links = theory.LINKS["InfiniBand NDR"], theory.Link(0, 50e9)  # one without latency
@@ -833,7 +835,7 @@ lesson.show(figures.cheapest_mode(tokens, hidden, best, title=title, ranks=64))
 lesson.explorers.tensor_modes()
 
 # %% [markdown]
-# 3D takes <data value="03.map.3d.of-the-map">66.2 %</data> of the map, 2.5D <data value="03.map.2.5d.of-the-map">32.6 %</data> and 1D <data value="03.map.1d.of-the-map">1.13 %</data>. 1D sends no weights, so it wins where tokens are few and h is large: by bytes, 3D beats it above 0.28 h tokens in the batch. 2.5D sends more weights than 3D and fewer activations, so it wins with many tokens. 2D never wins: 3D sends fewer of both, with a tenth of the latencies.
+# 3D takes <data value="03.map.3d.of-the-map">66.2 %</data> of the map, 2.5D <data value="03.map.2.5d.of-the-map">32.6 %</data> and 1D <data value="03.map.1d.of-the-map">1.13 %</data>. 1D sends no weights, so it wins where tokens are few and h is large: by bytes, 3D beats it above 0.28 h tokens in the whole batch. 2.5D sends more weights than 3D and fewer activations, so it wins with many tokens. 2D never wins: 3D sends fewer of both, with a tenth of the latencies.
 #
 # <details><summary>Why latency favours 3D</summary>
 #
@@ -924,7 +926,7 @@ lesson.check(exercises.choose_ranks, choose)
 # - By matrix products and bytes alone, compute over communication is r = $4.5\,h/((t-1)\rho)$. No batch changes it, once messages are long.
 # - Overlap the input gradient's all-reduce with weight gradients. The forward's all-reduces stay exposed, unless tokens are sent in pieces.
 # - A missing backward all-reduce leaves the loss healthy. Compare gradients with one process.
-# - Sequence parallelism keeps less, for one more small all-reduce.
+# - Sequence parallelism keeps less and sends hardly more bytes. It can still take longer, so measure it.
 # - Grids send fewer bytes in large batches, but make many small calls.
 #
 # **When not to use this.** By formula, the backward lasts as long as the gradients' all-reduce if a GPU has as many tokens as ρ has FLOPs a byte: 800 tokens at 800 FLOP/B. Use replicas if the model fits and each GPU has many times that. Otherwise share matrices inside a node, with r ≥ 1. With few tokens a smaller r can still beat replicas (exercise 5), so predict both. Across nodes, try pipelines before a grid.

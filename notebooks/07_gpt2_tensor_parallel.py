@@ -177,7 +177,7 @@ lesson.record("07.nearer", gpt2_tensor.nearer_in_words(fullest, ratio, seconds))
 
 # %% [markdown]
 # From the medians, the slowest rank needs <data value="07.attention:.2f">1.07</data> times the mean; the formula, of FLOPs alone, says
-# <data value="07.attention.predicted:.2f">1.12</data>. The range is of the rank with most heads. It pairs slowest
+# <data value="07.attention.predicted:.2f">1.12</data>. The range, of the rank with most heads, pairs slowest
 # repeats of one number of heads with fastest of the other, so it can begin below 1.
 # <data value="07.nearer">Here the repeats overlap, so this run doesn't decide whether a head more costs time</data>.
 #
@@ -197,7 +197,7 @@ lesson.record("07.nearer", gpt2_tensor.nearer_in_words(fullest, ratio, seconds))
 # people pad 25 heads to 28 or choose t = 5.
 # </details>
 #
-# **Takeaway.** Split whole heads. An uneven split is exact, but by FLOPs the fullest rank sets the pace, so prefer a t that
+# **Takeaway.** Split whole heads. An uneven split is exact, but by FLOPs the rank with most heads sets the pace, so prefer a t that
 # divides a.
 #
 # ### Exercise 1: split heads
@@ -451,7 +451,7 @@ for sharded in (False, True):  # the library's GPT-2, and with sequence parallel
 # <data value="07.one-seed">50.0 %</data> of their elements. The second failure comes from the uneven split: rank 0 has more heads,
 # so it has drawn more numbers before the MLP. *A seed each* is wrong wherever an activation is replicated.
 #
-# With tokens sharded, *a seed each* fails only after the embedding. *One seed* fails by its heads, and by the MLP between
+# With tokens sharded, *a seed each* fails at the embedding alone. *One seed* fails at the heads, and at the MLP between
 # ranks with equally many heads, where masks agree but should differ. The figure's two ranks have unequal numbers, so it can't show that.
 #
 # <details><summary>Why these masks are drawn on the CPU</summary>
@@ -935,7 +935,7 @@ lesson.claim("All are exact", (max(off for off, _ in compared.values()), "<", 1e
 #
 # ## What to remember
 #
-# - A matrix divides, a head does not. By FLOPs, the fullest rank sets the pace.
+# - A matrix divides, a head does not. By FLOPs, the rank with most heads sets the pace.
 # - A loss from sharded logits needs three numbers per token.
 # - Dropout: equal masks where an activation is replicated, different ones where it is sharded.
 # - Wrong masks of replicated activations show when you compare these across ranks, not in the loss.

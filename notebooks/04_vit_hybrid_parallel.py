@@ -136,8 +136,8 @@ lesson.check(exercises.coordinates, coordinates)
 # %% [markdown]
 # ## A hybrid step, by hand and by Booster
 #
-# First, *tp* shards the blocks' matrices, and *pp* keeps this rank's stage. In a step, the hidden states
-# between two blocks are complete on every tp rank. Each tp rank sends them to the rank of the next stage with the same tp
+# First, *tp* shards the blocks' matrices, and *pp* keeps this rank's stage. Between two blocks, hidden
+# states are complete on every tp rank, which sends them to the rank of the next stage with the same tp
 # coordinate. *dp* comes last, because it averages
 # the gradients of whatever shards this rank has.
 #
@@ -301,7 +301,7 @@ lesson.claim("A hybrid step is exact in all three ways", exact.equal)
 # | pp | 62 | 6.9 | 1.7 |
 # | tp | 0.74 | 0.082 | 0.021 |
 #
-# Below 1, sending takes longer than the compute that it can overlap with. dp's ratio stays above 1 over InfiniBand, pp's even over Ethernet. By formula, above 1 dp's step exceeds its compute only by its last bucket, pp's only by its bubble.
+# Below 1, sending takes longer than the compute that it can overlap with. dp's ratio stays above 1 over InfiniBand, pp's even over Ethernet. By formula, where the ratio is above 1, a dp step is longer than its compute only by its last bucket's all-reduce, and a pp step only by its bubble.
 #
 # For tp, 1 is no threshold. If nothing overlaps, a step takes 1 + 1/ratio times its compute: over NVLink 2.35 times on eight ranks, over InfiniBand 13 times.
 #
@@ -317,8 +317,8 @@ lesson.claim("A hybrid step is exact in all three ways", exact.equal)
 #
 # ### The same step on slower links
 #
-# N ranks train on one batch split by dp, by pp and by tp. Along pp they run 1F1B with m = 8 microbatches. In theory a rank computes 1/N of the step along each axis.
-# So we time 1/N of the batch on one rank and predict all three steps from it. Communication that a rank has to wait for is
+# N ranks train on one batch split by dp, by pp and by tp. Along pp they run 1F1B with m = 8 microbatches. In theory a rank computes 1/N of the step along each axis,
+# so we predict all three steps from the time of 1/N of the batch on one rank. Communication that a rank has to wait for is
 # called *exposed*. Without your guess, a *rule of thumb* takes its place: here, fewest bytes first.
 
 # %%
@@ -377,7 +377,7 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 # On a hundredth of the bandwidth, the simulated step along tp takes <data value="04.added.tp">1.13 s</data> longer than on this link, along dp <data value="04.added.dp">400 ms</data> and along pp <data value="04.added.pp">70.0 ms</data>. On a tenth, these are <data value="04.tenth-added.tp">103 ms</data>, <data value="04.tenth-added.dp">21.7 ms</data> and <data value="04.tenth-added.pp">5.89 ms</data>. Each curve keeps one recorded compute on all links,
 # so the added seconds come from messages alone.
 #
-# Bytes alone do not decide. pp sends fewest, but on this link its step takes longer than dp's: <data value="04.axes.pp.measured">88.5 ms</data> against <data value="04.axes.dp.measured">71.2 ms</data>. Where is pp's time, and where is tp's? Predicted compute is one rank's with 1/N of the batch.
+# Bytes alone do not decide. pp sends fewest, but on this link its step takes longer than dp's: <data value="04.axes.pp.measured">88.5 ms</data> against <data value="04.axes.dp.measured">71.2 ms</data>. Where do pp and tp spend their time? Predicted compute is one rank's with 1/N of the batch.
 #
 # | a step | compute of the busiest rank | the rest | together |
 # |---|---|---|---|
@@ -407,7 +407,7 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 #
 # Compared with a step that sends nothing, the busiest rank computes <data value="04.longer.pp:.2f">1.47</data> times as long along pp, <data value="04.longer.tp:.2f">1.39</data> times along tp and <data value="04.longer.dp:.2f">1.33</data> times along dp.
 # Compute longer than predicted can have several causes. Along pp a rank computes in small microbatches. Along tp
-# all ranks repeat the norms. Each operation has a fixed cost, and on a GPU compute contains waits for the host. <data value="04.fewer">With a quarter of the images, the busiest rank computes 0.49 times as long along dp, 0.67 times as long along pp and 0.58 times as long along tp. So along pp the images hardly matter: fixed costs of operations or waits for cores set this compute, and its ratio to the prediction says little of the arithmetic.</data> The run does not separate the causes further.
+# all ranks repeat the norms. Each operation has a fixed cost, and on a GPU compute contains waits for the host. Fixed costs do not shrink with the batch, so they weigh most in small microbatches. This page does not separate the causes.
 #
 # Each step is the median of three, recorded in turn. "This link" is <data value="04.link.from">measured as in notebook 00</data>. Its latency is <data value="04.link.latency">371 µs</data> and its bandwidth <data value="04.link.bandwidth">782 MB/s</data>.
 # Along dp, simulation and prediction start from the same step that sends nothing, not from the recorded step, so they are near each other on this link. Along pp and tp the simulated step contains the
@@ -431,10 +431,10 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 # ## Who sends to whom
 #
 # Which links an axis uses depends on where its ranks are. So
-# `record.traffic` notes axis, bytes and ranks of every message. We count the bytes of a collective as if each rank sent them to the
-# next rank of its group, as in a ring. A *traffic atlas* then has a square for each sender and receiver.
+# `record.traffic` notes axis, bytes and ranks of every message. We count a collective's bytes as if each rank sent them to the
+# next of its group, as in a ring. A *traffic atlas* then has a square for each sender and receiver.
 #
-# We treat eight ranks as two nodes of four and nest the axes in three orders. The outermost one lies between nodes. Here the rule of thumb guesses by the default order that dp sends fewest and tp most.
+# We treat eight ranks as two nodes of four and nest the axes in three orders. The outermost one lies between nodes. The rule of thumb is the default order: dp sends fewest, tp most.
 #
 # <details><summary>The bytes that we expect</summary>
 #
@@ -915,7 +915,7 @@ lesson.check(exercises.reshard, moves)
 #
 # - tp all-reduces four times a block in each microbatch, so keep it inside a node. Put dp between nodes if the last microbatch's backward is longer than dp's all-reduces. Otherwise try pp there.
 # - Swapped groups of equal size raise no error, and the model still learns. Look at samples, copies and collectives.
-# - A norm counts what is equal on c ranks 1/c on each.
+# - In a norm, what is equal on c ranks counts 1/c on each of them.
 #
 # **When not to use this.** If one axis is enough, use one: each further axis adds messages. If the model fits on
 # a GPU and tokens are many, use dp alone.

@@ -111,12 +111,14 @@ lesson.claim("The backward has already freed the activations",
 
 # %% [markdown]
 # It stopped <data value="05.stopped.operator">after aten.zeros_like</data>, with <data value="05.stopped.total">87.1 MB</data> in use, in the first `optimizer.step()`,
-# which allocates Adam's moments. With 16-bit weights, this step first copies all gradients to float32. Until it ends, copies and moments then count as *temporary*, the category for the rest. The backward had freed the activations by then; they take <data value="05.stopped.activations">512 B</data>. We call weights,
+# which allocates Adam's moments. The backward had freed the activations by then; they take <data value="05.stopped.activations">512 B</data>. We call weights,
 # gradients and optimizer state together the *states*. Complete, they take 16 bytes a parameter. No batch is small enough.
 #
-# <details><summary>Can a row have more bytes than its shape?</summary>
+# <details><summary>How does the table count?</summary>
 #
-# Yes: gradients lie in flat buckets. The table lists a bucket as one flat tensor, or under the shape of its first gradient, with all bytes of the bucket.
+# Gradients lie in flat buckets. The table lists a bucket as one flat tensor, or under the shape of its first gradient, with all bytes of the bucket.
+#
+# *Temporary* is the category for the rest. A weight here takes <data value="05.shape.bytes">4</data> bytes. If it takes 4, new moments count as *optimizer*. If it takes 2, the update first copies all gradients to float32, and until it ends, these copies and the new moments count as *temporary*.
 # </details>
 #
 # **Takeaway.** Adam allocates its state in the first update. So only the second step has activations and state
@@ -348,7 +350,7 @@ lesson.claim("ZeRO-2 fits XL with room to spare", (xl[ZeroConfig(2)], "<", 0.8 *
 
 # %% [markdown]
 # Recording slows the step: trust bytes, not clocks. Activations grow until the turn and are gone at the
-# end. With ZeRO-3, *temporary* contains the gathered weights.
+# end. With ZeRO-3, *temporary*, the category for the rest, contains the gathered weights.
 #
 # <data value="05.fitting">2</data> of the four ZeRO stages fit without recomputation, and <data value="05.fits.all">5</data> of all <data value="05.fits.of">8</data>
 # configurations do. ZeRO-0 peaks at <data value="05.peak.zero-0.measured">126 MB</data>, ZeRO-3 at <data value="05.peak.zero-3.measured">74.3 MB</data>, and with
@@ -504,7 +506,7 @@ lesson.claim("ZeRO-2 communicates after its update, ZeRO-3 hardly does",
 lesson.record("05.alone", {"forward": alone[0], "both": sum(alone[:2])}, "s")
 
 # %% [markdown]
-# The table *What a saved byte costs* has prices of a saved GB; below 0, the step that saves was faster. ZeRO-3 instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">51.6 MB</data> and added <data value="05.price.zero-0-to-zero-3.added">42.0 ms</data>
+# The table *What a saved byte costs* has prices of a saved GB. A price below 0 means that the step that saves memory was also faster. ZeRO-3 instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">51.6 MB</data> and added <data value="05.price.zero-0-to-zero-3.added">42.0 ms</data>
 # to the median step. Their ranges, from the fastest to the slowest step, <data value="05.ranges">overlap: either may be faster</data>. With ZeRO-3, recomputation saved another <data value="05.price.zero-3-to-zero-3-+-recompute.saved">19.6 MB</data>. Recomputation changed the four ZeRO stages' steps by <data value="05.recompute.least">53.5 ms</data> to <data value="05.recompute.most">156 ms</data>; we predicted one
 # forward, <data value="05.alone.forward">64.9 ms</data>.
 #
@@ -622,7 +624,7 @@ lesson.record("05.prefetch", {"late": late.ends[-1], "early": early.ends[-1]}, "
 lesson.claim("One ahead, only the first gather is exposed", early.stall == 0)
 
 # %% [markdown]
-# On demand the step takes <data value="05.prefetch.late">37.7 ms</data>, one block ahead <data value="05.prefetch.early">26.2 ms</data>. The lanes marked dp (data parallelism) have the all-gathers, and the *makespan* is the time of the step.
+# On demand the step takes <data value="05.prefetch.late">37.7 ms</data>, one block ahead <data value="05.prefetch.early">26.2 ms</data>. The dp lanes have the all-gathers, and the *makespan* is the time of the step.
 #
 # <details><summary>Why eleven all-gathers?</summary>
 #
@@ -699,7 +701,7 @@ lesson.claim("ZeRO-3 trains a deeper model", (depth[deep], ">", depth[shallow]))
 
 # %% [markdown]
 # ZeRO-0 stops at <data value="05.depth.zero-0.measured">8 blocks</data>, with <data value="05.millions.zero-0:.1f">3.9</data> million parameters, ZeRO-3 with recomputation at
-# <data value="05.depth.zero-3-+-recompute.measured">21 blocks</data>, with <data value="05.millions.zero-3:.1f">9.6</data> million. With ZeRO-3 and recomputation, a block costs 16/N bytes a parameter. The update also needs 4/N for the float32 copy of 16-bit gradients, and earlier moments need w T h bytes for the block's stored input. The fuller moment limits the depth; here it is predicted to be: <data value="05.fullest.zero-3">block 1</data>.
+# <data value="05.depth.zero-3-+-recompute.measured">21 blocks</data>, with <data value="05.millions.zero-3:.1f">9.6</data> million. With ZeRO-3 and recomputation, a block costs 16/N bytes a parameter. Before the update, its stored input takes w T h bytes more; in the update, instead, the float32 copy of 16-bit gradients takes 4/N bytes a parameter more. The fuller of these two moments of the step limits the depth. Here it is, by prediction: <data value="05.fullest.zero-3">block 1</data>.
 # With more ranks what is divided by N vanishes. What remains is stored inputs, about three gathered blocks, the gathered embedding and the logits.
 #
 # ### An autopsy
@@ -838,7 +840,7 @@ lesson.claim("The scale grows as the loss falls", larges[0] > first[-1])
 
 # %% [markdown]
 # From 4 to 8 samples the steps fell by a factor of <data value="05.doubling:.2f">1.58</data>, not 2. The law, fitted from 8 samples on,
-# predicted <data value="05.doubling.predicted:.2f">1.55</data>. All doublings divided the steps by <data value="05.doublings.least:.2f">1.09</data> to <data value="05.doublings.most:.2f">1.58</data>; by law the last would by <data value="05.doublings.law-last:.2f">1.13</data>. <data value="05.doublings.wall">The last doubling saved least: the wall begins.</data> Steps are counted in fives, in <data value="05.repeats.least">1</data> to <data value="05.repeats.most">2</data> runs of a batch size, so the fit is rough.
+# predicted <data value="05.doubling.predicted:.2f">1.55</data>. The doublings divided the steps by <data value="05.doublings.least:.2f">1.09</data> to <data value="05.doublings.most:.2f">1.58</data>. By the law, the last one would divide them by <data value="05.doublings.law-last:.2f">1.13</data>. <data value="05.doublings.wall">The last doubling saved least: the wall begins.</data> Steps are counted in fives, in <data value="05.repeats.least">1</data> to <data value="05.repeats.most">2</data> runs of a batch size. So the fit is rough, and doublings that saved nearly the same cannot be told apart.
 #
 # At a loss of 5, batches of 8 gave noise scales from <data value="05.scale.loss-5-batches-of-8.lowest:.0f">38</data> to
 # <data value="05.scale.loss-5-batches-of-8.highest:.0f">86</data> samples, because both norms are noisy. The same samples in one batch of

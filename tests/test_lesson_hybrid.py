@@ -343,13 +343,16 @@ def test_what_is_not_compute_is_compared_along_pp_and_tp(monkeypatch: pytest.Mon
     assert "cancel" not in recorded["04.rest.signs"]
 
 
-def test_a_quarter_of_the_images_shows_where_launches_set_the_time() -> None:
-    said = vit_hybrid.fewer_in_words({"dp": 0.3, "pp": 0.98, "tp": 1.02})
-    assert "0.30 times as long along dp" in said
-    assert "So along pp and tp the images hardly matter" in said
+def test_a_quarter_of_the_images_shows_how_much_of_the_compute_is_fixed() -> None:
+    said = vit_hybrid.fewer_in_words({"dp": 0.25, "pp": 0.7, "tp": 1.02})
+    assert "0.25 times as long along dp" in said
+    assert "the fixed part is 0 % along dp, 60 % along pp and 100 % along tp" in said
+    assert "Along pp and tp that is more than half, so the ratio" in said
     assert "waits for the host" in said
-    assert "waits for cores" in vit_hybrid.fewer_in_words({"dp": 0.3, "pp": 0.9, "tp": 0.5}, "cpu")
-    assert "along every axis compute depends" in vit_hybrid.fewer_in_words({"dp": 0.3, "pp": 0.4, "tp": 0.5})
+    said = vit_hybrid.fewer_in_words({"dp": 0.2, "pp": 0.6, "tp": 0.5}, "cpu")
+    assert "0 % along dp, 47 % along pp and 33 % along tp: fixed costs" in said
+    assert "waits for cores" in said
+    assert "more than half" not in said
 
 
 @pytest.mark.parametrize("source", ["measured", "measured by turns"])

@@ -238,9 +238,9 @@ def record_fewer(
     steps: AxisSteps,
     buckets: int,
 ) -> None:
-    """Record in words whether compute along each axis depends on the images: a quarter of them is timed.
+    """Record in words how much of the compute along each axis depends on the images, by timing a quarter.
 
-    04.fewer is a whole sentence or two. Where compute hardly shrinks, the host's launches set it.
+    04.fewer is two or three sentences.
 
     Args:
         card: says whether the ranks are GPUs.
@@ -264,18 +264,22 @@ def fewer_in_words(share: Mapping[str, float], device: str = "cuda") -> str:
     """
     *parts, last = (f"{took:.2f} times as long along {axis}" for axis, took in share.items())
     took = f"With a quarter of the images, the busiest rank computes {', '.join(parts)} and {last}."
-    bound = [axis for axis in share if share[axis] > 2 / 3]
-    if not bound:
-        return (
-            f"{took} So along every axis compute depends on the images, and fixed costs alone do not set it."
-        )
-    why = "fixed costs of operations or waits for cores set this compute"
+    # f + v = 1 and f + v / 4 = share, where f is fixed and v grows with the images
+    fixed = {axis: min(max((4 * ratio - 1) / 3, 0.0), 1.0) for axis, ratio in share.items()}
+    *parts, last = (f"{100 * part:.0f} % along {axis}" for axis, part in fixed.items())
+    why = "fixed costs of operations, or waits for cores"
     if device != "cpu":
-        why = "this compute contains waits for the host, which launches operations"
-    return (
-        f"{took} So along {' and '.join(bound)} the images hardly matter: {why}, and its ratio to the"
-        " prediction says little of the arithmetic."
+        why = "fixed costs of operations, such as waits for the host, which launches them"
+    said = (
+        f"{took} If compute has a fixed part and a part that grows with the images, the fixed part is"
+        f" {', '.join(parts)} and {last}: {why}."
     )
+    if bound := [axis for axis, part in fixed.items() if part > 1 / 2]:
+        said += (
+            f" Along {' and '.join(bound)} that is more than half, so the ratio to the prediction says little"
+            " about the arithmetic."
+        )
+    return said
 
 
 def _data_parallel(

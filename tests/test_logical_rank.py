@@ -113,6 +113,9 @@ def test_the_command_counts_one_rank(capsys: pytest.CaptureFixture[str], tmp_pat
     out = capsys.readouterr().out
     assert "rank 17 of 32: pipeline rank 0 of 2" in out
     assert "counted" in out
+    assert "for blocks that\nare not compiled." in out  # a rank alone runs a CPU's kernels
+    assert "messages of a pipeline stay until the step ends" in out
+    assert "softmax" not in out  # of the loss, which another stage has
 
 
 @pytest.mark.parametrize(

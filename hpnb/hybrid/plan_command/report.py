@@ -12,7 +12,7 @@ from hpnb.record.memory_profile import MemoryProfile
 from hpnb.theory.datasheets import GPU
 from hpnb.theory.plan_bytes import plan_bytes
 from hpnb.theory.plan_memory import MEMORY_PARTS
-from hpnb.theory.plan_step import PLAN_PARTS
+from hpnb.theory.plan_step import PLAN_PARTS, last_rank
 from hpnb.theory.plan_task import PlanTask
 
 _MEMORY = {
@@ -183,9 +183,32 @@ def format_rank(
         f"{'all':16}{peak.total / 1e9:10.3f}{sum(predicted.values()) / 1e9:12.3f}", "",
         "Counted: every tensor of the second step, by the rank's own code on tensors without values. Buffers",
         "of communication are temporary. What a GPU's allocator, kernels and NCCL keep is not counted.",
-        "Predicted: the formulas by which `hpnb plan` chooses, for fused kernels and compiled blocks.",
+        "Predicted: the formulas by which `hpnb plan` chooses, at their own fullest moment, for blocks that",
+        "are not compiled.", *_why_counts_differ(task, layout, stage),
     ]  # fmt: skip
     return "\n".join(lines)
+
+
+def _why_counts_differ(task: PlanTask, layout: ParallelLayout, stage: int) -> list[str]:
+    """What a rank on a CPU keeps, and the formulas have elsewhere or not at all."""
+    lines = []
+    if layout.tp > 1 and stage == last_rank(layout) and not task.loss_chunk:
+        lines += [
+            "The loss of a sharded vocabulary keeps its softmax in float32. The formulas have values of "
+            f"{task.value_bytes} bytes",
+            "in its place, and the rest as temporary.",
+        ]
+    if layout.pp > 1:
+        lines += [
+            "On a CPU the messages of a pipeline stay until the step ends, those of all microbatches. The",
+            "formulas are for GPUs, where they are freed once they are sent.",
+        ]
+    if layout.schedule.startswith("zb"):
+        lines += [
+            "Under a zero-bubble schedule the formulas have as many microbatches in flight on every rank as",
+            "there are ranks in the pipeline. A late one has fewer at its peak.",
+        ]
+    return lines
 
 
 def as_json_of_rank(

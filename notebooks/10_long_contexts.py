@@ -22,8 +22,8 @@
 # That is 2.6 MB per token in its 48 layers, so 32,768 tokens take 86 GB, more than an H100 has. What if we shard its tokens? Most layers work on each token by
 # itself; only attention needs all of them.
 #
-# **You will be able to** compute a softmax in pieces; write a ring attention; balance causal work; predict how many bytes a
-# ring and Ulysses send, and which of the two slows a step down less; find positions that are wrong on every rank.
+# **You will be able to** compute a softmax in pieces; write a ring attention; balance causal work; predict what a
+# ring and Ulysses send, and which slows a step down less; find positions that are wrong on every rank.
 #
 # **You should know** attention with a causal mask, notebook 00 for the machine card and all-to-all, 04 for the plugin, and
 # the last section of 07, which runs Ulysses and a ring once.
@@ -424,7 +424,7 @@ lesson.check(exercises.balanced_assignment, assign)
 #
 # The code below and the library send q, k, v and the output one by one: four all-to-alls forward and four
 # backward. *Packed*, with q, k and v in one tensor, it would be two and two. Every head sees the whole
-# sequence, so any attention kernel works, and work is even without a zigzag. The price: p can't exceed the number of heads.
+# sequence, so any attention kernel works, and work is even without a zigzag. But p can't exceed the number of heads.
 
 
 # %%
@@ -474,7 +474,7 @@ lesson.claim("The formula counts every byte", counted == predicted)
 # $$ \text{ring: } 6\,(p-1)\,G\,d \qquad\qquad \text{Ulysses: } 4\,\tfrac{p-1}{p}\,(H+G)\,d \quad\text{values of } w \text{ bytes.} $$
 #
 # In 16 bits, where the ring's gradients are twice as wide, its 6 becomes 8. With twice as many ranks,
-# each has half as many tokens. So in all, a rank of Ulysses then sends about half as many bytes, and
+# each has half as many tokens. So a rank of Ulysses then sends about half as many bytes in all, and
 # a rank of a ring about as many as before. With 8 kv heads Ulysses sends <data value="10.sent.ulysses-8-kv-heads.counted">98.3 kB</data> and the
 # ring <data value="10.sent.ring-8-kv-heads.counted">295 kB</data>. Grouped queries help the ring: with 1 kv head it sends
 # <data value="10.sent.ring-1-kv-head.counted">36.9 kB</data>. Ulysses needs a kv head for every rank. Our code repeats the one head to 8 and saves
@@ -545,14 +545,14 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 # ```
 # </details>
 #
-# **Takeaway.** Ulysses shards heads for the time of attention. It sends fewer bytes than a ring, if there are enough kv
+# **Takeaway.** During attention, Ulysses shards heads. It sends fewer bytes than a ring, if there are enough kv
 # heads.
 #
 # ## Which wins when?
 #
 # Bytes don't decide alone. A ring sends while it computes, and Ulysses' attention can't start before its all-to-alls end.
-# So we compare *exposed* time: what the messages add to the time of computing. A step of a ring takes as long as its
-# computing or its message, whichever is longer, so it exposes what the message takes beyond the computing.
+# So we compare *exposed* time: what the messages add to the time of computing. A ring's step takes as long as the longer
+# of its computing and its message, so it exposes what the message takes beyond the computing.
 #
 # In one step of the forward, half of (s/p)² pairs are visible, and each costs 4d FLOPs a head. So a rank computes
 # $2Hd\,(s/p)^2$ FLOPs. It sends $2\,(s/p)\,Gd$ values of w bytes. Computing grows with the square of s/p, so from some length
@@ -561,7 +561,7 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 # $$ \frac{s}{p} = w\,\rho\,\frac{G}{H} \text{ tokens a rank.} $$
 #
 # An H100 with 400 TFLOP/s in attention and a network of 50 GB/s (InfiniBand NDR) has ρ = 8,000. With 2 bytes a value and G = H,
-# it needs 16,000 tokens a rank. With G = H/8 it needs 2,000.
+# it needs 16,000 tokens a rank.
 #
 # The backward's last message brings gradients home. Nothing is left to compute meanwhile, so it is always exposed.
 #
@@ -573,11 +573,15 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 #
 # In the figure below, lines are *predicted* from the machine card of notebook 00: latency, bandwidth and matmul rate.
 # It gives ρ = <data value="10.card.rho">47</data> FLOP a byte, and here H = G = <data value="10.card.heads">8</data>. So by bandwidth and FLOP/s alone, computing covers the forward from <data value="10.card.overlap">188</data> tokens a rank on. The axis counts the tokens of all
-# <data value="10.ranks">4</data> ranks, so the dotted line is at <data value="10.dotted">752</data>. Dots are *replayed*: we time a
-# step's computing and the forward's messages alone, in nine rounds, and put the medians into the same formulas. Bars show the
-# quartiles.
+# <data value="10.ranks">4</data> ranks, so the dotted line is at <data value="10.dotted">752</data>. Dots are *replayed*. We time a
+# forward step's computing, a backward step's, and the forward's messages, each alone, in nine rounds. The medians go into the
+# same formulas. Bars show the quartiles; those of one length stand side by side.
 #
-# <details><summary>How the quartiles are put together, and where ranks share cores or a GPU</summary>
+# <details><summary>What is timed, and how the quartiles are put together</summary>
+#
+# On the lines, a backward step computes for 2.5 times as long as a forward step, as its FLOPs say. Dots take measured times, and
+# short calls don't follow FLOPs. A timed forward step attends to a block and merges. A timed backward step computes gradients, but doesn't
+# add them up.
 #
 # A bar begins with the lower quartile of the messages' times and the upper quartile of the computing's. It ends with the reverse.
 # Times of the backward's messages follow from the forward's, by their bytes.
@@ -642,7 +646,7 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 
 # %% [markdown]
 # By its bytes, a ring's last message takes <data value="10.last-message">11.1 %</data> of the time of all messages, at every length. Of
-# the time of the messages before it, computing covers <data value="10.covered.first">30.8 %</data> at <data value="10.lengths.first">64</data> tokens and
+# the time of the messages before it, forward and backward together, computing covers <data value="10.covered.first">30.8 %</data> at <data value="10.lengths.first">64</data> tokens and
 # <data value="10.covered.last">100 %</data> at <data value="10.lengths.last">4,096</data>.
 #
 # In the replay, a step of the forward covers its message <data value="10.covers">from 2,048 tokens on</data>. The dotted line leaves out latency,
@@ -661,11 +665,13 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 # and the all-to-all <data value="10.over.last.all-to-all">0.908</data> times. Lines are smooth, so where dots jump to and fro
 # between neighbouring lengths, that is probably noise.
 #
-# **The ring** differs by a factor of up to <data value="10.off.ring">1.99</data>, at <data value="10.farthest">1,024</data> tokens. There a step computes for
+# **The ring** differs by a factor of up to <data value="10.off.ring">1.99</data>, at <data value="10.farthest">1,024</data> tokens. There a forward step computes for
 # <data value="10.over.worst.computing-of-a-step">1.28</data> times as long as its FLOPs say, and a message takes
 # <data value="10.over.worst.message-of-a-ring">0.781</data> times as long as the card says. A step that computes longer covers more of its message.
+# Exposed time is a difference of such times, so it can differ by a larger factor than they do. It also contains the backward, whose computing
+# isn't in the table.
 #
-# **The dotted line** also assumes the card's FLOP/s, which short calls don't reach. At <data value="10.lengths.first">64</data> tokens a step computes for <data value="10.parts.computing-of-a-step.replayed">371 µs</data>
+# **The dotted line** also assumes the card's FLOP/s, which short calls don't reach. At <data value="10.lengths.first">64</data> tokens a forward step computes for <data value="10.parts.computing-of-a-step.replayed">371 µs</data>
 # instead of <data value="10.parts.computing-of-a-step.predicted">2.94 µs</data>. Its message takes <data value="10.parts.message-of-a-ring.replayed">855 µs</data>, and by the card, latency included, <data value="10.parts.message-of-a-ring.predicted">915 µs</data>.
 #
 # **Ulysses** differs by up to <data value="10.off.ulysses">2.09</data>. The card adds up the latencies of the three messages of an all-to-all, but
@@ -685,12 +691,12 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 # Ulysses wins where bytes decide and computing is too short to cover a ring's
 # messages, because it sends less. With a shorter latency, bytes decide at shorter sequences. Between nodes of H100s the latency is about 10 µs. By the same
 # formulas, with 8 ranks over InfiniBand and G = H, the ring exposes less only from <data value="10.wins.32-kv-heads">17,178</data> tokens a rank on.
-# With 8 of 32 kv heads it does so from <data value="10.wins.8-kv-heads">2,848</data> on. The rule w·ρ·G/H gives 16,000 and 4,000 instead.
+# With 8 kv heads for 32 heads it does so from <data value="10.wins.8-kv-heads">2,848</data> on. The rule w·ρ·G/H gives 16,000 and 4,000 instead.
 #
 # <details><summary>A third way: one all-gather</summary>
 #
 # Llama 3 gathers k and v of all ranks at once, and so does PyTorch by default. That sends a ring's bytes in one call, but at most one step's
-# computing covers them, and a rank holds k and v of all tokens. With few kv heads, neither costs much time or memory.
+# computing covers them, and a rank holds k and v of all tokens. With few kv heads, k and v are small, so gathering and holding them costs little.
 # </details>
 #
 # The *explorer* draws the ring, Ulysses one by one, and the computing of an H100. **Challenge:** on 8 ranks over InfiniBand NDR, with 32 heads, at least
@@ -746,7 +752,7 @@ worst = max((abs(kept[row] / n - 1) for row, n in predicted.items() if n), defau
 lesson.claim("Activations shrink as 1/cp, within a tenth", (worst, "<", 0.1))
 
 # %% [markdown]
-# Kept activations shrink in proportion, so p ranks can keep a sequence p times as long. Weights, gradients and optimizer state don't shrink, unless you add ZeRO or tensor parallelism.
+# Kept activations shrink in proportion, so p ranks can keep a sequence p times as long. Weights, gradients and optimizer state shrink only with ZeRO or tensor parallelism.
 #
 # <details><summary>What the library's ring computes a block with</summary>
 #

@@ -378,7 +378,7 @@ title = "counted · no balancing, on text that it hasn't seen: rows of an expert
 lesson.show(columns=loads, key="11.loads", title=title)
 
 # %% [markdown]
-# In each run an expert becomes popular: in some step, the busiest one has at least <data value="11.peak:.2f">3.59</data> times the mean load.
+# In each run an expert becomes popular: at its peak, the busiest one has <data value="11.peak:.2f">3.59</data> times the mean load or more.
 # Balancing takes steps to act. In the last ten steps, the busiest expert has
 # <data value="11.run.no-balancing.busiest-expert-mean-counted:.2f">2.91</data> times the mean without balancing,
 # <data value="11.run.balancing-loss.busiest-expert-mean-counted:.2f">1.76</data> times with the balancing loss, and
@@ -387,7 +387,7 @@ lesson.show(columns=loads, key="11.loads", title=title)
 # means over both blocks. On new text, the busiest expert of block 1 has
 # <data value="11.loads.block-1.busiest:.2f">2.14</data> times the mean, that of block 2 <data value="11.loads.block-2.busiest:.2f">3.82</data> times.
 #
-# The model's losses of the three runs lie within <data value="11.gap:.2f">0.02</data>. In long trainings, a large factor of the
+# The largest difference between the three runs' losses is <data value="11.gap:.3f">0.023</data>. In long trainings, a large factor of the
 # balancing loss makes the model worse, as Wang et al. measured.
 #
 # ### Capacity
@@ -473,7 +473,7 @@ lesson.check(exercises.balancing_loss, balancing)
 #     return loss, gradient
 # ```
 #
-# A logit is pushed down if its expert's f is above the mean of f in which each expert counts with this token's probability for it.
+# A logit is pushed down if its expert's f is above a weighted mean of all f. The weights are this token's probabilities.
 # </details>
 
 # %% [markdown]

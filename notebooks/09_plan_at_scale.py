@@ -327,8 +327,8 @@ lesson.claim("Refitted, no run is predicted too fast", not above)
 # - **Overlap.** Megatron-Core sends tp and dp while it computes. With both exposed, as in our model, we predict
 #   <data value="09.core.32b.predicted">320 TFLOP/s</data> for 32B; with both free, <data value="09.core.32b.tp-and-dp-free">531 TFLOP/s</data>. The published
 #   <data value="09.core.32b.published">460 TFLOP/s</data> lie in between.
-# - **The share of the peak.** 1.7B uses dp alone. With dp free it is still predicted at <data value="09.core.1.7b.tp-and-dp-free">569 TFLOP/s</data> and
-#   published at <data value="09.core.1.7b.published">409 TFLOP/s</data>, so its GPUs compute more slowly than our model says. Fitted to it,
+# - **The share of the peak.** 1.7B uses dp alone. With dp exposed we predict <data value="09.core.1.7b.predicted">543 TFLOP/s</data>, with dp free
+#   <data value="09.core.1.7b.tp-and-dp-free">569 TFLOP/s</data>; published are <data value="09.core.1.7b.published">409 TFLOP/s</data>. Overlap cannot explain the gap: its GPUs compute more slowly than our model says. Fitted to it,
 #   the share falls from <data value="09.share">62.0 %</data> to <data value="09.refit">43.6 %</data>, and all other runs are then predicted too slow. (32B's
 #   error is the same number by chance.)
 #
@@ -369,10 +369,9 @@ lesson.show(columns={"forty lines (%)": forty,
 lesson.claim("More terms beat any fit", (plan[h100_runs], "<", least))
 
 # %% [markdown]
-# Overlap matters more than the share. With tp and dp free and the A100s' share, the worst error is <data value="09.unfitted">28.1 %</data>. Refitted to
-# 1.7B, it is <data value="09.planners.nine-h100-runs.tp-and-dp-free">28.6 %</data>; refitted to <data value="09.free-best">7.1B</data>, it is <data value="09.free.least">13.4 %</data>. So 1.7B is the odd
-# run. With both exposed, the best fit is <data value="09.free.exposed">34.2 %</data> off, and the fit to 1.7B is
-# <data value="09.planners.nine-h100-runs.forty-lines">71.3 %</data> off.
+# Overlap matters more than the share. With tp and dp free but the A100s' share, the worst error is <data value="09.unfitted">28.1 %</data>; with both exposed but
+# the best share, it is <data value="09.free.exposed">34.2 %</data>. With overlap and the share corrected it is <data value="09.free.least">13.4 %</data>, fitted to <data value="09.free-best">7.1B</data>. Fitted to 1.7B it is
+# <data value="09.planners.nine-h100-runs.tp-and-dp-free">28.6 %</data>, because that run is unusually slow; with tp and dp exposed it is even <data value="09.planners.nine-h100-runs.forty-lines">71.3 %</data>.
 #
 # `hpnb plan` is up to <data value="09.planners.nine-h100-runs.hpnb-plan">10.4 %</data> off. On our H200 runs it is up to
 # <data value="09.planners.our-h200-runs.hpnb-plan">6.00 %</data> off, the forty lines <data value="09.planners.our-h200-runs.forty-lines">18.5 %</data>.
@@ -590,12 +589,11 @@ lesson.field_guide.add(
 )  # fmt: skip
 
 # %% [markdown]
-# Both planners say the same: **with a network of half the speed, the ten runs are still predicted well**, to
+# Both planners say the same: **with half the bandwidth between nodes, the ten runs are still predicted well**, to
 # <data value="09.halved.right.between.worst-error-on-the-ten-runs">10.6 %</data> by the right one. So they have not tested the network. The links inside nodes are tested, though only just, with
-# <data value="09.halved.right.inside.worst-error-on-the-ten-runs">14.3 %</data>. The last column cannot warn the colleague, whose planner
-# believes that with half the network a step of its layout takes only
-# <data value="09.halved.mistaken.between.step-of-the-layout-that-it-chose-longer-by">1.67 %</data> longer. For the layout that our planner chose, ours says
-# <data value="09.halved.right.between.step-of-the-layout-that-it-chose-longer-by">25.4 %</data>. The remedy
+# <data value="09.halved.right.inside.worst-error-on-the-ten-runs">14.3 %</data>. The last column of the mistaken planner's table gives no warning: there, its layout takes only
+# <data value="09.halved.mistaken.between.step-of-the-layout-that-it-chose-longer-by">1.67 %</data> longer. Ours predicts
+# <data value="09.halved.right.between.step-of-the-layout-that-it-chose-longer-by">25.4 %</data> for the layout that it chose. The remedy
 # is to measure an all-reduce over two nodes, with `lesson.machine_card` from 00.
 #
 # With either latency doubled, our planner is at most <data value="09.latency.error">10.2 %</data> off, so the latencies are untested, too. But a step of its layout

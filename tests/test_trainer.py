@@ -843,26 +843,28 @@ class StopAt(Hook):
 
     def __init__(self, event: str, at: int, rank: int) -> None:
         def ask(trainer: TrainingState) -> None:
-            done = trainer.step if event == "after_step" else trainer.epoch + 1
+            done = trainer.step if event.endswith("step") else trainer.epoch + 1
             if done == at and hpnb.rank() == rank:
                 trainer.should_stop = True
 
         setattr(self, event, ask)
 
 
-def stopped_on(event: str, at: int, path: Path) -> tuple[list[Any], list[Any], list[str]]:
-    """Steps, epochs and evaluations after a fit of 4 epochs of 6 steps, and after another one."""
+def stopped_on(event: str, at: int, path: Path) -> tuple[list[Any], list[Any], list[str], list[bool]]:
+    """Steps, epochs and evaluations after a fit of 4 epochs of 6 steps, and after another one; checkpoints;
+    should_stop after both."""
     plugin = hpnb.TorchDDPPlugin(precision="fp64")
     booster, model = hpnb.Booster(plugin=plugin), Net()
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.3))
     extra = [StopAt(event, at, rank=1), hooks.CheckpointHook(path, every=100, keep=9)]
     trainer = Trainer(booster, boosted, optimizer, hooks=extra, display_progress=False)
     train, test = (plugin.prepare_dataloader(Points(n), 2) for n in (23, 9))
-    found = []
+    found, stops = [], []
     for epochs in (4, 5):
         history = trainer.fit(train, epochs, evaluate=test, evaluate_every=4)
         found.append([(row["epoch"], row["step"], "eval_loss" in row) for row in history])
-    return found[0], found[1], [folder.name for folder in resuming.saved(path)]
+        stops.append(trainer.should_stop)
+    return found[0], found[1], [folder.name for folder in resuming.saved(path)], stops
 
 
 @pytest.mark.parametrize(
@@ -871,14 +873,16 @@ def stopped_on(event: str, at: int, path: Path) -> tuple[list[Any], list[Any], l
         ("after_step", 8, [(1, 6, False), (2, 9, True)]),  # the other rank learns of it one step later
         ("after_step", 12, [(1, 6, False), (2, 12, True)]),  # the last step of the epoch
         ("after_epoch", 2, [(1, 6, False), (2, 12, False)]),
+        ("before_epoch", 2, [(1, 6, False), (2, 7, True)]),  # one step, as after any other request
         ("before_fit", 1, []),
     ],
 )
 def test_a_hook_on_one_rank_ends_the_fit_on_all(tmp_path: Path, event: str, at: int, rows: list[Any]) -> None:
     with hpnb.Ranks(2, device="cpu") as ranks:
-        (first, second, saved), other = ranks.run(stopped_on, event, at, tmp_path)
-    assert other == (first, second, saved)
+        (first, second, saved, stops), other = ranks.run(stopped_on, event, at, tmp_path)
+    assert other == (first, second, saved, stops)  # whichever rank has asked
     assert first == rows
+    assert stops == [True, event == "before_fit"]
     if event == "before_fit":  # which sets it in the second fit, too
         assert (second, saved) == ([], [])
         return

@@ -62,7 +62,8 @@ class TrainingState:
         batches: of the last step, as the loader gave them.
         loader: of the fit that runs.
         evaluates, records: whether this fit evaluates, and whether this step is recorded.
-        should_stop: a hook sets it to end the fit, on any rank; see `Trainer.fit`.
+        should_stop: a hook sets it to end the fit, on any rank; after the fit all ranks have it. See
+            `Trainer.fit`.
         carried: the metrics' sums of this epoch from before a resume.
         resumed: a loaded state that the next fit takes up.
         facts: about the run, which checkpoints keep as they are: numbers, texts, lists and dicts of them.

@@ -131,7 +131,7 @@ class Trainer(TrainingState):
 
         A hook that sets `trainer.should_stop = True`, on any rank, ends it after the next step, or after the
         epoch if it sets that in after_epoch. What the epoch has had until then is evaluated and gets its row,
-        and another fit goes on with the epoch after it.
+        and another fit goes on with the epoch after it. Then `should_stop` is True on all ranks.
 
         Args:
             train_loader: what `plugin.prepare_dataloader` gives, or any iterable. One without a length, or
@@ -162,7 +162,8 @@ class Trainer(TrainingState):
 
     def _fit(self, epochs: int, evaluate: Any, evaluate_every: int) -> None:
         self._call_hooks("before_fit")
-        while self.epoch < epochs and not self._vote.now(self.should_stop):
+        self.should_stop = self._vote.now(self.should_stop)
+        while self.epoch < epochs and not self.should_stop:
             began, first, resumed = time.perf_counter(), self.step, self.done > 0
             row = self._train_epoch()
             if self.step == first and not resumed:
@@ -174,6 +175,7 @@ class Trainer(TrainingState):
             self.history.append({**row, "seconds": time.perf_counter() - began})
             self._call_hooks("after_epoch")
             self.epoch, self.done = self.epoch + 1, 0
+            self.should_stop = self._vote.now(self.should_stop)
         self._call_hooks("after_fit")
 
     def _train_epoch(self) -> EpochRow:
@@ -185,6 +187,7 @@ class Trainer(TrainingState):
         count, batches = batches_on_all_ranks(self, self.loader)
         steps = None if count is None else math.ceil(count / self.accumulation)
         stops = False
+        self._vote.begin(self.should_stop)  # as before_epoch has left it
         with Progress(self, steps, self.done, self._bar) as bar:
             while not stops and (group := list(islice(batches, self.accumulation))):
                 self._step(group)

@@ -1887,3 +1887,53 @@ def boost_batch_norms() -> list[str]:
 
 def test_a_norm_over_the_batch_is_warned_about(pools: dict[int, hpnb.Ranks]) -> None:
     assert on(pools, 2).run(boost_batch_norms) == [["1 and 1 more take", "", "", "1 and 1 more take"]] * 2
+
+
+# --- ranks of one replica that read different batches -------------------------------------------------------
+
+
+def image_loss(outputs: Any, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(outputs.logits, batch["labels"])
+
+
+def step_on_halves_of_a_batch(layout: dict[str, int], way: str) -> list[str]:
+    """What each of two steps says where each rank reads its half of a batch, and then of one batch."""
+    torch.manual_seed(0)
+    model = hpnb.models.vit("laptop", classes=3)
+    batch = {"pixel_values": torch.randn(8, 3, 32, 32), "labels": torch.arange(8) % 3}
+    parts = [{name: value[hpnb.rank() :: 2] for name, value in batch.items()}, batch]
+    if way == "pipeline":
+        step = Pipeline(model, hpnb.Mesh(hpnb.Layout(pp=2)).pp, "1f1b", image_loss).step
+    else:
+        booster = hpnb.Booster(plugin=HybridParallelPlugin(precision="fp32", num_microbatches=2, **layout))
+        model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def step(batch: Any) -> Any:
+            if way == "direct":
+                return model(**batch)
+            return booster.execute_pipeline(iter([batch]), model, None, optimizer)
+
+    said = []
+    for one in parts:
+        try:
+            step(one)
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("layout", "way"),
+    [({"pp_size": 2}, "step"), ({"tp_size": 2}, "step"), ({"tp_size": 2}, "direct"), ({}, "pipeline")],
+    ids=str,
+)
+def test_ranks_of_one_replica_with_different_batches_are_refused_in_the_first_step(
+    pools: dict[int, hpnb.Ranks], layout: dict[str, int], way: str
+) -> None:
+    """A sampler over all ranks: the first stage trained on the inputs of one batch and the last one on the
+    labels of another, without a word."""
+    for first, second in on(pools, 2).run(step_on_halves_of_a_batch, layout, way):
+        assert "ranks 0 and 1 hold one replica of the model and read different batches" in first
+        assert "of 4 and 4 samples" in first
+        assert second == ""

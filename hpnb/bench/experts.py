@@ -86,10 +86,10 @@ def _measure(link: Link, size: Size) -> list[Exposed]:
         precision="fp32", pp_size=PIPELINE, ep_size=EXPERT_RANKS, pp_style="dualpipe-v",
         num_microbatches=size.microbatches,
     )  # fmt: skip
+    ids = torch.randint(256, (size.samples, size.tokens))  # before boost, where all ranks draw the same
     model = MixtralForCausalLM(config)
     model.set_experts_implementation("eager")
     boosted, *_ = hpnb.Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), 0.01))
-    ids = torch.randint(256, (size.samples, size.tokens))
     for _ in range(2):  # the first step learns shapes
         step = boosted.run({"input_ids": ids, "labels": ids}, None, trains=True, record=True)
     replayed = Exposed(

@@ -8,6 +8,9 @@
     all replicas read the same first batch  a warning: the data-parallel ranks repeat one another's work
 
 The messages are four numbers a rank, among CPUs. A digest of a batch reads at most 256 elements of a tensor.
+
+A loop of your own has no such loader. There the first step of a model compares its batch over the ranks that
+hold one replica (`check_same_batch`), and later steps cost nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hpnb.record.traffic import uncounted
+
 _SAMPLED = 256  # elements of a tensor that enter a digest
 
 
@@ -34,6 +39,17 @@ class RankOnAxis(Protocol):
     def size(self) -> int: ...
     @property
     def rank(self) -> int: ...
+
+
+class ReplicaAxis(Protocol):
+    """Ranks that hold one replica together: an `hpnb.Axis`, of which `ranks` are the global ones."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+    @property
+    def group(self) -> dist.ProcessGroup: ...
 
 
 class BatchReport(NamedTuple):
@@ -69,8 +85,32 @@ def gather_reports(batch: Any, ended: bool, replica: int, has_example: bool = Tr
     gathered = [torch.empty(4, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, torch.tensor([*map(int, report_here)]))
     reports = [BatchReport(r, n, crc, bool(knows)) for r, n, crc, knows in torch.stack(gathered).tolist()]
+    _refuse_unlike(dict(enumerate(reports)))
+    return reports
+
+
+def check_same_batch(batch: Any, *axes: ReplicaAxis) -> None:
+    """Compare a batch over the ranks of `axes`, which hold one replica of the model and all call it.
+
+    Raises:
+        ValueError: ranks have different batches.
+    """
+    if all(axis.size == 1 for axis in axes):
+        return
+    reports = {dist.get_rank(): BatchReport(0, count_rows(batch), digest(batch), True)}
+    for axis in axes:
+        if axis.size > 1:
+            gathered = [reports] * axis.size
+            with uncounted():
+                dist.all_gather_object(gathered, reports, group=axis.group)
+            reports = {rank: report for of_rank in gathered for rank, report in of_rank.items()}
+    _refuse_unlike(reports)
+
+
+def _refuse_unlike(reports: Mapping[int, BatchReport]) -> None:
+    """Refuse different batches on ranks of one replica; `reports` by rank."""
     first: dict[int, tuple[int, BatchReport]] = {}
-    for rank, report in enumerate(reports):
+    for rank, report in sorted(reports.items()):
         other, expected = first.setdefault(report.replica, (rank, report))
         if not report.ended and not expected.ended and report[:3] != expected[:3]:
             raise ValueError(
@@ -78,7 +118,6 @@ def gather_reports(batch: Any, ended: bool, replica: int, has_example: bool = Tr
                 f"{expected.samples} and {report.samples} samples; all ranks of a replica must read the same "
                 "ones: give the dataset one seed on all ranks, or use plugin.prepare_dataloader"
             )
-    return reports
 
 
 def iterate_together(loader: Iterable[Any], axis: RankOnAxis) -> Iterator[Any]:

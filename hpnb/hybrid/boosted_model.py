@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map
 
 from hpnb import data_parallel
 from hpnb.context_parallel import ContextParallel
+from hpnb.data.batch_agreement import check_same_batch
 from hpnb.data_parallel import DataParallel
 from hpnb.expert_parallel import ExpertParallel, SelectionBias
 from hpnb.hybrid.global_loss import Weigher, with_lazy_loss
@@ -115,6 +116,7 @@ class Boosted(nn.Module):
         self._packing = PackingWarning(causal or context is not None, config)
         self._pipe, self._syncs = pipe, True
         self._frees_other_stages = pipe is not None
+        self._compares_batch = True  # at the first step or forward
         self._criterion: Criterion | None = None
         self.loss_reduction: LossReduction | None = None
         if pipe is not None:
@@ -193,6 +195,7 @@ class Boosted(nn.Module):
 
         Raises:
             RuntimeError: the model is cut into stages, or called by a DistributedDataParallel.
+            ValueError: at the first forward, another batch on another rank of tensor or context parallelism.
             TypeError: outputs in which hpnb finds no tensors.
         """
         if isinstance(self.module, Stages):
@@ -204,6 +207,7 @@ class Boosted(nn.Module):
         if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
             raise RuntimeError(_REDUCED_ALREADY)
         self._check_filled()
+        self._compare_first_batch((args, kwargs))
         args, kwargs = self._prepare_batch(args), self._prepare_batch(kwargs)
         kwargs = {**kwargs, **self._cache.arguments(kwargs, self.training, len(args))}
         self._broadcast_buffers()
@@ -267,7 +271,9 @@ class Boosted(nn.Module):
         """
         self._check_filled()
         self._free_other_stages()
-        batch = self._prepare_batch(to_device(batch, self._device))
+        batch = to_device(batch, self._device)
+        self._compare_first_batch(batch)
+        batch = self._prepare_batch(batch)
         pipe = self._pipe or self._make_single_stage_pipe()
         pipe.split = partial(split_batch, allow_empty=True, multiple=self.plugin.row_multiple)
         microbatches = self._agree_on_microbatches(self.plugin.microbatches(batch_size(batch)))
@@ -364,6 +370,12 @@ class Boosted(nn.Module):
             self._unfilled = None
 
     # --- batches -----------------------------------------------------------------------------------------
+
+    def _compare_first_batch(self, batch: Any) -> None:
+        """Refuse different batches along tp and cp, once. Along pp the pipeline does it."""
+        if self._compares_batch:
+            check_same_batch(batch, self.plugin.mesh.cp, self.plugin.mesh.tp)
+            self._compares_batch = False
 
     def _prepare_batch(self, batch: Any) -> Any:
         """The batch on this rank's device, with inputs in the dtype of the weights."""

@@ -174,6 +174,7 @@ class Booster(BoosterFiles):
         Raises:
             StopIteration: no batch is left.
             TypeError: a loader or a batch instead of an iterator.
+            ValueError: at the first step, another batch on another rank of the same replica.
         """
         boosted = boosted_model(model)
         stepped_by = None if optimizer is None else boosted_optimizer(optimizer)

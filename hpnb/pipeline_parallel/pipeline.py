@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hpnb.background import Background
+from hpnb.data.batch_agreement import check_same_batch
 from hpnb.gradients import GradientSink, reduced_by
 from hpnb.mesh import Axis, Mesh, axis_of
 from hpnb.meta_device import Unfilled
@@ -171,6 +172,7 @@ class Pipeline:
         self._gradients: GradientSink | None = None
         self.gradients = gradients
         self._is_copy = False
+        self._compares_batch = True  # in the first step
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         """A copy of the layers, for an average of weights (EMA). It can be gathered and saved, and cannot
@@ -206,12 +208,17 @@ class Pipeline:
 
         Raises:
             ValueError: fewer samples than microbatches, or tensors of unequally many rows; at the first step,
-            a registered model whose parts do not compute what its forward does.
+            another batch on another rank, or a registered model whose parts do not compute what its forward
+            does.
         """
         self._check_before_step(batch)
+        batch = microbatches.to_device(batch, self._device)
+        if self._compares_batch:
+            check_same_batch(batch, self.axis)
+            self._compares_batch = False
         trains = not forward_only
         rank_schedule = self._rank_schedules.train if trains else self._rank_schedules.forward_only
-        inputs = self.split(microbatches.to_device(batch, self._device), self.schedule.microbatches)
+        inputs = self.split(batch, self.schedule.microbatches)
         if trains:
             self._check_sink()
         loss = self._make_loss(inputs, scale, trains) if self.is_last_stage else None

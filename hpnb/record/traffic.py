@@ -5,7 +5,8 @@
     t.bytes["tp"], t.calls["tp"]
 
 Every call of torch.distributed that is made inside is counted, whoever makes it: hpnb, PyTorch, or you; and
-what hpnb's pipelines write straight into another GPU's memory.
+what hpnb's pipelines write straight into another GPU's memory. Only hpnb's comparison of the first batches,
+which is made once, is left out.
 Bytes are counted as a ring would move them, whatever algorithm the backend picks, so a count is the same
 on every machine. With p ranks in the group and n bytes of the full tensor (the gathered result of a gather,
 the input of a scatter),
@@ -94,6 +95,8 @@ def traffic() -> Iterator[Traffic]:
     counted = Traffic()
 
     def observe(group: dist.ProcessGroup, op: str, nbytes: int, peer: int, leaving: float | None) -> None:
+        if _checks:
+            return
         ranks = tuple(dist.get_process_group_ranks(group))
         sent = ring_bytes(op, nbytes, len(ranks)) if leaving is None else leaving
         counted.add(Message(_axis(group), op, sent, ranks, ranks[peer] if peer >= 0 else -1))
@@ -109,6 +112,17 @@ def traffic() -> Iterator[Traffic]:
 
 
 _counting: list[Traffic] = []
+_checks: list[bool] = []  # of hpnb, that are under way
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """What this process sends inside is a check that hpnb makes once, and no part of anybody's traffic."""
+    _checks.append(True)
+    try:
+        yield
+    finally:
+        _checks.pop()
 
 
 def sent(axis: str, nbytes: float, group: tuple[int, int]) -> None:
@@ -219,7 +233,7 @@ class _Counter(TorchDispatchMode):
         if any(is_traceable_wrapper_subclass_type(t) for t in types):
             return NotImplemented  # a DTensor's operator comes again, as those that it is made of
         # Read before the call: some backends resize or release arguments.
-        if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
+        if not _checks and func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
             name = func._schema.name
             if name in _OPERATORS:
                 self._count(name, (*args, *(kwargs or {}).values()))

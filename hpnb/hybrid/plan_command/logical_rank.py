@@ -106,7 +106,9 @@ def build_training(
     def batch() -> Iterator[dict[str, torch.Tensor]]:
         size = samples // accumulated
         if task.model.causal:
-            ids = torch.randint(task.model.outputs, (size, task.sequence), device=where)
+            # The same on all ranks of a pipeline, whose generators differ.
+            ids = torch.arange(size * task.sequence, device=where).remainder(task.model.outputs)
+            ids = ids.view(size, task.sequence)
             yield {"input_ids": ids, "labels": ids}
         else:
             labels = torch.zeros(size, dtype=torch.long, device=where)

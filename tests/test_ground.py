@@ -49,7 +49,7 @@ HOUSE = (
     ("record",),
     ("ranks",),
     ("files", "split_sizes", "layout"),
-    ("lazy_names",),
+    ("lazy_names", "caller_frame"),
 )
 LEVEL = {room: level for level, rooms in enumerate(HOUSE) for room in rooms}
 ON_TOP = {"__init__", "__main__", "doctor"}  # they open the whole house

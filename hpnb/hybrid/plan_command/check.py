@@ -76,15 +76,16 @@ def benchmarks(folder: Path = RESULTS) -> list[Comparison]:
         run = json.loads(path.read_text(encoding="utf-8"))
         for name, result in run["layouts"].items():
             if run["what"] in _MODELS:
-                for comparison in _compare_result(run["what"], name, result):
-                    newest[run["what"], f"{run['ranks']} {name}", comparison.layout] = comparison
+                gpu = run["device"].split()[1]  # "NVIDIA H100 80GB HBM3"
+                for comparison in _compare_result(run["what"], gpu, name, result):
+                    newest[run["what"], comparison.name, comparison.layout] = comparison
     return list(newest.values())
 
 
-def _compare_result(what: str, name: str, result: dict[str, Any]) -> Iterator[Comparison]:
+def _compare_result(what: str, gpu: str, name: str, result: dict[str, Any]) -> Iterator[Comparison]:
     model, gpus = _MODELS[what], result["ranks"]
     batch = result["units"] // (model.positions if model.causal else 1)
-    cluster = find_gpu("h200").cluster(gpus)
+    cluster = find_gpu(gpu).cluster(gpus)
     task = PlanTask(model, cluster, batch, model.positions, LOSS_CHUNK if model.causal else 0)
     sizes: dict[str, Any] = {axis: int(n) for axis, n in re.findall(r"(dp|pp|tp)(\d+)", name)}
     if match := re.fullmatch(r"zero([123])", name):
@@ -98,7 +99,7 @@ def _compare_result(what: str, name: str, result: dict[str, Any]) -> Iterator[Co
         if chunks := _CHUNKS.get(entry["name"]):
             layout = replace(layout, schedule="interleaved", chunks=chunks)
         yield Comparison(
-            f"{what}, {gpus} x H200", f"{name}: {entry['name']}", sum(plan_parts(task, layout).values()),
+            f"{what}, {gpus} x {gpu}", f"{name}: {entry['name']}", sum(plan_parts(task, layout).values()),
             statistics.median(times), sum(plan_memory(task, layout).values()), entry["peak"],
         )  # fmt: skip
 

@@ -194,8 +194,8 @@ def test_benchmarks_are_predicted_as_well_as_the_check_says() -> None:
 
 
 def test_the_first_choice_costs_less_than_five_percent() -> None:
-    """In the races of the benchmarks on H200s and H100s. Notebook 08 races on shared cores, where repeats of one layout
-    differ by a tenth: there the choice may cost that much."""
+    """In the races of the benchmarks on H200s and H100s. Notebook 08 races on shared cores, where repeats
+    of one layout differ by a tenth: there the choice may cost that much."""
     costs = regrets(benchmarks())
     assert set(costs) == {"gpt2-xl, 2 x H200", "gpt2-xl, 4 x H200", "gpt2-xl, 4 x H100", "vit-l16, 2 x H200"}
     assert max(costs.values()) < 0.05

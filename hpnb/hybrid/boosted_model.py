@@ -335,7 +335,7 @@ class Boosted(nn.Module):
             sink = self._replica.sink
         reducer: Any = None if sink is None else SimpleNamespace(sink=sink)  # its hooks stay attached
         takes = _forward_inputs(module, self._model_loss)
-        no_cache = lambda given: self._cache.arguments(given, self.training)  # noqa: E731
+        no_cache = lambda kwargs: self._cache.arguments(kwargs, self.training)  # noqa: E731
         stage = WholeModel(module, takes, self.causal, no_cache)
         pipe = Pipeline(
             stage, mesh.pp, self.plugin.schedule(1), self._loss, reducer, replicas=mesh.dp_cp,

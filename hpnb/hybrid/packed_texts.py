@@ -46,15 +46,15 @@ class CacheSwitch:
             inner = (m for m in module.modules() if m is not module and isinstance(m, PreTrainedModel))
             self.applies = any("use_cache" in inspect.signature(m.forward).parameters for m in inner)
 
-    def arguments(self, given: Mapping[str, Any], training: bool, positional: int = 0) -> dict[str, Any]:
-        """What the forward gets besides `given` and so many positional arguments, or in place of them.
+    def arguments(self, kwargs: Mapping[str, Any], training: bool, positional: int = 0) -> dict[str, Any]:
+        """What the forward gets besides `kwargs` and so many positional arguments, or in place of them.
 
-        In training it is use_cache=False, whatever is given. Otherwise a caller may ask for a cache, or
+        In training it is use_cache=False, whatever the caller asks for. Otherwise a caller may ask for a cache, or
         pass one.
         """
         if not self.applies or "use_cache" in self._places[:positional]:
             return {}
-        asks = given.get("use_cache") is not None or given.get("past_key_values") is not None
+        asks = kwargs.get("use_cache") is not None or kwargs.get("past_key_values") is not None
         return {} if asks and not training else {"use_cache": False}
 
 

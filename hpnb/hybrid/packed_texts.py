@@ -49,8 +49,8 @@ class CacheSwitch:
     def arguments(self, kwargs: Mapping[str, Any], training: bool, positional: int = 0) -> dict[str, Any]:
         """What the forward gets besides `kwargs` and so many positional arguments, or in place of them.
 
-        In training it is use_cache=False, whatever the caller asks for. Otherwise a caller may ask for a cache, or
-        pass one.
+        In training it is use_cache=False, whatever the caller asks for. Otherwise a caller may ask for a
+        cache, or pass one.
         """
         if not self.applies or "use_cache" in self._places[:positional]:
             return {}

@@ -338,6 +338,25 @@ def test_names_of_a_crowd_stand_beside_their_dots_and_their_lines_do_not_cross()
             assert gap(name, at[name]) < nearest
 
 
+def test_a_prediction_has_its_name_beside_its_own_dot() -> None:
+    worst = "dp 2 x pp 4, zb-h1"
+    fig = figures.choices(CROWD, AHEAD, {"pp 8": "fits"}, 21.3, named_predictions=[worst])
+    (ax,) = fig.axes
+    fig.canvas.draw()
+    (text,) = (text for text in ax.texts if text.get_gid() == f"name of {worst}, predicted")
+    assert text.get_text().replace("\n", " ") == f"{worst}, predicted"
+    box = text.get_window_extent()
+
+    def gap(point: Any) -> float:
+        x, y = ax.transData.transform(point)
+        return math.dist((x, y), (np.clip(x, box.x0, box.x1), np.clip(y, box.y0, box.y1)))
+
+    others = [*CROWD.values(), *(point for name, point in AHEAD.items() if name != worst)]
+    assert gap(AHEAD[worst]) < min(map(gap, others))
+    with pytest.raises(ValueError, match="tp 8 is not among the predictions"):
+        figures.choices(CROWD, AHEAD, named_predictions=["tp 8"])
+
+
 # --- regret ------------------------------------------------------------------------------------------
 
 

@@ -52,7 +52,7 @@ def name_dots(
     """Write the names beside their dots.
 
     Args:
-        points: {name: where its dot is}.
+        points: {name: where its dot is}, of the first series, or of any dot under a name that no series has.
         series: all dots, and where there are, those that a line joins with the dots of the same name.
         marks: what names should not cover.
         picks: {name: what it was picked as}, in bold above its name; these have rings.
@@ -80,6 +80,8 @@ def name_dots(
         words, length, depth = _words_of(name, picks)
         near = (max(reach, _FAR), 12) if name in picks else (reach, 7)
         others = [in_points(side[n]) for side in series for n in side if n != name]
+        if name not in first:  # its dot is in a series under another name
+            others = [other for other in others if other != dots[name]]
         found = _spots(dots[name], (length, depth), near, (wide, tall), taken, others, lines, border)
         if found is not None:
             texts[name], spots[name] = words, found

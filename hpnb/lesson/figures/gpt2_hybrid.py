@@ -99,6 +99,7 @@ def choices(
     text: bool = True,
     labels: tuple[str, str] = ("measured", "predicted"),
     goal: tuple[float, str] | None = None,
+    named_predictions: Collection[str] = (),
 ) -> Figure:
     """Layouts by memory and speed: the frontier to choose from, and what was chosen.
 
@@ -112,13 +113,17 @@ def choices(
         text: False names nothing but what was chosen. Where there are many, the frontier alone has names.
         labels: of the two series, for the legend.
         goal: (tokens a second, its words), a line across.
+        named_predictions: layouts whose predicted dots have names, too.
 
     Raises:
-        ValueError: a choice that is not among the layouts, or nothing to draw.
+        ValueError: a choice that is not among the layouts, a prediction to name that is not among the
+            predicted ones, or nothing to draw.
     """
     predicted_points, picks = predicted or {}, chosen or {}
     if strange := [name for name in picks if name not in measured]:
         raise ValueError(f"{', '.join(strange)} is not among {', '.join(measured)}")
+    if strange := [name for name in named_predictions if name not in predicted_points]:
+        raise ValueError(f"{', '.join(strange)} is not among the predictions: {', '.join(predicted_points)}")
     every = [*measured.values(), *predicted_points.values()]
     if not measured or min(min(point) for point in every) <= 0:
         raise ValueError("every layout needs bytes and tokens a second above 0")
@@ -166,6 +171,7 @@ def choices(
         ring.set(markeredgecolor=ALARM, markeredgewidth=2.0, label=f"chosen: {name}")
     few = len(at) <= _MANY
     shown = {n: at[n] for n in at if n in picks or (text and (few or n in front))}
+    shown |= {f"{n}, {labels[1]}": hollow[n] for n in named_predictions}
     marks = [*at.values(), *hollow.values(), *(p for ends in pairwise(stair) for p in along(*ends))]
     marks += [p for name in hollow.keys() & at.keys() for p in along(at[name], hollow[name])]
     if capacity:

@@ -346,6 +346,10 @@ def test_a_ranking_is_scored_by_what_its_first_choice_costs(said: Callable[[], s
     assert "and 0 of the 2 pairs that it names are in order; 1 more costs the same either way" in shown
     lesson.reveal("08.r", {"dp4": 1.0, "pp4": 1.0, "tp4": 1.0})
     assert "Your guess puts the best first; 3 more cost the same either way." in " ".join(said().split())
+    lesson.reveal("08.r", costs, predicted=["tp4", "dp4", "pp4"])
+    assert "and 0 of the 3 pairs that it names are in order" in " ".join(said().split())
+    lesson.reveal("08.r", costs, predicted=["dp4", "tp4", "pp4"])
+    assert "and 1 of the 3 pairs that it names is in order" in " ".join(said().split())
     assert outcome.holds(outcome.predicted) is True
     assert outcome.holds(outcome.guess) is False
     lesson.predict("08.r", "Fastest?", hpnb.Layout(dp=4).__str__(), kind="ranking")

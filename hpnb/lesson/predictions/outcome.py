@@ -170,7 +170,8 @@ def _read_ranking(outcome: Outcome, order: tuple[str, ...], who: str) -> str:
     right = sum(costs[a] < costs[b] for a, b in pairs)
     ties = math.comb(len(order), 2) - len(pairs)
     if pairs:
-        text += f", and {right} of the {len(pairs)} pairs that it names are in order"
+        verb = "is" if right == 1 else "are"
+        text += f", and {right} of the {len(pairs)} pairs that it names {verb} in order"
     return text + (f"; {ties} more cost{'s' if ties == 1 else ''} the same either way" if ties else "")
 
 

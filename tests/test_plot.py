@@ -982,15 +982,19 @@ def test_versions_are_titled_by_their_verdict_and_name_the_work_for_messages() -
     rank_0 = (Event(0, -1, "B", -1, 0.0, 1.0), Event(0, -1, "compute", -1, 1.0, 2.0))
     rank_1 = (Event(1, -1, "B", -1, 0.0, 1.0), Event(1, -1, "B", -1, 1.5, 2.0))
     runs = {"B": Timeline(rank_0), "C": Timeline(rank_0 + rank_1)}
-    fig = versions(runs, Spread(0.9, 0.8, 0.95))
+    faster, slower, open_ = Spread(0.9, 0.8, 0.95), Spread(1.2, 1.1, 1.3), Spread(1.2, 0.9, 1.3)
+    fig = versions(runs, faster, faster)
     assert "Buckets save time, and overlap saves more" in words(fig)
     assert FOR_MESSAGES in words(fig)
     assert "compute" not in words(fig)
     last = (Event(0, -1, "all_reduce", -1, 1.0, 2.0, "dp"), Event(0, -1, "B", -1, 2.0, 2.1))  # unpacks
-    fig = versions({"B": Timeline((*rank_0[:1], *last))}, Spread(0.9, 0.8, 0.95))
+    fig = versions({"B": Timeline((*rank_0[:1], *last))}, faster, faster)
     assert len(find(fig.axes[0], "B").get_paths()) == len(find(fig.axes[0], FOR_MESSAGES).get_paths()) == 1
-    assert any("costs time" in w for w in words(versions(runs, Spread(1.2, 1.1, 1.3))))
-    assert any("cannot tell" in w for w in words(versions(runs, Spread(1.2, 0.9, 1.3))))
+    assert any("costs time" in w for w in words(versions(runs, faster, slower)))
+    assert any("cannot tell" in w for w in words(versions(runs, faster, open_)))
+    for buckets, verdict in ((slower, "slower"), (open_, "cannot tell")):
+        title = f"The verdict on buckets: {verdict}; on overlap: faster"
+        assert title in words(versions(runs, buckets, faster))
     columns = spread_columns({"after": {1088: Spread(1.2, 1.1, 1.3)}})
     assert columns == {"after": {"1,088 tokens": 1.2}, "after: range": {"1,088 tokens": "1.10 to 1.30"}}
 

@@ -60,8 +60,9 @@ def median_steps(rounds: Mapping[str, Sequence[Timeline]]) -> tuple[dict[str, fl
     return steps, {name: median(map(exposed_seconds, tls)) for name, tls in rounds.items()}
 
 
-def versions(timelines: Mapping[str, Timeline], overlap: Spread) -> Figure:
-    """The versions above each other; `overlap` is the ratio of the last two, which decides the title.
+def versions(timelines: Mapping[str, Timeline], buckets: Spread, overlap: Spread) -> Figure:
+    """The versions above each other. The title follows the ratios: of the second version over the first,
+    `buckets`, and of the third over the second, `overlap`.
 
     Filling buckets, starting all-reduces and what is left to do after the last of them is one kind of work.
     """
@@ -70,8 +71,11 @@ def versions(timelines: Mapping[str, Timeline], overlap: Spread) -> Figure:
         "slower": "Buckets save time; overlap costs time here",
         "cannot tell": "Buckets save time; whether overlap does, the rounds cannot tell",
     }
+    title = results[overlap.verdict]
+    if buckets.verdict != "faster":
+        title = f"The verdict on buckets: {buckets.verdict}; on overlap: {overlap.verdict}"
     named = map(_name_work, timelines.values())
-    return timeline(*named, names=list(timelines), exposed=True, bubble=None, title=results[overlap.verdict])
+    return timeline(*named, names=list(timelines), exposed=True, bubble=None, title=title)
 
 
 def _name_work(tl: Timeline) -> Timeline:

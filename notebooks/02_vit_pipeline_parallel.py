@@ -262,9 +262,9 @@ trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")
 
 # %% [markdown]
 # The formula assumes equal stages and predicts a bubble of <data value="02.bubble.predicted">27.3 %</data>. But stage 0 also has the embedding, the last stage the
-# head, and times are noisy: by medians, the slowest stage takes <data value="02.slowest:.2f">1.08</data> times as long as the mean one.
-# GPipe's forwards go at the pace of the slowest forward, its backwards at that of the slowest backward. These can be on
-# two stages; then both delay the step, by more than this factor says. Simulated with these
+# head, and times are noisy. GPipe's forwards go at the pace of the slowest forward, its backwards at that of the slowest
+# backward, which can be on another stage. By medians, the two together take <data value="02.slowest:.2f">1.08</data> times as long as forward and backward of
+# the mean stage. Simulated with these
 # medians, the bubble is <data value="02.medians.bubble">36.3 %</data>. The step in the figure has <data value="02.bubble">37.0 %</data>: its microbatches take
 # unequal times too, and messages add to it where they take time.
 #
@@ -394,7 +394,7 @@ words.record_beside_gpipe(ran, both)
 saved = peaks["1f1b"]["rank 0"] / peaks["gpipe"]["rank 0"]
 lesson.claim("1F1B needs less memory on rank 0", (saved, "<", 0.8))
 change = abs(ran["1f1b"].makespan / ran["gpipe"].makespan - 1)
-lesson.claim("1F1B takes about as long as GPipe", (change, "<", 0.15))
+lesson.claim("1F1B takes about as long as GPipe", (change, "<", 0.2))
 
 # %% [markdown]
 # On rank 0 the activations fall from

@@ -356,3 +356,6 @@ def test_unequal_stages_make_gpipe_take_longer_than_1f1b(monkeypatch: pytest.Mon
         assert vit_pipeline.slowest_over_mean(steps["gpipe"]) == pytest.approx(
             (forward[0] + 2) / (sum(forward) / 4 + 2)
         )
+    # the slowest forward is on the first stage, the slowest backward on the last
+    apart = made["gpipe"].simulate(Costs([1.5, 1.0, 1.0, 1.0], [2.0, 2.0, 2.0, 2.5], 0.0))
+    assert vit_pipeline.slowest_over_mean(apart) == pytest.approx((1.5 + 2.5) / (4.5 / 4 + 8.5 / 4))

@@ -347,9 +347,13 @@ def stage_seconds(tl: Timeline) -> list[float]:
 
 
 def slowest_over_mean(tl: Timeline) -> float:
-    """How many times as long as the mean stage the slowest takes for a microbatch, by medians."""
-    stages = stage_seconds(tl)
-    return max(stages) / statistics.mean(stages)
+    """The slowest forward plus the slowest backward, over forward and backward of the mean stage; by medians.
+
+    The two can be on different stages. Under GPipe both delay the step.
+    """
+    costs, stages = Costs.measured(tl), range(1 + max(e.stage for e in tl.events))
+    slowest = sum(max(costs.seconds(Action(s, op, 0)) for s in stages) for op in ("F", "B"))
+    return slowest / statistics.mean(stage_seconds(tl))
 
 
 def peak_in_flight(tl: Timeline, chunks: int = 1) -> float:

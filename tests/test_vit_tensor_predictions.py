@@ -73,7 +73,11 @@ def test_a_race_is_put_in_words_either_way() -> None:
         (False, False): "2D sends more bytes than 1D, but takes 500 ms against 1.00 s",
     }
     for (is_slower, fewer_bytes), said in words.items():
-        assert predictions.grid_in_words(slower if is_slower else faster, fewer_bytes) == said
+        sent = 0.9 if fewer_bytes else 1.1
+        assert predictions.grid_in_words(slower if is_slower else faster, sent) == said
+    near = "2D sends about as many bytes as 1D, and takes 2.00 s against 1.00 s"
+    assert {predictions.grid_in_words(slower, sent) for sent in (0.97, 1.03)} == {near}
+    assert predictions.more_or_less(-0.002) == "2.00 ms less"
     assert predictions.alphas_in_words(card_of(4, 1e-5), card_of(4, 1e-5)) == "10.0 µs, as on the page's card"
     two = predictions.alphas_in_words(card_of(2, 1e-5), card_of(4, 2e-5))
     assert two == "20.0 µs, against 10.0 µs with 2"
@@ -95,6 +99,7 @@ def test_a_formula_and_a_run_may_judge_a_link_differently() -> None:
 def test_words_say_whether_tokens_set_the_time() -> None:
     assert predictions.growth_title({"1d": 1.04, "2d": 0.95}).endswith("hardly longer")
     assert predictions.growth_title({"1d": 4.0, "2d": 0.95}).endswith("less than 8 times as long")
+    assert predictions.growth_title({"1d": 8.1, "2d": 2.5}).endswith("take 2.50 to 8.10 times as long")
     assert predictions.constant_in_words({"1d": 4.5, "2d": 0.95}, 8) == (
         "Then the constant is 50 % of 1D's time with few tokens."
         " 2D took no longer, so it shows no part proportional to the tokens."

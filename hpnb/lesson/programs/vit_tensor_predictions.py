@@ -25,6 +25,7 @@ from hpnb.record import Timeline
 from hpnb.theory import Block
 
 LITTLE = 1.5  # times as long with eight times the tokens: tokens do not set such a time
+NEAR = 0.05  # by less than that, bytes hardly differ
 
 
 def predict_modes(measured: ModeSeconds, card: MachineCard, dtype: torch.dtype) -> ModeSeconds:
@@ -119,11 +120,13 @@ def record_race(
     even = 12 * size.hidden  # 2D sends fewer bytes above
     tokens = {"few": few * size.tokens, "many": many * size.tokens, "even": even, "hidden": size.hidden}
     record("03.tokens", tokens)
-    record("03.grid", grid_in_words(seconds[size, many], many * size.tokens > even))
+    block = size.block(many, 2)  # a ratio of bytes, so the dtype cancels
+    sent = {mode: theory.block_sent(block, mode, four.ranks).bytes() for mode in ("1d", "2d")}
+    record("03.grid", grid_in_words(seconds[size, many], sent["2d"] / sent["1d"]))
     job = TASKS["few tokens, a slow link"]
     record("03.job", {f"t{t}": job.step_seconds(t) for t in (1, 16)}, "s")
     all_reduce, both_halves = halves.values()
-    record("03.four-halves", 4 * (both_halves - all_reduce), "s")
+    record("03.four-halves", more_or_less(4 * (both_halves - all_reduce)))
     record("03.rate", core_share(four) * four.matmul, "FLOP/s")
 
 
@@ -151,8 +154,12 @@ def predict_halves(card: MachineCard, size: ViTSize, images: int, dtype: torch.d
 
 def growth_title(growth: Mapping[str, float]) -> str:
     """The title of a table of modes whose times grew so with eight times the tokens."""
-    few = "hardly longer" if max(growth.values()) < LITTLE else "less than 8 times as long"
-    return f"8 times the tokens take {few}"
+    least, most = min(growth.values()), max(growth.values())
+    if most < LITTLE:
+        return "8 times the tokens take hardly longer"
+    if most < 8:
+        return "8 times the tokens take less than 8 times as long"
+    return f"8 times the tokens take {least:.2f} to {most:.2f} times as long"
 
 
 def constant_in_words(growth: Mapping[str, float], factor: float) -> str:
@@ -214,8 +221,12 @@ def computing_in_words(few: float, many: float, factor: float) -> str:
 
 def difference(seconds: Mapping[str, float]) -> str:
     """How much more or less time sequence parallelism takes than 1D, in words."""
-    longer = seconds["1d+sp"] - seconds["1d"]
-    return f"{number(abs(longer), 's')} {'more' if longer > 0 else 'less'}"
+    return more_or_less(seconds["1d+sp"] - seconds["1d"])
+
+
+def more_or_less(seconds: float) -> str:
+    """A difference in words: "2.24 ms more", "1.01 ms less"."""
+    return f"{number(abs(seconds), 's')} {'more' if seconds > 0 else 'less'}"
 
 
 def alphas_in_words(card: MachineCard, four: MachineCard) -> str:
@@ -227,12 +238,17 @@ def alphas_in_words(card: MachineCard, four: MachineCard) -> str:
     return f"{latency}, against {number(card.latency, 's')} with {card.ranks}{waits}"
 
 
-def grid_in_words(seconds: Mapping[str, float], fewer_bytes: bool) -> str:
-    """What 2D sends and takes beside 1D with the larger number of tokens."""
-    sends = "fewer" if fewer_bytes else "more"
-    joined = "but" if fewer_bytes == (seconds["2d"] > seconds["1d"]) else "and"
+def grid_in_words(seconds: Mapping[str, float], sent: float) -> str:
+    """What 2D sends and takes beside 1D with the larger number of tokens.
+
+    Args:
+        sent: bytes that 2D sends, over those of 1D.
+    """
     took, other = (number(seconds[mode], "s") for mode in ("2d", "1d"))
-    return f"2D sends {sends} bytes than 1D, {joined} takes {took} against {other}"
+    if abs(sent - 1) < NEAR:
+        return f"2D sends about as many bytes as 1D, and takes {took} against {other}"
+    joined = "but" if (sent < 1) == (seconds["2d"] > seconds["1d"]) else "and"
+    return f"2D sends {'fewer' if sent < 1 else 'more'} bytes than 1D, {joined} takes {took} against {other}"
 
 
 def verdict(predicted: float, measured: float, slower: Mapping[str, float]) -> str:

@@ -317,11 +317,16 @@ def test_ratios_of_a_step_compare_what_they_say() -> None:
     assert (ratio, near) == ({"dp": 4.0}, {"dp": 0.5})
 
 
-def test_seconds_that_a_slower_link_adds_do_not_depend_on_what_else_a_step_does() -> None:
-    simulated = {"dp": [2.0, 3.0, 12.0], "tp": [102.0, 104.0, 122.0]}
+def test_seconds_that_a_slower_link_adds_do_not_depend_on_what_else_a_step_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorded: dict[str, Any] = {}
+    monkeypatch.setattr(vit_hybrid, "record", lambda key, value, unit="": recorded.update({key: value}))
+    simulated = {"tp": [102.0, 104.0, 122.0], "dp": [2.0, 3.0, 12.0]}
     added, middle = vit_hybrid.record_added(simulated)
     assert added == {"dp": 10.0, "tp": 20.0}
     assert middle == {"dp": 1.0, "tp": 2.0}
+    assert recorded["04.added-least"] == "dp"
 
 
 def test_what_is_not_compute_is_compared_along_pp_and_tp(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,8 +129,9 @@ def add_to_ledger(
 def record_added(simulated: Mapping[str, Sequence[float]]) -> tuple[dict[str, float], ...]:
     """Record and return by how many seconds slower links prolong each axis's step.
 
-    They are: simulated on the slowest link less simulated on the first (04.added), and on the middle link
-    less on the first (04.tenth-added). What else a recorded step spends time on is in neither.
+    They are: simulated on the slowest link less simulated on the first (04.added; 04.added-least is the axis
+    with the least), and on the middle link less on the first (04.tenth-added). What else a recorded step
+    spends time on is in neither.
 
     Args:
         simulated: {axis: seconds on each link}, the measured one first and the slowest last.
@@ -139,6 +140,7 @@ def record_added(simulated: Mapping[str, Sequence[float]]) -> tuple[dict[str, fl
     middle = {axis: seconds[len(seconds) // 2] - seconds[0] for axis, seconds in simulated.items()}
     for name, seconds in (("added", added), ("tenth-added", middle)):
         record(f"04.{name}", seconds, "s")
+    record("04.added-least", min(added, key=added.__getitem__))
     return added, middle
 
 

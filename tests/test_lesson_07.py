@@ -186,6 +186,12 @@ def test_an_xor_that_is_not_as_it_should_be_is_framed() -> None:
     a, b = [[0, 1], [1, -1]], [[0, 1], [0, -1]]
     assert figures.MaskPair(a, a, True).right
     assert figures.MaskPair(a, b, False).differ == pytest.approx(1 / 3)
+    c = [[1, 1], [1, -1]]
+    assert figures.MaskPair.of_ranks([a, b, c], False).right
+    assert not figures.MaskPair.of_ranks([a, b, b], False).right  # the last two agree
+    assert not figures.MaskPair.of_ranks([a, b, b, c], False).right  # so do the two between
+    assert not figures.MaskPair.of_ranks([a, b, a], True).right
+    assert figures.MaskPair.of_ranks([a, [[0, 1]]], False).right  # unequal numbers of tokens
     pairs = [figures.MaskPair(a, a, True), figures.MaskPair(a, b, True)]
     fig = figures.dropped({"one": pairs}, ["here", "there"])
     assert [ax.get_xlabel() for ax in fig.axes] == ["", "", "equal", "", "", "33 %"]

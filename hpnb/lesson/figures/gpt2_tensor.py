@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -168,27 +169,43 @@ _APART = ("#F1F3F5", CARD, "#882255")
 
 @dataclass(frozen=True)
 class MaskPair:
-    """What two ranks drop of one activation.
+    """What two ranks drop of one activation, and the ranks between them.
 
     Attributes:
         first, second: (n, m) each: 1 where an element is dropped, 0 where kept, -1 where not computed.
-        alike: whether the two must be equal.
+        alike: whether all must be equal; if not, no two ranks may be.
+        between: masks of the ranks between the two.
     """
 
     first: ArrayLike
     second: ArrayLike
     alike: bool
+    between: Sequence[ArrayLike] = ()
+
+    @classmethod
+    def of_ranks(cls, masks: Sequence[ArrayLike], alike: bool) -> MaskPair:
+        """The first and the last of all ranks' masks, with those between."""
+        first, *between, last = masks
+        return cls(first, last, alike, between)
 
     @property
     def differ(self) -> float:
         """The share of elements, of those that both have, that one of the two drops alone."""
-        a, b = np.asarray(self.first), np.asarray(self.second)
-        shared = (a >= 0) & (b >= 0)
-        return float((a != b)[shared].mean())
+        return _differing_share(self.first, self.second)
 
     @property
     def right(self) -> bool:
-        return (self.differ == 0) == self.alike
+        """Whether each pair of ranks is as it should be, not only the two that are drawn."""
+        pairs = combinations((self.first, *self.between, self.second), 2)
+        return all((_differing_share(a, b) == 0) == self.alike for a, b in pairs)
+
+
+def _differing_share(first: ArrayLike, second: ArrayLike) -> float:
+    a, b = np.asarray(first), np.asarray(second)
+    if a.shape != b.shape:
+        return 1.0
+    shared = (a >= 0) & (b >= 0)
+    return float((a != b)[shared].mean())
 
 
 def dropped(
@@ -200,7 +217,8 @@ def dropped(
     """Dropout masks as bitmaps: for each place what rank 0 drops, what rank 1 drops, and their XOR.
 
     Black is dropped. An XOR is empty where two ranks agree, and half full where they draw independently with
-    p = 1/2. One that is not as it should be has a red frame. A corner of SHOWN x SHOWN elements is drawn.
+    p = 1/2. One has a red frame if any two ranks are not as they should be. A corner of SHOWN x SHOWN
+    elements is drawn.
 
     Args:
         runs: {run: masks of each place}.

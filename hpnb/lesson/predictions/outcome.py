@@ -165,7 +165,10 @@ def _read_ranking(outcome: Outcome, order: tuple[str, ...], who: str) -> str:
     regret = costs[order[0]] / costs[best] - 1
     text = f"{who} puts the best first"
     if regret:
-        text = f"{who} puts {order[0]} first, which costs {number(100 * regret, '%')} more than {best}"
+        more = f"{number(100 * regret, '%')} more than"
+        if regret > 10:  # nobody reads "16,400 % more"
+            more = f"{number(1 + regret)} times as much as"
+        text = f"{who} puts {order[0]} first, which costs {more} {best}"
     pairs = [(a, b) for a, b in combinations(order, 2) if costs[a] != costs[b]]  # a tie has no order
     right = sum(costs[a] < costs[b] for a, b in pairs)
     ties = math.comb(len(order), 2) - len(pairs)

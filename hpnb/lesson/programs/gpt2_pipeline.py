@@ -127,7 +127,8 @@ def faster(runs: Mapping[str, StepRepeats], fast: str, slow: str) -> dict[str, f
     """For prose: how many times as fast as `slow` the run `fast` is by the median ("gain"), and in words
     whether all repeats agree ("sure")."""
     a, b = runs[fast], runs[slow]
-    words = f"all of its repeats are {'faster' if a.slowest < b.fastest else 'slower'} than all of the {slow}"
+    word = "faster" if a.slowest < b.fastest else "slower"
+    words = f"all of its repeats are {word} than all of the {slow} cut's"
     if a.overlaps(b):
         words = "their repeats overlap, so this run doesn't decide which is faster"
     return {"gain": b.median.makespan / a.median.makespan, "sure": words}

@@ -11,10 +11,11 @@ Tokens are random, because bytes and seconds hardly depend on them.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from statistics import mean, median
 from typing import Any
 
@@ -230,21 +231,28 @@ def measure_in_turn(
     bucket_mb: float,
     rounds: int | None = None,
 ) -> tuple[dict[ZeroConfig, StepMeasurement], tuple[float, float, float]]:
-    """Measure the configurations one after the other, in several rounds, so that a busy moment hits several.
+    """Measure four steps of each configuration; on a CPU in two rounds, so that a busy moment hits several.
 
     Memory is the same each time, and recorded in the first round. Each round also has a step that sends
     nothing: a machine's speed changes in minutes, and predictions are made of that step.
 
+    A second round builds all models again, which takes long on GPUs. There one round has four steps. Two are
+    enough where an optimizer is offloaded, whose steps are the slowest, and where ranks share a GPU and
+    compute by turns, which nothing disturbs.
+
     Args:
-        rounds: by default two; one where ranks share a GPU and compute by turns, which nothing disturbs.
+        rounds: by default two on a CPU, and one on GPUs.
 
     Returns:
         ({configuration: its steps}, seconds of forward, backward and update without messages).
     """
-    rounds = rounds or (1 if pool.choice.shares_gpus else 2)
+    choice = pool.choice
+    rounds = rounds or (2 if choice.device == "cpu" else 1)
+    most = 2 if choice.device == "cpu" or choice.shares_gpus else 4
 
     def measure(config: ZeroConfig, first: bool) -> StepMeasurement:
-        return pool.run(measure_step, size, rows, dtype, config, bucket_mb, 2, first)[0]
+        repeats = 2 if config.offload else most
+        return pool.run(measure_step, size, rows, dtype, config, bucket_mb, repeats, first)[0]
 
     def time_alone() -> tuple[float, float, float]:
         seconds: tuple[float, float, float] = pool.run(time_serial_step, size, rows, dtype, 3)[0]
@@ -302,15 +310,15 @@ def _with_communication(
     return {**parts, **exposed}
 
 
-def fits_budget(
-    size: GPT2Size, rows: int, dtype: torch.dtype, config: ZeroConfig, bucket_mb: float, budget: float
-) -> bool:
-    """Whether a second step, when all states exist, stays within `budget` bytes. Every rank calls it.
+def peak_of_second_step(
+    size: GPT2Size, rows: int, dtype: torch.dtype, config: ZeroConfig, bucket_mb: float
+) -> float:
+    """The peak of a step when all states exist, in bytes. Every rank calls it.
 
-    A step over the budget runs to its end: peaks of GPUs differ a little, and a rank that stopped alone would
-    leave the others waiting.
+    No step is stopped at a budget: peaks of GPUs differ a little, and a rank that stopped alone would leave
+    the others waiting.
     """
-    return measure_step(size, rows, dtype, config, bucket_mb, repeats=0).profile.peak <= budget
+    return measure_step(size, rows, dtype, config, bucket_mb, repeats=0).profile.peak
 
 
 def time_serial_step(
@@ -339,7 +347,7 @@ def deepest_models(
 ) -> tuple[dict[ZeroConfig, int], dict[ZeroConfig, int]]:
     """({configuration: the most blocks of this width that are predicted to fit}, {..: that do fit}).
 
-    Depths are tried from the predicted one upwards or downwards.
+    The predicted depth runs first. Its peak and the predicted bytes of a block say where to go on.
     """
     predicted, measured = {}, {}
     ranks, workspace = pool.choice.ranks, max(pool.run(matmul_workspace))
@@ -349,12 +357,19 @@ def deepest_models(
             shape = replace(size, layers=layers)
             return predict_memory(shape, rows, dtype, config, ranks, bucket_mb, workspace).peak
 
-        def fits(layers: int, config: ZeroConfig = config) -> bool:
+        @lru_cache
+        def measured_peak(layers: int, config: ZeroConfig = config) -> float:
             shape = replace(size, layers=layers)
-            return all(pool.run(fits_budget, shape, rows, dtype, config, bucket_mb, budget))
+            return max(pool.run(peak_of_second_step, shape, rows, dtype, config, bucket_mb))
+
+        def fits(layers: int, measured_peak: Callable[[int], float] = measured_peak) -> bool:
+            return measured_peak(layers) <= budget
 
         predicted[config] = next(count for count in itertools.count() if peak(count + 1) > budget)
-        measured[config] = _last_that_fits(fits, max(predicted[config], 1))
+        start = max(predicted[config], 1)
+        spare = budget - measured_peak(start)
+        near = max(1, start + math.floor(spare / (peak(start + 1) - peak(start))))
+        measured[config] = _last_that_fits(fits, near)
     return predicted, measured
 
 

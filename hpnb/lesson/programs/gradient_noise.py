@@ -125,7 +125,7 @@ def record_doublings(
     saved = [steps[a] / steps[b] for a, b in pairwise(steps)]
     *_, before, last = steps
     law = steps_at(before, fewest, noise) / steps_at(last, fewest, noise)
-    wall = "The last doubling saved least: the wall begins."
+    wall = "The last doubling saved least, as the law says."
     none = f"Up to {max(steps)} samples, this run shows no wall."
     measured = {
         "least": min(saved),

@@ -273,8 +273,10 @@ _ROWS = [("1.5b", 4, 1024), ("1.5b", 2, 1024), ("774m", 4, 1024), ("774m", 2, 10
          ("124m", 1, 512), ("124m", 1, 256), ("45m", 1, 1024), ("45m", 1, 512), ("45m", 1, 256),
          ("45m", 1, 128)]  # fmt: skip
 _AT_MOST_TWO = [choice for choice in _ROWS if choice[1] <= 2]
-# Twelve blocks or more: 08 splits them into eight stages, and into four with two chunks each.
-_DEEP = [*(choice for choice in _AT_MOST_TWO if choice[0] != "45m"),
+# Twelve blocks or more: 08 splits them into eight stages, and into four with two chunks each. No larger model
+# than one of 24 blocks and 16 heads, which eight ranks divide evenly: where ranks share GPUs, tp's and dp's
+# messages of larger ones take longer than the page has.
+_DEEP = [*(choice for choice in _AT_MOST_TWO if choice[0] in ("355m", "124m")),
          ("64m", 2, 1024), ("64m", 1, 1024), ("64m", 1, 512), ("64m", 1, 256), ("41m", 1, 512),
          ("41m", 1, 256), ("41m", 1, 128)]  # fmt: skip
 # Enough tokens a rank, and blocks wide enough, that a GPU computes for longer than its CPU needs to launch
@@ -335,6 +337,6 @@ NEEDS: dict[str, PageNeed] = {
     ),
     "08": PageNeed(
         "a microbatch", Trial(GPT2Size(128, 8, 8, 512, 1009, 64), 2), _gpt2s(*_DEEP), _layouts,
-        _steps(90, True, PIPELINE_MICROBATCHES), splits_heads=True,
+        _steps(90, True, PIPELINE_MICROBATCHES), 60.0, splits_heads=True,
     ),
 }  # fmt: skip

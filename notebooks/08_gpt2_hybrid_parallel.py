@@ -176,7 +176,7 @@ lesson.claim("The hybrid step is exact up to rounding", exact.equal)
 #
 # ## Predict every layout from one rank
 #
-# All ranks share <data value="08.hardware">2 CPU cores</data>. So, as in 02 and 06, we time each action in <data value="08.clock">CPU time, without waits for a core</data>. Then we
+# All ranks share <data value="08.hardware">2 CPU cores</data>. So we time each action in <data value="08.clock">CPU time, without waits for a core</data>. Then we
 # *replay* the step: each action takes its recorded time, and each message takes as long as a link
 # of our choice would need, here <data value="08.link">Ethernet 1 Gb</data>.
 #

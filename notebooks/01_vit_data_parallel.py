@@ -115,8 +115,8 @@ lesson.record("01.few", {"images": sizes.few, "tokens": sizes.few * SIZE.tokens}
 # The states take <data value="01.cost.model-states.counted">51.4 MB</data>, as 16 bytes per parameter say.
 #
 # The backward frees activations and leaves gradients behind. The peak of
-# <data value="01.memory.peak">59.1 MB</data> comes where the backward begins and all activations are alive. On GPUs the banner
-# has an estimate, made before the run. Recording slows this step.
+# <data value="01.memory.peak">59.1 MB</data> comes where the backward begins and all activations are alive. The banner
+# estimates it on GPUs. Recording slows this step.
 #
 # **Takeaway.** States grow with the parameters, activations with the tokens. Data parallelism divides the tokens.
 #
@@ -353,9 +353,9 @@ def record_versions():
 # A *round* times A, B and C once, and we divide within each round, so that a busy moment of the machine hits all three.
 # We give the median of nine rounds and a *range*, from the second lowest to the second highest. The *verdict* on a
 # ratio is *slower* if its range lies above 1, *faster* if below, and otherwise *cannot tell*.
-# On this page every ratio of two measured steps is such a median. The quotient of two medians in seconds may differ.
+# Every ratio of two measured steps here is such a median, so quotients of medians in seconds may differ.
 #
-# The first figure is the prediction. The second is the round that is nearest to the median times of A, B and C.
+# The first figure is the prediction, the second the round nearest to the median times of A, B and C.
 
 # %%
 alone, rounds = pool.run(record_versions)[0]
@@ -646,7 +646,7 @@ lesson.record("01.wide", figures.describe_wide(wide.size, DTYPE, card))
 #
 # **Takeaway.** In this run <data value="01.measured.free">no measured size is surely free, with overlap or without</data>; <data value="01.measured.versus-law">with overlap a free step needs more tokens than the law says</data>.
 #
-# **Challenge.** The explorer, a figure with knobs, simulates a ViT-L/16 on 64 ranks with Ethernet 100 Gb. Expose
+# **Challenge.** The explorer simulates a ViT-L/16 on 64 ranks with Ethernet 100 Gb. Expose
 # less than 6.5 % of the step with at most 50,000 tokens per rank.
 #
 # <details><summary>Hint</summary>

@@ -824,8 +824,11 @@ words.claim_faster(rounds, "uniform", "heavy")
 # of one cell only.
 # </details>
 #
+# <details><summary>How much longer does rank 1 work?</summary>
+#
 # In the figure, rank 1 works <data value="02.heavy-work:.2f">1.49</data> times as long as the median rank and has
 # <data value="02.heavy-blocks:.2f">1.50</data> times as many blocks; other layers, launches and noise make the difference.
+# </details>
 #
 # ### Exercise 4: what is wrong with this step?
 #
@@ -926,8 +929,12 @@ if graphed:
 #
 # Python can launch small kernels more slowly than a GPU runs them. A *CUDA graph* records all kernels of a
 # stage's forward or backward once and launches them with one call. So c falls,
-# and more microbatches pay. In this run,
-# <data value="02.graphs">the ranks have no GPU, so the figure has one panel</data>.
+# and more microbatches pay.
+#
+# <details><summary>What do graphs change in this run?</summary>
+#
+# In this run, <data value="02.graphs">the ranks have no GPU, so the figure has one panel</data>.
+# </details>
 #
 # <details><summary>What the parts are, and why the line need not meet the bars</summary>
 #

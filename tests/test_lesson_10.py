@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 
 import hpnb
 from hpnb import theory
-from hpnb.context_parallel import parallelize
+from hpnb.context_parallel import BlockAttention, Ring, parallelize
 from hpnb.lesson.exercises.long_contexts import BlockStream
 from hpnb.lesson.figures import long_contexts as figures
 from hpnb.lesson.programs import long_contexts
@@ -128,7 +129,7 @@ def test_the_largest_gap_has_its_step() -> None:
 
 def test_the_prose_says_from_where_a_step_covers_its_message() -> None:
     def words(*computing: float) -> str:
-        parts = [{"computing of a step": took, "message of a ring": 1.0} for took in computing]
+        parts = [{"computing of a forward step": took, "message of a ring": 1.0} for took in computing]
         runs = [long_contexts.Replayed(0.0, 0.0, 0.0, 0.0, 0.0, part, {}) for part in parts]
         return long_contexts.covers_in_words(runs, [1000, 2000, 4000])
 
@@ -188,6 +189,7 @@ def test_replayed_times_are_put_together_from_what_was_timed(two: Any) -> None:
         assert 0 < times.ring <= times.messages < 1.0  # measured, so the link was not asked
         assert 0 < times.ulysses < 1.0
         assert 0 < times.packed < 1.0
+        assert times.parts["computing of a backward step"] > 0
         assert times.parts["all-to-all"] == pytest.approx(times.ulysses / 8)
         assert times.parts["message of a ring"] == pytest.approx(times.messages / 3)
         assert times.last == pytest.approx(times.messages / 3)  # of two ranks: k and v, twice, and gradients
@@ -197,6 +199,58 @@ def test_replayed_times_are_put_together_from_what_was_timed(two: Any) -> None:
             assert low < medians.pop(way) < high  # of rounds on the clock, no two are equal
         assert not medians
     assert long_contexts.source_in_words(times) == "computing and messages were timed"
+
+
+def ring_by_steps(qkv: tuple[torch.Tensor, ...], dout: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+    """Output and gradients of q, k and v of all tokens, put together from the steps of all ranks."""
+    q, k, v = qkv
+    results = [torch.zeros_like(x) for x in (q, q, k, v)]
+    alone = hpnb.mesh.Axis("cp", ranks, 0, cast("Any", None), tuple(range(ranks)))
+    rings = [Ring.of(replace(alone, rank=rank), q.size(2) // ranks, zigzag=True) for rank in range(ranks)]
+    places = [ring.places(q.device) for ring in rings]
+    for ring, here in zip(rings, places, strict=True):
+        local, seed = q[:, :, here], dout[:, :, here]
+        out, lse = torch.zeros_like(local), torch.full(local.shape[:3], -torch.inf, dtype=q.dtype)
+        attention, dq = BlockAttention(local, k, v, q.size(-1) ** -0.5), torch.zeros_like(local)
+        steps = []
+        for source, there in enumerate(places):
+            block, sent = (torch.stack([x[:, :, there] for x in pair]) for pair in (qkv[1:], results[2:]))
+            steps.append(
+                long_contexts.RingStep(ring, attention, source, local, block, seed, out, lse, dq, sent)
+            )
+        for step in steps:
+            step.forward()
+        for step, there in zip(steps, places, strict=True):
+            for total, gradient in zip(results[2:], step.backward(out), strict=True):
+                total[:, :, there] = gradient  # the sum so far goes on to the next rank
+        results[0][:, :, here], results[1][:, :, here] = out, dq
+    return results
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_timed_steps_of_a_ring_compute_what_the_ring_does(kv_heads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, 32, 8) for heads in (4, kv_heads, kv_heads, 4)]
+    *qkv, dout = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    q, k, v = (x.clone().requires_grad_() for x in qkv)
+    right = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    wanted = [right, *torch.autograd.grad(right, (q, k, v), dout)]
+    torch.testing.assert_close(ring_by_steps(tuple(qkv), dout, 4), wanted, rtol=1e-12, atol=1e-12)
+
+
+def merges_and_adds() -> list[bool]:
+    """Whether the timed forward changes lse and the timed backward dq."""
+    shape = Attention(64, 4, 4, 8, 1, 4)
+    calls = long_contexts._step_calls(shape, long_contexts.context_axis(), torch.float32)
+    step = cast("Any", calls["forward"]).__self__
+    before = step.lse.clone(), step.dq.clone()
+    calls["forward"]()
+    calls["backward"]()
+    return [not torch.equal(a, b) for a, b in zip(before, (step.lse, step.dq), strict=True)]
+
+
+def test_the_steps_that_are_timed_merge_and_add_gradients(two: Any) -> None:
+    assert two.run(merges_and_adds) == [[True, True]] * 2
 
 
 def reload(restart: bool) -> float:

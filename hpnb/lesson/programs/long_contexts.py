@@ -15,7 +15,9 @@ import torch.nn.functional as F
 
 import hpnb
 from hpnb import comm, theory
-from hpnb.context_parallel import BlockAttention, ContextParallel, Ring, Visibility, merge_blocks
+from hpnb.context_parallel import BlockAttention, ContextParallel, Ring, Visibility
+from hpnb.context_parallel.ring import add_gradients, merge_pair
+from hpnb.context_parallel.visibility import Pair
 from hpnb.lesson.machine_card import MachineCard
 from hpnb.lesson.programs.device_timing import Batch
 from hpnb.lesson.programs.gpt2_tensor import random_values
@@ -186,15 +188,16 @@ def packed_exposed(shape: Attention, ranks: int, link: theory.Link) -> float:
 
 
 def predict_parts(shape: Attention, ranks: int, card: MachineCard) -> dict[str, float]:
-    """Predicted seconds of a ring step's forward, of one message of a ring, and of the all-to-all of q."""
+    """Predicted seconds of a ring step's computing, of one message of a ring, and of the all-to-all of q."""
     block = theory.context.ring_bytes(shape, ranks).forward / (ranks - 1)
     exchanges = theory.context.ulysses_exposed(shape, ranks, card.link).total
-    computing = theory.context.ring_step_seconds(shape, ranks, card.matmul).forward
+    computing = theory.context.ring_step_seconds(shape, ranks, card.matmul)
     return _parts(computing, theory.seconds("send", block, ranks, card.link), exchanges / 8)
 
 
-def _parts(step: float, message: float, exchange: float) -> dict[str, float]:
-    return {"computing of a step": step, "message of a ring": message, "all-to-all": exchange}
+def _parts(step: BothWays, message: float, exchange: float) -> dict[str, float]:
+    return {"computing of a forward step": step.forward, "computing of a backward step": step.backward,
+            "message of a ring": message, "all-to-all": exchange}  # fmt: skip
 
 
 def ratios_beside(
@@ -263,7 +266,9 @@ def source_in_words(replayed: Replayed) -> str:
 
 def covers_in_words(replayed: Sequence[Replayed], lengths: Sequence[int]) -> str:
     """For prose: at which lengths a ring's step computes for at least as long as its message takes."""
-    covers = [times.parts["computing of a step"] >= times.parts["message of a ring"] for times in replayed]
+    covers = [
+        times.parts["computing of a forward step"] >= times.parts["message of a ring"] for times in replayed
+    ]
     count = sum(covers)
     if count in (0, len(covers)):
         return "at every length" if count else "at none of these lengths"
@@ -325,12 +330,14 @@ def replay_exposed(shapes: Sequence[Attention], dtype: torch.dtype, link: theory
             for over, step in zip(links, reversed(steps), strict=True)
         )
         message = theory.seconds("send", block, axis.size, links[1])
-        parts = _parts(steps[1].forward, message, ulysses[1] / 8)
+        parts = _parts(steps[1], message, ulysses[1] / 8)
         messages, last = (
             theory.context.ring_exposed(shape, axis.size, links[1], computed).total
             for computed in (_NOTHING, _FOREVER)
         )
-        sources = dict.fromkeys(parts, "the card" if assumed else "timed") | {next(iter(parts)): "timed"}
+        sources = {
+            part: "the card" if assumed and not part.startswith("computing") else "timed" for part in parts
+        }
         quartiles = {"ring": (low, high), "Ulysses": (ulysses[0], ulysses[2]),
                      "Ulysses, packed": (packed[0], packed[2])}  # fmt: skip
         replayed.append(Replayed(ring, ulysses[1], packed[1], messages, last, parts, sources, quartiles))
@@ -342,31 +349,67 @@ def _quartiles(rounds: Sequence[float]) -> list[float]:
     return statistics.quantiles(rounds, n=4, method="inclusive")
 
 
+@dataclass(frozen=True)
+class RingStep:
+    """What this rank of a ring computes while messages travel, with the functions of `ring_attention`.
+
+    Attributes:
+        source: the rank that the block's keys and values come from.
+        q, dout: this rank's queries and the gradient of its output, (B, H, s / cp, d).
+        block: keys and values, (2, B, H_kv, s / cp, d).
+        out, lse: of the keys so far, (B, H, s / cp, d) and (B, H, s / cp), in float32 or wider.
+        dq: the gradient of q so far, as wide as `out`.
+        sent: the block's gradient so far, which the rank before has sent; as wide as `out`.
+    """
+
+    ring: Ring
+    attention: BlockAttention
+    source: int
+    q: torch.Tensor
+    block: torch.Tensor
+    dout: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    dq: torch.Tensor
+    sent: torch.Tensor
+
+    def forward(self) -> None:
+        """Merge the attention to the block into out and lse."""
+        for pair in self._pairs():
+            merge_pair(self.attention, pair, self.q, self.block, self.out, self.lse)
+
+    def backward(self, output: torch.Tensor) -> torch.Tensor:
+        """Add to dq, and return the block's gradient so far, given lse and the output over all keys.
+
+        Args:
+            output: (B, H, s / cp, d) in the dtype of q.
+        """
+        inputs, local = (self.dout, self.q, self.block, output, self.lse), torch.zeros_like(self.sent)
+        for pair in self._pairs():
+            add_gradients(self.attention, pair, *inputs, self.dq, local)
+        return local + self.sent
+
+    def _pairs(self) -> list[Pair]:
+        fused = self.attention.kernel is not None
+        return self.ring.pairs(self.source, Visibility(causal=True), self.q.device, fused)
+
+
 def _step_calls(shape: Attention, axis: Axis, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     """{"forward" or "backward": a ring step with the keys of the rank before}."""
     local = shape.sequence // axis.size
-    ring, device = Ring.of(axis, local, zigzag=True), hpnb.device()
-    q, k, v = (torch.randn(1, shape.heads, local, shape.head_size, device=device, dtype=dtype) for _ in "qkv")
-    scale, wide = shape.head_size**-0.5, torch.promote_types(dtype, torch.float32)
-    attention, causal = BlockAttention(q, k, v, scale), Visibility(causal=True)
-    pairs = ring.pairs((axis.rank - 1) % axis.size, causal, device, attention.kernel is not None)
-    dout, out = (torch.zeros(1, shape.heads, local, shape.head_size, device=device, dtype=of)
-                 for of in (dtype, wide))  # fmt: skip
-    lse = torch.zeros(1, shape.heads, local, device=device, dtype=wide)
-
-    def forward() -> None:
-        for pair in pairs:
-            rows, keys = pair.queries, pair.keys
-            new = attention.forward(pair, q[:, :, rows], k[:, :, keys], v[:, :, keys])
-            merge_blocks(out[:, :, rows], lse[:, :, rows], *new)
-
-    def backward() -> None:
-        for pair in pairs:
-            rows, keys = pair.queries, pair.keys
-            attention.backward(pair, dout[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys],
-                               dout[:, :, rows], lse[:, :, rows])  # fmt: skip
-
-    return {"forward": forward, "backward": backward}
+    wide = torch.promote_types(dtype, torch.float32)
+    q, k, v, dout = (
+        torch.randn(1, shape.heads, local, shape.head_size, device=hpnb.device(), dtype=dtype)
+        for _ in range(4)
+    )
+    block, lse = torch.stack([k, v]), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+    out, dq, sent = (torch.zeros_like(x, dtype=wide) for x in (q, q, block))
+    attention, before = BlockAttention(q, k, v, shape.head_size**-0.5), (axis.rank - 1) % axis.size
+    ring = Ring.of(axis, local, zigzag=True)
+    step = RingStep(ring, attention, before, q, block, dout, out, lse, dq, sent)
+    step.forward()
+    output = out.to(dtype)
+    return {"forward": step.forward, "backward": lambda: step.backward(output)}
 
 
 def _message_calls(shape: Attention, axis: Axis, dtype: torch.dtype) -> dict[str, Callable[[], object]]:

@@ -110,7 +110,7 @@ CASES: dict[str, dict[str, Any]] = {
     "packed with padding": {"ragged": True},
     "packed, window": {"packed": True, "window": 5, "readable": BOTH_WAYS},
     "soft cap": {"softcap": 3.0, "readable": BOTH_WAYS},
-    "padding": {"causal": False, "length": 21, "readable": BOTH_WAYS},
+    "padding": {"causal": False, "length": 21},
     "by matrix products": {"fused": False, "readable": BOTH_WAYS},
     "packed, by matrix products": {"packed": True, "fused": False, "readable": BOTH_WAYS},
 }

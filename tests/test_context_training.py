@@ -29,7 +29,7 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
     ViTConfig,
-    ViTForImageClassification,
+    ViTModel,
 )
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -271,7 +271,7 @@ def test_options_that_do_not_compose(options: dict[str, Any], message: str) -> N
 def refusals() -> list[str]:
     plugin = hpnb.HybridParallelPlugin(cp_size=2, precision="fp32")
     dropout = AutoModelForCausalLM.from_config(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9))
-    vit = ViTForImageClassification(ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2))
+    vit = ViTModel(ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2))
     sizes = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     bert = BertForSequenceClassification(BertConfig(intermediate_size=8, **sizes))
     t5 = T5ForConditionalGeneration(
@@ -292,13 +292,13 @@ def refusals() -> list[str]:
 def test_models_that_cannot_be_split_are_refused_in_a_sentence(pools: RankPools) -> None:
     dropout, vit, bert, t5, bloom, opt, linear = pools[2].run(refusals)[0]
     assert "set config.attn_pdrop=0.0" in dropout
-    assert "a ViTForImageClassification is none; use cp_size=1, or pp_size and tp_size" in vit
+    assert "a ViTModel is neither; use cp_size=1, or pp_size and tp_size" in vit
     for name, said in (
         ("BertForSequenceClassification", bert),
         ("T5ForConditionalGeneration", t5),
         ("Linear", linear),
     ):
-        assert said.endswith(f"a {name} is none; use cp_size=1"), "registering would not help"
+        assert said.endswith(f"a {name} is neither; use cp_size=1"), "registering would not help"
     assert "does not call transformers' attention interface" in bloom
     assert "register" not in bloom
     assert "hpnb.models.register, as parts that have causal=True" in opt

@@ -130,7 +130,10 @@ def test_a_file_says_little_and_means_much(tmp_path: Path) -> None:
         ({"model__size": {**VIT, "image": 9}}, "image=9 is no multiple of 8"),
         ({"model__length": 64}, "a vit takes [data] image_size"),
         ({"data__name": "text"}, "[data] name = 'text' is for a gpt2"),
-        ({"layout__cp_size": 2}, "[layout] cp_size = 2 splits the tokens of a causal language model"),
+        (
+            {"layout__cp_size": 2, "model__family": "gpt2", "model__size": "laptop", "data__name": "mrpc"},
+            "[layout] cp_size = 2 splits the tokens of a causal language model or of a ViT",
+        ),
         ({"data__batch_size": 0}, "[data] batch_size = 0 should be greater"),
         ({"checkpoint__every": 0}, "[checkpoint] every = 0 should be greater"),
         ({"data__augment": "flip"}, "= 'flip' should be false, true, 'crop' or 'autoaugment'"),

@@ -1,4 +1,4 @@
-"""Let a causal language model of transformers attend over the ranks of a context axis.
+"""Let a causal language model or a ViT of transformers attend over the ranks of a context axis.
 
 Everything but attention works on each token by itself, so a rank runs the model on its own tokens:
 
@@ -9,6 +9,8 @@ Only three things have to know of the whole sequence: positions, which `shard_ba
 which it shifts before it splits them; and attention, which transformers looks up by a name that stands for
 this axis. The gradients are those of this rank's tokens. So they are reduced over dp x cp (`mesh.dp_cp`),
 as if every context rank were a replica with tokens of its own, and the loss is divided by the targets of all.
+
+A ViT takes its batch as it is, and splits the tokens after its embeddings (`shard_patches.py`).
 """
 
 from __future__ import annotations
@@ -21,11 +23,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+    ViTForImageClassification,
+)
 
 from hpnb.comm import gather_slices
 from hpnb.context_parallel.all_gather import all_gather_attention
 from hpnb.context_parallel.ring import Ring, ring_attention
+from hpnb.context_parallel.shard_patches import shard_patches
 from hpnb.context_parallel.shard_sequence import shard_batch, token_mask
 from hpnb.context_parallel.ulysses import refuse_heads, ulysses_attention
 from hpnb.context_parallel.visibility import Visibility
@@ -43,10 +51,11 @@ def parallelize(model: nn.Module, axis: Axis | Mesh, mode: str = "ring") -> Cont
     """Let `model` attend over the ranks of `axis`, in place. On an axis of one rank nothing changes.
 
     Args:
-        model: a causal language model of transformers, also one that is sharded by tensor parallelism.
+        model: a causal language model or a ViTForImageClassification of transformers, also one that is
+            sharded by tensor parallelism.
         axis: the context axis, `mesh.cp`; of a mesh that one is taken.
         mode: "ring" (keys and values travel; zigzag shards), "all-gather" (every rank gathers them; zigzag
-            shards) or "ulysses" (all-to-all over heads).
+            shards) or "ulysses" (all-to-all over heads). A ViT is not causal, so its shards are contiguous.
 
     Raises:
         TypeError: a model of another kind, or one whose attention transformers cannot exchange.
@@ -55,10 +64,12 @@ def parallelize(model: nn.Module, axis: Axis | Mesh, mode: str = "ring") -> Cont
     axis = axis_of(axis, "cp")
     if mode not in CP_MODES:
         raise ValueError(f"no context-parallel mode {mode!r}; use {CP_MODES_IN_WORDS}")
-    context = ContextParallel(axis, mode)
+    is_vit = isinstance(model, ViTForImageClassification)
+    context = ContextParallel(axis, mode, causal=not is_vit)
     if axis.size == 1:
         return context
-    _check_causal(model)
+    if not is_vit:
+        _check_causal(model)
     assert isinstance(model, PreTrainedModel)
     _check_dropout(model)
     heads = getattr(model.config, "num_attention_heads", axis.size)
@@ -71,6 +82,9 @@ def parallelize(model: nn.Module, axis: Axis | Mesh, mode: str = "ring") -> Cont
     for module in model.modules():  # tensor parallelism gives an attention a config of its own
         if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
             config._attn_implementation = name  # no mask is registered under it, so none is made
+    if isinstance(model, ViTForImageClassification):
+        context.count_tokens = shard_patches(model, axis)
+        return context
     wrap_anatomy(model, _without_shift)
     loss_function = vars(model).get("_loss_function")  # where transformers keeps what was assigned
     if loss_function is None:
@@ -88,12 +102,16 @@ class ContextParallel:
         token_mask: (B, s / cp) of the batch at hand: 0 for padding.
         keeps_mask: whether a batch that is sharded has this as its attention_mask, for a loss that leaves
             padding out. No attention reads it.
+        count_tokens: of a ViT, which shards its tokens itself: how many an image of a batch has.
+        length: of a ViT: as many, in the batch at hand.
     """
 
     keeps_mask = False
+    count_tokens: Callable[[Inputs], int] | None = None
+    length: int | None = None
 
-    def __init__(self, axis: Axis, mode: str) -> None:
-        self.axis, self.mode, self.zigzag = axis, mode, mode != "ulysses"
+    def __init__(self, axis: Axis, mode: str, causal: bool = True) -> None:
+        self.axis, self.mode, self.zigzag = axis, mode, causal and mode != "ulysses"
         self.in_batch: torch.Tensor | None = None
         self.token_mask: torch.Tensor | None = None
         self._packed = False  # whether the positions of the batch at hand may tell texts apart
@@ -108,12 +126,22 @@ class ContextParallel:
         those of this batch."""
         if self.axis.size == 1:
             return dict(batch)
+        if self.count_tokens is not None:
+            _check_images(batch)
+            self.length = self.count_tokens(batch)
+            return dict(batch)
         # As in transformers, positions tell texts apart only where no mask says what tokens see.
         self._packed = batch.get("position_ids") is not None and batch.get("attention_mask") is None
         self._texts = {}
-        sharded = shard_batch(batch, self.axis.rank, self.axis.size, self.zigzag)
+        sharded = self.inputs_of_outputs(batch)
         self.in_batch, self.token_mask = token_mask(batch, self.axis.rank, self.axis.size, self.zigzag)
         return {**sharded, "attention_mask": self.token_mask} if self.keeps_mask else sharded
+
+    def inputs_of_outputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """What a criterion gets beside the outputs: this rank's tokens of `batch`, or all its images."""
+        if self.count_tokens is not None:
+            return dict(batch)
+        return shard_batch(batch, self.axis.rank, self.axis.size, self.zigzag)
 
     def attend(
         self,
@@ -137,7 +165,7 @@ class ContextParallel:
             raise ValueError(f"{type(module).__name__} has {what}, which context parallelism does not split")
         scale = query.size(-1) ** -0.5 if scaling is None else scaling
         ring = Ring.of(self.axis, query.size(2), self.zigzag)
-        visible = Visibility(getattr(module, "is_causal", True), sliding_window)
+        visible = Visibility(getattr(module, "is_causal", True), sliding_window, length=self.length)
         if self._packed:
             if position_ids is None:
                 raise ValueError(
@@ -214,6 +242,18 @@ def _without_shift(inner: Anatomy) -> Anatomy:
     return _ShiftedAnatomy(*parts, causal=False, inner=inner)
 
 
+def _check_images(batch: Mapping[str, Any]) -> None:
+    if batch.get("attention_mask") is not None:
+        raise ValueError(
+            "under context parallelism a ViT takes no attention_mask; leave it out: all patches are seen"
+        )
+    if not isinstance(images := batch.get("pixel_values"), torch.Tensor) or images.dim() != 4:
+        raise ValueError(
+            "context parallelism splits the patches of pixel_values (B, 3, height, width); this batch has "
+            f"{', '.join(batch)}"
+        )
+
+
 def _check_causal(model: nn.Module) -> None:
     """Raise TypeError for what is no causal language model of transformers, registered or not."""
     causal, instead = False, "cp_size=1"
@@ -223,8 +263,8 @@ def _check_causal(model: nn.Module) -> None:
             causal, instead = anatomy(model).causal, "cp_size=1, or pp_size and tp_size"
     if not causal:
         raise TypeError(
-            f"context parallelism splits the tokens of causal language models of transformers, and a "
-            f"{type(model).__name__} is none; use {instead}"
+            "context parallelism splits the tokens of causal language models and of transformers' "
+            f"ViTForImageClassification, and a {type(model).__name__} is neither; use {instead}"
         )
 
 

@@ -58,12 +58,14 @@ def ulysses_attention(
     q, k, v = (F.pad(x, (0, 0, 0, 0, 0, missing)) for x in (q, k, v))
     q, k, v = (comm.all_to_all(x, axis, split_dim=HEADS, concat_dim=TOKENS) for x in (q, k, v))
     all_tokens = Chunk(0, q.size(TOKENS))
+    keys = visible.without_padding(all_tokens)
+    k, v = (x[:, :, : keys.size] for x in (k, v))
     if softcap is None and visible.runs is not None:  # packed texts: each sees itself alone
         out = local_attention(q, k, v, axis, visible, scale)
-    elif softcap is None and visible.is_triangle(all_tokens, all_tokens):
+    elif softcap is None and visible.is_triangle(all_tokens, keys):
         out = _attention(q, k, v, scale, is_causal=True)
     else:
-        mask = visible.mask(all_tokens, all_tokens, slice(None), q.device)
+        mask = visible.mask(all_tokens, keys, slice(None), q.device)
         out = _masked_attention(q, k, v, mask, scale, softcap)
     return comm.all_to_all(out, axis, split_dim=TOKENS, concat_dim=HEADS)[:, :heads]
 

@@ -46,13 +46,18 @@ class Visibility:
         causal: only those that do not come after it.
         window: only so many before it, itself included; None is all.
         starts: (B, s_q) of this rank's queries: where the text of each begins, if texts are packed.
-        length: tokens of the sequence without padding; keys from there on are seen by no query.
+        length: tokens of the sequence without the padding at its end, which no query sees.
     """
 
     causal: bool
     window: int | None = None
     starts: torch.Tensor | None = None
     length: int | None = None
+
+    def without_padding(self, keys: Chunk) -> Chunk:
+        """The same keys, except those that are padding."""
+        stop = keys.stop if self.length is None else min(keys.stop, self.length)
+        return Chunk(keys.start, stop - keys.start)
 
     def sees_nothing(self, queries: Chunk, keys: Chunk) -> bool:
         after = self.causal and keys.start >= queries.stop
@@ -81,8 +86,7 @@ class Visibility:
     def is_triangle(self, queries: Chunk, keys: Chunk) -> bool:
         """Whether query i sees the keys up to i and no other condition matters."""
         fits = self.window is None or queries.size <= self.window
-        is_real = self.length is None or keys.stop <= self.length
-        return self.causal and queries == keys and fits and is_real and self.starts is None
+        return self.causal and queries == keys and fits and self.starts is None
 
     def mask(self, queries: Chunk, keys: Chunk, rows: slice, device: torch.device) -> torch.Tensor | None:
         """True where a query sees a key, (B or 1, 1, 1, s_q, s_k); None if all see all.
@@ -97,8 +101,6 @@ class Visibility:
             conditions.append(key <= query)
         if self.window is not None and queries.stop - 1 - keys.start >= self.window:
             conditions.append(query - key < self.window)
-        if self.length is not None and keys.stop > self.length:
-            conditions.append((key < self.length).expand(queries.size, -1))
         if self.starts is not None:
             conditions.append(key >= self.starts[:, rows].unsqueeze(-1))  # (B, s_q, s_k)
         if not conditions:
@@ -183,6 +185,8 @@ def _pairs_of_chunks(
     """
     if visible.sees_nothing(queries, keys):
         return
+    keys = visible.without_padding(keys)
+    columns = slice(columns.start, columns.start + keys.size)
     if fused and visible.runs is not None:
         yield from _pairs_of_texts(visible.runs, queries, rows, keys, columns)
         return

@@ -388,7 +388,10 @@ class Boosted(nn.Module):
         batch = to_device(batch, self._device)
         if self.context is not None and batch:
             if not isinstance(batch, Mapping):
-                raise ValueError("context parallelism takes a batch by names: model(**batch) with input_ids")
+                raise ValueError(
+                    "context parallelism takes a batch by names: model(**batch) with input_ids, or "
+                    "pixel_values of a ViT"
+                )
             batch = self.context.shard_batch(batch)
         if isinstance(batch, Mapping):
             return {n: value if n in TARGET_NAMES else tree_map(cast, value) for n, value in batch.items()}

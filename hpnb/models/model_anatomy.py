@@ -215,12 +215,16 @@ class WrappedAnatomy(Anatomy):
 _WRAPPERS = "_hpnb_anatomy_wrappers"
 
 
-def wrap_anatomy(model: nn.Module, wrapper: Callable[[Anatomy], Anatomy]) -> None:
+def wrap_anatomy(model: nn.Module, wrapper: Callable[[Anatomy], Anatomy], innermost: bool = False) -> None:
     """From now on `anatomy(model)` gives `wrapper` of what it gave: a strategy has changed how the parts run.
 
     The wrapper stays with the model, also with a copy of it.
+
+    Args:
+        innermost: it is applied before all that the model has, which ask it for the tokens of a batch.
     """
-    setattr(model, _WRAPPERS, (*vars(model).get(_WRAPPERS, ()), wrapper))
+    others = vars(model).get(_WRAPPERS, ())
+    setattr(model, _WRAPPERS, (wrapper, *others) if innermost else (*others, wrapper))
 
 
 def apply_wrappers(model: nn.Module, anatomy: Anatomy) -> Anatomy:

@@ -225,11 +225,11 @@ class RunFile(Table):
         if self.model.family == "gpt2" and of_images:
             raise ValueError("[data] image_size, augment and mixup are of images, and a gpt2 reads texts")
         cp_size = self.plugin().cp_size  # which refuses what cannot compose
-        if cp_size > 1 and self.data.name != "text":
+        if cp_size > 1 and self.data.name == "mrpc":
             raise ValueError(
-                f"[layout] cp_size = {cp_size} splits the tokens of a causal language model, and [data] name "
-                f"= {self.data.name!r} trains a classifier; use cp_size = 1 with pp_size and tp_size, or a "
-                "gpt2 on [data] name = 'text'"
+                f"[layout] cp_size = {cp_size} splits the tokens of a causal language model or of a ViT, and "
+                "[data] name = 'mrpc' trains a classifier of texts; use cp_size = 1 with pp_size and tp_size, "
+                "or name = 'text'"
             )
         return self
 

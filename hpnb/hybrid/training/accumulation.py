@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hpnb.context_parallel import shard_batch
 from hpnb.data import IterableLoader, Loader
 from hpnb.data.batch_agreement import check_lengths, iterate_together
 from hpnb.data.iterable_loader import is_iterable_dataset
@@ -71,7 +70,8 @@ class HookedCriterion:
             hook.on_loss(self._trainer, total, n)
 
     def _of_outputs(self, inputs: Any) -> Any:
-        """What the outputs are of: under context parallelism this rank's tokens, with labels shifted.
+        """What the outputs are of: in a language model under context parallelism this rank's tokens, with
+        labels shifted.
 
         A pipeline gives its criterion these. Without one this gets the batch that the model shards. All ranks
         of a context-parallel group have that one, so its targets would count once a rank.
@@ -79,7 +79,7 @@ class HookedCriterion:
         context = getattr(self._trainer.model, "context", None)
         if context is None or inputs is not self.unsharded:
             return inputs
-        return shard_batch(inputs, context.axis.rank, context.axis.size, context.zigzag)
+        return context.inputs_of_outputs(inputs)
 
 
 def is_causal(model: Any) -> bool:

@@ -228,7 +228,7 @@ class RunFile(Table):
         if cp_size > 1 and self.data.name == "mrpc":
             raise ValueError(
                 f"[layout] cp_size = {cp_size} splits the tokens of a causal language model or of a ViT, and "
-                "[data] name = 'mrpc' trains a classifier of texts; use cp_size = 1 with pp_size and tp_size, "
+                "[data] name = 'mrpc' trains a classifier of texts; use cp_size = 1 with pp_size or tp_size, "
                 "or name = 'text'"
             )
         return self

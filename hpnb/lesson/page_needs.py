@@ -247,6 +247,7 @@ def _gpt2s(*choices: tuple[str, int, int]) -> tuple[Trial, ...]:
         **GPT2_SIZES,
         "451m": GPT2Size(1600, 12, 25, 6400, 50257, 1024),
         "302m": GPT2Size(1280, 12, 20, 5120, 50257, 1024),
+        "254m": GPT2Size(1024, 16, 16, 4096, 50257, 1024),
         "81m": GPT2Size(768, 6, 12, 3072, 50257, 1024),
         "64m": GPT2Size(512, 12, 8, 2048, 50257, 1024),
         "45m": GPT2Size(512, 6, 8, 2048, 50257, 1024),
@@ -273,10 +274,10 @@ _ROWS = [("1.5b", 4, 1024), ("1.5b", 2, 1024), ("774m", 4, 1024), ("774m", 2, 10
          ("124m", 1, 512), ("124m", 1, 256), ("45m", 1, 1024), ("45m", 1, 512), ("45m", 1, 256),
          ("45m", 1, 128)]  # fmt: skip
 _AT_MOST_TWO = [choice for choice in _ROWS if choice[1] <= 2]
-# Twelve blocks or more: 08 splits them into eight stages, and into four with two chunks each. No larger model
-# than one of 24 blocks and 16 heads, which eight ranks divide evenly: where ranks share GPUs, tp's and dp's
-# messages of larger ones take longer than the page has.
-_DEEP = [*(choice for choice in _AT_MOST_TWO if choice[0] in ("355m", "124m")),
+# Twelve blocks or more: 08 splits them into eight stages, and into four with two chunks each.
+# Eight ranks divide the largest evenly, 16 blocks of 16 heads. If they share several GPUs, messages are
+# copied through the node's memory, and with a larger model that takes longer than the page may.
+_DEEP = [("254m", 2, 1024), ("254m", 1, 1024), *(c for c in _AT_MOST_TWO if c[0] == "124m"),
          ("64m", 2, 1024), ("64m", 1, 1024), ("64m", 1, 512), ("64m", 1, 256), ("41m", 1, 512),
          ("41m", 1, 256), ("41m", 1, 128)]  # fmt: skip
 # Enough tokens a rank, and blocks wide enough, that a GPU computes for longer than its CPU needs to launch

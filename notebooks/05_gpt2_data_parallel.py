@@ -479,7 +479,7 @@ lesson.claim("8 tokens take less than twice as long as 2", (took[8], "<", 2 * to
 # <details><summary>One step, timed twice</summary>
 #
 # Forward and backward of a rank that sends nothing took <data value="05.floor.step">93.4 ms</data> above, and <data value="05.alone.both">149 ms</data> in the cell that measures the steps: the same
-# operations at another moment, with updates in between. We predict from the second time, because it was taken between the rounds of the steps.
+# operations at another moment, with updates in between. We predict from the second time, because it was taken in one cell with the steps.
 # </details>
 
 # %%
@@ -816,7 +816,7 @@ lesson.predict("05.doubling", "Steps with batches of 4, over steps with batches 
                rule_of_thumb=2)
 rows, test = (gradient_noise.token_rows(TINY, split) for split in ("train", "test"))
 early, late = (pool.run(train_and_estimate, rows, test, loss)[0] for loss in (6, 5))
-few = 1 if here.device == "cpu" else 3
+few = 1 if here.device == "cpu" else 2
 trained = {4: 2, 8: 2, 16: few, 32: few, 64: few}  # batch: runs, whose steps we average
 steps = gradient_noise.mean_steps(pool, TINY, rows, test, trained, 5)  # {batch: steps}
 fewest, fitted = theory.fitted_wall([*steps][1:], [*steps.values()][1:])  # not 4

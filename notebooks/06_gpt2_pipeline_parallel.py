@@ -355,8 +355,7 @@ lesson.show(figures.skyline(times.smooth, shown, times.kinds, times.loss, title=
 
 # %% [markdown]
 # Bars are `times.smooth`, and each cut's largest stage is in bold. In the run, the cut by time is
-# <data value="06.faster.gain:.2f">1.15</data> times as fast as the uniform one by the median. The line
-# above the figure says whether every repeat agrees.
+# <data value="06.faster.gain:.2f">1.15</data> times as fast as the uniform one by the median: <data value="06.faster.sure">all of its repeats are faster than all of the uniform</data>.
 #
 # The four steps take <data value="06.ratio.least:.2f">1.25</data> to <data value="06.ratio.most:.2f">1.39</data> times as long as simulated. Layers can take
 # other times in a step than alone, and a machine can be slower at one time than at another. So compare only steps that took turns:

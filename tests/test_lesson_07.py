@@ -191,6 +191,8 @@ def test_an_xor_that_is_not_as_it_should_be_is_framed() -> None:
     assert not figures.MaskPair.of_ranks([a, b, b], False).right  # the last two agree
     assert not figures.MaskPair.of_ranks([a, b, b, c], False).right  # so do the two between
     assert not figures.MaskPair.of_ranks([a, b, a], True).right
+    placed = figures.mask_pairs([{"x": a, "y": b}, {"x": a, "y": c}], {"x": True, "y": True})
+    assert [pair.right for pair in placed.values()] == [True, False]
     assert figures.MaskPair.of_ranks([a, [[0, 1]]], False).right  # unequal numbers of tokens
     pairs = [figures.MaskPair(a, a, True), figures.MaskPair(a, b, True)]
     fig = figures.dropped({"one": pairs}, ["here", "there"])

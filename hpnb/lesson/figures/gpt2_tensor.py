@@ -200,6 +200,16 @@ class MaskPair:
         return all((_differing_share(a, b) == 0) == self.alike for a, b in pairs)
 
 
+def mask_pairs(masks: Sequence[Mapping[str, ArrayLike]], alike: Mapping[str, bool]) -> dict[str, MaskPair]:
+    """{place: `MaskPair.of_ranks`}.
+
+    Args:
+        masks: of each rank, {place: its mask}.
+        alike: {place: whether all ranks must have the same mask}.
+    """
+    return {place: MaskPair.of_ranks([rank[place] for rank in masks], same) for place, same in alike.items()}
+
+
 def _differing_share(first: ArrayLike, second: ArrayLike) -> float:
     a, b = np.asarray(first), np.asarray(second)
     if a.shape != b.shape:

@@ -237,6 +237,11 @@ def test_a_run_is_the_same_in_every_layout_and_leaves_a_model(
         assert ours == pytest.approx(theirs, rel=1e-6)  # AdamW magnifies the order of sums
     assert both.final == pytest.approx(replicas.final, rel=1e-6)
     assert both.history[-1]["loss"] != pytest.approx(both.history[0]["loss"], rel=1e-3)
+    patches = tables(tmp_path / "cp", data__augment=True, data__batch_size=4, layout__cp_size=2)
+    context = run(four, parse(patches))
+    for ours, theirs in zip(figures(context.history), figures(replicas.history), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+    assert context.final == pytest.approx(replicas.final, rel=1e-6)
 
     model = ViTForImageClassification.from_pretrained(tmp_path / "cut" / "model").double()
     rows = hpnb.data.beans("test", 24, image_size=16, kind="generated")

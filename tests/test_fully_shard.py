@@ -297,8 +297,8 @@ def broken(what: str) -> float:
         if first:
             self._on_complete(self)
 
-    def frees(self: FSDPState, unit: Any, grad: torch.Tensor) -> None:
-        before(self, unit, grad)
+    def frees(self: FSDPState, unit: Any, *args: Any) -> None:
+        before(self, unit, *args)
         unit.reshard()
 
     unshard, before, on_gradient = FlatParam.unshard, FSDPState._before_backward, FlatParam._count_gradient

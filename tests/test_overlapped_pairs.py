@@ -200,7 +200,7 @@ def test_what_both_sides_of_a_pair_send_is_counted(pools: RankPools, more: dict[
     apart, paired = (pools[4].run(bytes_of_steps, more, overlaps) for overlaps in (False, True))
     for one, other in zip(apart, paired, strict=True):
         assert one["ep"] > 0
-        if more:  # a pair gathers the root's weights once, and fewer blocks ahead that nobody uses
+        if more:  # a pair gathers the root's weights once
             assert 0 < other.pop("dp") <= one.pop("dp")
         assert other == one
 

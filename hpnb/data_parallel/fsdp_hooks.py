@@ -177,18 +177,17 @@ class FSDPState(GradientSink):
             return  # the unit's backward follows at once
         self._running_forward.discard(unit)
         unit.register_sharded()
-        trains = torch.is_grad_enabled()
+        trains, ahead = torch.is_grad_enabled(), self._prefetch.end_forward() if unit is self.root else None
         if trains:
             unit.pending_backwards += 1
             for t in tensors_in(output):
                 if t.requires_grad:
-                    t.register_hook(partial(self._before_backward, unit))
+                    t.register_hook(partial(self._before_backward, unit, ahead))
         if unit is not self.root:
             if self.reshard_after_forward or not trains:
                 unit.reshard()
             return
         self._in_forward = False
-        self._prefetch.end_forward()
         for other in self.units[1:]:
             gathered_ahead = not trains or self.reshard_after_forward
             if gathered_ahead and not other.unsharded_registered:  # and not used, here or by another backward
@@ -251,12 +250,12 @@ class FSDPState(GradientSink):
 
     # --- backward ---------------------------------------------------------------------------
 
-    def _before_backward(self, unit: FSDPUnit, _: torch.Tensor) -> None:
+    def _before_backward(self, unit: FSDPUnit, ahead: list[FSDPUnit] | None, _: torch.Tensor) -> None:
         if self._in_backward and unit.unsharded_registered:  # the gradient of another output has come before
             return
         self._in_backward = True  # perhaps it was already, after a backward that an exception ended
         after_backward(self._end_backward)
-        self._unshard(unit, self._prefetch.next_in_backward(unit))
+        self._unshard(unit, self._prefetch.next_in_backward(unit) if ahead is None else ahead)
 
     def _on_complete(self, unit: FSDPUnit, flat: FlatParam) -> None:
         """All gradients of `flat` are complete."""

@@ -5,9 +5,10 @@
     backward    [ block 2 ][ block 1 ][ block 0 ]     the same order reversed
     all-gather  2  [ 1 ]      [ 0 ]
 
-The order is learned from the last forward. If this forward visits units in another order, only the prefetch
-misses: a unit that was not gathered ahead is gathered when it computes. All ranks run the same units, so they
-make the same calls in the same order.
+The order is learned from the last forward that began with the same block: a rank may have several stages of a
+pipeline, which take turns and have different blocks. If this forward visits units in another order, only the
+prefetch misses: a unit that was not gathered ahead is gathered when it computes. All ranks run the same
+units, so they make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ U = TypeVar("U")
 
 
 class PrefetchOrder(Generic[U]):
-    """The order of a module's units, the root first.
+    """The orders of a module's units, the root first.
 
     Args:
         num_ahead: how many units to gather ahead; 0 gathers each when it computes.
@@ -27,7 +28,7 @@ class PrefetchOrder(Generic[U]):
     def __init__(self, num_ahead: int) -> None:
         self.num_ahead = num_ahead
         self._visited: list[U] = []  # in this forward
-        self._order: list[U] = []  # in the last forward
+        self._orders: dict[U, list[U]] = {}  # in the last forwards, by the first unit after the root
         self._next_in_backward: dict[U, list[U]] = {}
 
     def start_forward(self) -> None:
@@ -37,21 +38,28 @@ class PrefetchOrder(Generic[U]):
         """The units to gather ahead while `unit` computes, which is the next one that this forward visits."""
         position = len(self._visited)
         self._visited.append(unit)
-        if position < len(self._order) and self._order[position] is unit:
-            return self._order[position + 1 : position + 1 + self.num_ahead]
+        if position:
+            order = self._orders.get(self._visited[1], [])
+        else:  # the first block is known if it has always been the same one
+            (order,) = self._orders.values() if len(self._orders) == 1 else [[]]
+        if position < len(order) and order[position] is unit:
+            return order[position + 1 : position + 1 + self.num_ahead]
         return []
 
     def next_in_backward(self, unit: U) -> list[U]:
-        """The units to gather ahead while the backward of `unit` computes."""
+        """The units to gather ahead while the backward of `unit` computes, which is not the root."""
         return self._next_in_backward.get(unit, [])
 
-    def end_forward(self) -> None:
-        """Learn the order of this forward, if it is another than the last one's."""
-        if self._visited == self._order:
-            return
-        self._order, self._next_in_backward = self._visited, {}
-        for position, unit in enumerate(self._order):
-            # The root's backward comes first: it gathers the last units ahead.
-            before = self._order[1:position] if position else self._order[1:]
-            previous = [other for other in reversed(before) if other is not unit]
-            self._next_in_backward[unit] = previous[: self.num_ahead]
+    def end_forward(self) -> list[U]:
+        """Learn the order of this forward.
+
+        Returns:
+            The last units, to gather ahead while the root's backward computes, which comes first.
+        """
+        units = self._visited[1:]
+        if units and self._orders.get(units[0]) != self._visited:
+            self._orders[units[0]] = self._visited
+            for position, unit in enumerate(units):
+                previous = [other for other in reversed(units[:position]) if other is not unit]
+                self._next_in_backward[unit] = previous[: self.num_ahead]
+        return units[::-1][: self.num_ahead]

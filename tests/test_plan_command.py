@@ -390,7 +390,7 @@ def test_ten_thousand_layouts_take_seconds() -> None:
 
 
 def test_datasheets() -> None:
-    assert {"t4", "a10", "l4", "a100-40", "a100", "h100", "h200", "b200", "rtx4090"} <= set(GPUS)
+    assert {"t4", "a10", "l4", "a100-40", "a100", "h100", "h800", "h200", "b200", "rtx4090"} <= set(GPUS)
     assert find_gpu("A100-80") is GPUS["a100"]
     assert find_gpu("T4").dtype == "fp16"
     cluster = find_gpu("h100").cluster(64)

@@ -40,7 +40,7 @@ class Attention:
     Attributes:
         sequence: tokens of a sequence, on all ranks together.
         heads, kv_heads: of queries, and of keys and values.
-        head_size: values of a head.
+        head_size: values of a head, the mean where those of a key and of a value differ.
         batch: sequences.
         bytes_per_value: of q, k and v.
 
@@ -51,7 +51,7 @@ class Attention:
     sequence: int
     heads: int
     kv_heads: int
-    head_size: int = 128
+    head_size: float = 128
     batch: int = 1
     bytes_per_value: int = 2
 

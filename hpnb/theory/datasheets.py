@@ -93,6 +93,8 @@ GPUS = {
         GPU("a100", 312e12, 80e9, 2.039e12, 300e9, "NVLink 3", 8, 25e9, 8),
         # NVIDIA H100 datasheet, SXM: 1,979 TFLOPS BF16 with sparsity, 80 GB, 3.35 TB/s, NVLink 900 GB/s; NDR
         GPU("h100", 989e12, 80e9, 3.35e12, 450e9, "NVLink 4", 8, 50e9, 8, "bf16", HOPPER_SHARE),
+        # NVIDIA H800 datasheet, SXM: as H100, with NVLink of 400 GB/s both ways
+        GPU("h800", 989e12, 80e9, 3.35e12, 200e9, "NVLink 4", 8, 50e9, 8, "bf16", HOPPER_SHARE),
         # NVIDIA H200 datasheet, SXM: as H100, with 141 GB and 4.8 TB/s
         GPU("h200", 989e12, 141e9, 4.8e12, 450e9, "NVLink 4", 8, 50e9, 8, "bf16", HOPPER_SHARE),
         # NVIDIA HGX B200 datasheet: of eight 36 PFLOPS BF16 with sparsity, 1.44 TB, 62 TB/s; NVLink 1.8 TB/s

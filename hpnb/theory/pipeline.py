@@ -76,8 +76,10 @@ def pipeline_seconds(stages: Sequence[float], microbatches: int) -> float:
     return sum(stages) + (microbatches - 1) * max(stages)
 
 
-FILL = {"gpipe": 1.0, "1f1b": 1.0, "zb-h1": 1 / 3, "zb-v": 1 / 6}
-"""{schedule: its filling and draining, over that of 1F1B, where F = I = W; zb-v from 2 p microbatches on}"""
+FILL = {"gpipe": 1.0, "1f1b": 1.0, "zb-h1": 1 / 3, "zb-v": 1 / 6, "dualpipe-v": 1 / 6}
+"""{schedule: its filling and draining, over that of 1F1B, if F = I = W; of a V from 2 p microbatches on}"""
+V_SHAPED = ("zb-v", "dualpipe-v")
+"""Schedules whose ranks have two chunks, there and back, so that rank 0 has both ends of the model."""
 
 
 def pipeline_parts(
@@ -96,7 +98,8 @@ def pipeline_parts(
 
     and what it takes beyond the mean work is the bubble. With v chunks a rank, filling and draining cost a
     v-th: (sum of t_s - max t_s) (1 - 1/v) less. ZB-H1 fills bubbles with weight gradients: 2/3 (p-1)/p sum of
-    t_s less. ZB-V's two chunks leave half a chunk's forward of each other rank: 5/6 less.
+    t_s less. ZB-V's two chunks leave half a chunk's forward of each other rank, and so do those of
+    DualPipe-V: 5/6 less.
 
     Args:
         stages: {part: seconds} of one microbatch, forward and backward, for each stage.

@@ -1,6 +1,7 @@
 """Bytes that leave the mean rank of any `ModelShape` in a step, by axis, as `hpnb.record.traffic` counts.
 
     tp         4 all-reduces of a block's activation, 6 with recomputation; 2 at the ends, 3 numbers a token
+               (`ModelShape.reduced_values` for experts and latent attention)
     cp         keys, values and their gradients around a ring or gathered, or Ulysses' all-to-alls (`context`)
     ep         4 all-to-alls of a block's routed tokens, 6 with recomputation, evenly routed (`experts`)
     pp         activations and their gradients at every stage's border; a tied table's gradient
@@ -15,6 +16,7 @@ from hpnb.mesh import ParallelLayout
 from hpnb.theory.communication import bytes_sent
 from hpnb.theory.context import ring_bytes, ulysses_bytes
 from hpnb.theory.experts import experts_sent
+from hpnb.theory.pipeline import V_SHAPED
 from hpnb.theory.plan_step import attention_of, last_rank, rank_parameters
 from hpnb.theory.plan_task import PlanTask
 
@@ -30,22 +32,32 @@ def plan_bytes(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
     sent = of_attention(attention_of(task, layout), c)
     predicting = task.batch / layout.dp * model.output_tokens(task.sequence) / c
     v = layout.chunks_per_rank
-    borders = p * v - (2 if layout.schedule == "zb-v" else 1)  # two chunks of zb-v meet on one rank
+    borders = p * v - (2 if layout.schedule in V_SHAPED else 1)  # two chunks of a V meet on one rank
     table = 2 * model.outputs * model.hidden / t
     both_ends = model.tied and last_rank(layout) > 0  # each has the table, and reduces it over dp
     passes = 2 * m + 1 if layout.zero_stage == 3 else 2  # every microbatch gathers weights twice
     dense, experts = rank_parameters(task, layout)
     dense += both_ends * table / 2 / p
-    ends = (model.parameters - model.layers * model.block_parameters) / p / t  # gathered once a microbatch
+    ends = model.end_parameters / p / t  # gathered once a microbatch
     dense_bytes = 2 * passes * dense - (2 * m * ends if layout.zero_stage == 3 else 0)
+    reduced = 2.0 * model.hidden  # of a token: embedding and outputs
+    kinds = [(model.layers - model.dense_layers, model), (model.dense_layers, model.dense_block)]
+    for count, kind in kinds:
+        forward, backward = kind.reduced_values
+        reduced += count * (again * forward + backward)
+    weights = {"dp": dense_bytes, "edp": 2.0 * passes * experts}
+    if layout.ep == 1:  # experts are replicated as all others
+        weights = {"dp": sum(weights.values()), "edp": 0.0}
+    routed = 0.0
+    if model.experts:
+        once = experts_sent(tokens, model.hidden, layout.ep, model.chosen)
+        routed = (1 + again) / 2 * model.expert_layers / p * once
     return {
-        "tp": (2 * (again + 1) * blocks + 2 / p) * bytes_sent("all_reduce", activation, t)
+        "tp": bytes_sent("all_reduce", 2 * tokens * reduced, t) / p
         + 3 / p * bytes_sent("all_reduce", 4.0 * predicting, t),
         "cp": attention * (again * sent.forward + sent.backward),
-        "ep": (1 + again) / 2 * blocks * experts_sent(tokens, model.hidden, layout.ep, model.chosen)
-        if model.experts
-        else 0.0,
+        "ep": routed,
         "pp": 2 * borders / p * activation + both_ends * 2 / p * bytes_sent("all_reduce", table, 2),
-        "dp": bytes_sent("all_gather", dense_bytes, layout.dp * c),
-        "edp": bytes_sent("all_gather", 2 * passes * experts, max(1, layout.dp * c // layout.ep)),
+        "dp": bytes_sent("all_gather", weights["dp"], layout.dp * c),
+        "edp": bytes_sent("all_gather", weights["edp"], max(1, layout.dp * c // layout.ep)),
     }

@@ -23,10 +23,12 @@ more, and GPT-2's gelu, which transformers writes out, 3 n. Without fused attent
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hpnb.mesh import ParallelLayout
 from hpnb.theory.layout_step import BUCKET_BYTES
 from hpnb.theory.model_states import model_states
-from hpnb.theory.plan_step import is_eager, last_rank, rank_blocks
+from hpnb.theory.plan_step import is_eager, last_rank, rank_blocks, rank_dense_blocks
 from hpnb.theory.plan_task import PlanTask
 from hpnb.theory.step_memory import StepMemory, StepTerms, step_moments
 
@@ -47,19 +49,23 @@ def block_bytes(task: PlanTask, layout: ParallelLayout, compiled: bool = True) -
     """
     model, t, b = task.model, layout.tp, task.microbatch_size(layout)
     tokens = float(b * task.sequence) / layout.cp
-    heads = -(-model.kv_heads // t) / model.kv_heads
+    heads = model.head_share(t)
     inputs = 1 / t if layout.sequence_parallel else 1.0
     norms = model.norms * model.hidden * (inputs + (inputs if task.software.shards_norms else 1))
-    attention = 2 * (model.heads + model.kv_heads) * model.head_size * heads
+    attention = model.attention_values(t)
     eager = is_eager(task, layout.cp) or not (compiled or model.norm_bias)
     if eager:
         more = 3 if task.value_bytes == 2 else 1  # a copy in float32, and the output before the weight
         norms += more * model.norms * model.hidden * inputs
         norms += more * model.qk_norm * (model.heads + model.kv_heads) * model.head_size * heads
+        norms += (2 if task.value_bytes == 2 else 1) * (model.q_lora_rank + model.kv_lora_rank)
     written_out = model.causal and model.norm_bias and not (model.gated or compiled)
-    mlp = (2 + model.gated * (2 if eager else 1) + 3 * written_out) * model.mlp / t
+    inner = (2 + model.gated * (2 if eager else 1) + 3 * written_out) / t  # of each inner value
+    mlp = inner * model.mlp
     if model.experts:
         mlp = model.chosen * (task.imbalance if layout.ep > 1 else 1.0) * (mlp + 2 * model.hidden)
+        mlp += inner * model.shared_mlp
+        mlp += 4 / task.value_bytes * model.hidden * (model.wide_router and task.value_bytes < 4)
     bytes_kept = task.value_bytes * tokens * (norms + attention + mlp)
     if not task.software.fused:  # scores, softmax and its mask; two masks of dropout
         scores = 0 if layout.recomputation == "attention" else 5 * model.heads * heads * task.sequence
@@ -76,6 +82,8 @@ def in_flight(layout: ParallelLayout, microbatches: int, rank: int) -> float:
         return float(microbatches)
     if layout.schedule.startswith("zb"):
         return float(min(p, microbatches))
+    if layout.schedule == "dualpipe-v":
+        return min(p + 0.5, float(microbatches))
     if v > 1:  # chunks that are warmed up, and the one at work
         return min((v - 1) * p + 2 * (p - rank - 1) + 1, v * microbatches) / v
     return float(min(p - rank, microbatches))
@@ -90,8 +98,9 @@ def rank_moments(task: PlanTask, layout: ParallelLayout, rank: int, compiled: bo
     """
     model, t, m, w = task.model, layout.tp, task.microbatches(layout), task.value_bytes
     b, blocks = task.microbatch_size(layout), rank_blocks(task.model.layers, layout)[rank]
+    plain = rank_dense_blocks(model, layout)[rank]  # blocks without experts, the first of them
     last, replicas, stage = rank == last_rank(layout), layout.dp * layout.cp, layout.zero_stage
-    dense, experts, root = _rank_parameters(task, layout, rank, blocks)
+    dense, experts, root = _rank_parameters(task, layout, rank, blocks, plain)
     states = [
         model_states(
             n, max(1, ranks), stage, weight_bytes=w, gradient_bytes=w, optimizer_bytes=12 if w == 2 else 8
@@ -101,7 +110,8 @@ def rank_moments(task: PlanTask, layout: ParallelLayout, rank: int, compiled: bo
     weights, reduced, optimizer = (
         sum(getattr(s, name) for s in states) for name in ("parameters", "gradients", "optimizer")
     )
-    full, one = w * (dense + experts), w * model.block_parameters / t
+    full, local_experts = w * (dense + experts), model.expert_parameters / t / layout.ep
+    one = w * (_block_parameters(task, layout) - local_experts * (replicas == layout.ep))  # what is sharded
     kept_between = full if stage == 1 or (stage == 0 and replicas > 1) else 0.0
     added_up = full if m > 1 and not (stage == 3 and task.software.reduces_every_microbatch) else 0.0
     complete = full if stage == 0 else reduced if stage > 1 else 0.0
@@ -110,15 +120,21 @@ def rank_moments(task: PlanTask, layout: ParallelLayout, rank: int, compiled: bo
 
     tokens = b * task.sequence / layout.cp
     block_kept, entry = block_bytes(task, layout, compiled), w * tokens * model.hidden
+    plain_kept = block_bytes(replace(task, model=model.dense_block), layout, compiled) if plain else 0.0
     passed = entry / (t if layout.sequence_parallel else 1)  # what one block gives the next
     recomputed = layout.recomputation == "full"
-    stored, inside = (passed, block_kept) if recomputed else (block_kept, 0.0)
-    routed = model.chosen * task.imbalance if model.experts else 1.0
-    flow = inside + w * tokens * (3 * routed * model.mlp / t + 2 * model.hidden)
+    stored, inside = (passed, max(block_kept, plain_kept)) if recomputed else (block_kept, 0.0)
+    inner = model.chosen * task.imbalance * model.mlp + model.shared_mlp if model.experts else model.mlp
+    flow = inside + w * tokens * (3 * max(inner, plain and model.dense_mlp) / t + 2 * model.hidden)
     head_kept, head_passing = _head_bytes(task, layout, compiled) if last else (0.0, 0.0)
     head_kept *= in_flight(layout, m, rank) if last else 0.0
     bucket = min(BUCKET_BYTES, full)
     sending = 2 * bucket if stage == 2 else one if stage == 3 and replicas > 1 else 0.0
+
+    def stored_of(first: int) -> float:
+        """Bytes of the first so many blocks."""
+        more = plain_kept - block_kept if plain and not recomputed else 0.0
+        return first * stored + min(first, plain) * more
 
     def passing(i: int) -> float:
         gathering = (1 + min(1, i)) * one if stage == 3 else 0.0
@@ -134,7 +150,7 @@ def rank_moments(task: PlanTask, layout: ParallelLayout, rank: int, compiled: bo
         kept_gradients=kept_between,
         added_gradients=added_up,
         complete_gradients=complete,
-        other_microbatches=(in_flight(layout, m, rank) - 1) * blocks * stored,
+        other_microbatches=(in_flight(layout, m, rank) - 1) * stored_of(blocks),
         head_kept=head_kept,
         head_passing=head_passing,
         table_gradient=w * model.outputs * model.hidden / t if last and m == 1 else 0.0,
@@ -144,21 +160,35 @@ def rank_moments(task: PlanTask, layout: ParallelLayout, rank: int, compiled: bo
         copies=passes if compiled else 4 * masters,
         workspaces=float(MATMUL_WORKSPACES) if compiled else 0.0,
     )
-    return step_moments(terms, blocks, lambda n: n * stored, passing, (blocks - 1, 0))
+    return step_moments(terms, blocks, stored_of, passing, (blocks - 1, 0))
+
+
+def _block_parameters(task: PlanTask, layout: ParallelLayout) -> float:
+    """Of one block on a rank."""
+    model, t = task.model, layout.tp
+    others = model.block_parameters - model.expert_parameters - model.replicated_weights
+    return model.replicated_weights + others / t + model.expert_parameters / t / layout.ep
 
 
 def _rank_parameters(
-    task: PlanTask, layout: ParallelLayout, rank: int, blocks: int
+    task: PlanTask, layout: ParallelLayout, rank: int, blocks: int, plain: int
 ) -> tuple[float, float, float]:
-    """Parameters of a rank: all but experts, experts, and those of the first that are in no block."""
+    """Parameters of a rank: all but experts, experts, and those of the first that are in no block.
+
+    Args:
+        blocks, plain: of the rank, and those of them without experts where others have some.
+    """
     model, t = task.model, layout.tp
     first, last = rank == 0, rank == last_rank(layout)
     root = model.embedding_parameters / t if first else 0.0
     if last:
         table = model.head_parameters or (0 if first else model.outputs * model.hidden)
         root += table / t + model.hidden
-    experts = blocks * model.expert_parameters / t / layout.ep
-    return blocks * (model.block_parameters - model.expert_parameters) / t + root, experts, root
+    experts = model.expert_parameters / t / layout.ep
+    dense = (blocks - plain) * (_block_parameters(task, layout) - experts)
+    if plain:
+        dense += plain * _block_parameters(replace(task, model=model.dense_block), layout)
+    return dense + root, (blocks - plain) * experts, root
 
 
 def _head_bytes(task: PlanTask, layout: ParallelLayout, compiled: bool) -> tuple[float, float]:
@@ -190,7 +220,11 @@ def rank_memory(task: PlanTask, layout: ParallelLayout, rank: int, compiled: boo
 
 
 def plan_memory(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
-    """{category: bytes} of the fullest rank."""
-    p, spare = layout.pp, task.model.layers % layout.pp
-    likely = {0, p - 1} | ({(p - spare) // 2} if spare else {min(1, p - 1)})
+    """{category: bytes} of the fullest rank.
+
+    Earlier ranks hold more microbatches, so of ranks with the same blocks the first is the fullest.
+    """
+    p, model = layout.pp, task.model
+    blocks = list(zip(rank_blocks(model.layers, layout), rank_dense_blocks(model, layout), strict=True))
+    likely = {0, min(1, p - 1), p - 1} | {rank for rank in range(1, p) if blocks[rank] != blocks[rank - 1]}
     return max((rank_memory(task, layout, rank) for rank in sorted(likely)), key=lambda m: sum(m.values()))

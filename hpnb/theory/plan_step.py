@@ -10,12 +10,13 @@ of whose tokens a rank has a c-th. Parts of the mean rank:
                  pipeline needs between two actions
     tp           4 all-reduces a block, or pairs of reduce-scatter and all-gather; 6 with recomputation
     cp           what a ring's sends exceed the attention beside them, or all-to-alls of Ulysses (`context`)
-    ep           4 all-to-alls a block, with nothing to hide behind; 6 with recomputation (`experts`)
+    ep           4 all-to-alls a block, 6 with recomputation (`experts`), of which dualpipe-v exposes what
+                 takes longer than the computing of another microbatch
     bubble       of the schedule (`pipeline_parts`), and waits for the slowest stage
     exposed pp   hops that nothing hides
     exposed dp   gradients behind the last backward, weights of ZeRO, over dp x cp, and experts' over the
-                 ranks that have the same; and half of what is hidden, because communication takes SMs and
-                 bandwidth from the computing beside it
+                 ranks that have the same; and of this and of ep, half of what is hidden, because
+                 communication takes SMs and bandwidth from the computing beside it
     optimizer    28 bytes a parameter, over memory bandwidth
 
 What a program overlaps and how it keeps gradients is a `Software`, by default this library. Constants without
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate, pairwise
 
 from hpnb.mesh import ParallelLayout
 from hpnb.theory.cluster import Cluster
@@ -40,8 +42,9 @@ from hpnb.theory.context import (
 )
 from hpnb.theory.layout_step import BUCKET_BYTES, stage_blocks
 from hpnb.theory.links import Link
+from hpnb.theory.model_shape import ModelShape
 from hpnb.theory.overlap import zero3_exposed_seconds
-from hpnb.theory.pipeline import pipeline_parts
+from hpnb.theory.pipeline import V_SHAPED, pipeline_parts
 from hpnb.theory.plan_task import PlanTask, Software, refusal
 
 PLAN_PARTS = (
@@ -68,13 +71,16 @@ _ADAM = 28  # bytes a parameter: float32 weight and moments in and out, 16-bit g
 
 @lru_cache(maxsize=4096)
 def links(cluster: Cluster, layout: ParallelLayout) -> dict[str, Link]:
-    """{axis: what its ring sees}, with tp innermost and dp outermost; "dp" is the axis of dp x cp.
+    """{axis: what its ring sees}, with tp innermost; "dp" is the axis of dp x cp.
+
+    dp is outermost, or pp where the layout's order says so: then the ranks of one stage are neighbours.
 
     Ranks of an all-to-all do not send to neighbours alone: those of other nodes get all but their own node's
     share, through one rank's share of the cards.
     """
     t, host, ep = min(layout.tp, cluster.host), cluster.host, layout.ep
-    stage, inner = layout.cp * layout.tp, layout.cp * layout.pp * layout.tp
+    between = layout.pp if layout.order.index("dp") < layout.order.index("pp") else 1  # ranks of other stages
+    stage, inner = layout.cp * layout.tp, layout.cp * between * layout.tp
     near_cp = min(layout.cp, host // t)  # ranks of a group on one node
     near_dp = near_cp * max(1, host // inner)
 
@@ -91,32 +97,47 @@ def links(cluster: Cluster, layout: ParallelLayout) -> dict[str, Link]:
         "cp": exchange(stage, layout.cp, near_cp)
         if layout.context_parallel == "ulysses"
         else cluster.link(stage, near_cp),
-        "ep": exchange(ep * layout.tp * (layout.pp if ep > layout.cp else 1), ep, near_ep),
+        "ep": exchange(ep * layout.tp * (between if ep > layout.cp else 1), ep, near_ep),
         # Only the ranks of one stage cross a node's border at a time, and no message takes two cards.
-        "pp": cluster.link(inner, max(1, min(host // min(stage, host), host // cluster.cards))),
-        "dp": cluster.link(layout.world_size, near_dp),
-        "edp": cluster.link(layout.world_size, max(1, near_dp // ep)),
+        "pp": cluster.link(inner, max(1, min(host // min(stage, host), host // cluster.cards)))
+        if between == layout.pp
+        else cluster.link(layout.world_size, max(1, host // cluster.cards)),
+        "dp": cluster.link(layout.dp * inner, near_dp),
+        "edp": cluster.link(layout.dp * inner, max(1, near_dp // ep)),
     }
 
 
 def rank_blocks(layers: int, layout: ParallelLayout) -> tuple[int, ...]:
     """Blocks of each rank of a pipeline, all its chunks together."""
     p, blocks = layout.pp, stage_blocks(layers, layout.pp * layout.chunks_per_rank)
-    if layout.schedule == "zb-v":  # down the ranks and up again
+    if layout.schedule in V_SHAPED:  # down the ranks and up again
         return tuple(blocks[rank] + blocks[-1 - rank] for rank in range(p))
     return tuple(sum(blocks[rank::p]) for rank in range(p))
 
 
+def rank_dense_blocks(model: ModelShape, layout: ParallelLayout) -> tuple[int, ...]:
+    """Of `rank_blocks`, those that have no experts where others do: the model's first."""
+    p = layout.pp
+    ends = list(accumulate(stage_blocks(model.layers, p * layout.chunks_per_rank), initial=0))
+    dense = [model.dense_blocks(start, stop) for start, stop in pairwise(ends)]
+    if layout.schedule in V_SHAPED:
+        return tuple(dense[rank] + dense[-1 - rank] for rank in range(p))
+    return tuple(sum(dense[rank::p]) for rank in range(p))
+
+
 def last_rank(layout: ParallelLayout) -> int:
     """The pipeline rank with the outputs."""
-    return 0 if layout.schedule == "zb-v" else layout.pp - 1
+    return 0 if layout.schedule in V_SHAPED else layout.pp - 1
 
 
 def rank_parameters(task: PlanTask, layout: ParallelLayout) -> tuple[float, float]:
     """Parameters of the mean rank: what dp x cp replicates, and its experts."""
     model, inner = task.model, layout.pp * layout.tp
-    experts = model.layers * model.expert_parameters
-    return (model.parameters - experts) / inner, experts / inner / layout.ep
+    experts = model.model_expert_parameters
+    dense = (model.parameters - experts) / inner
+    if layout.tp > 1:  # matrices of which each tensor-parallel rank has a copy
+        dense += model.over_blocks("replicated_weights") * (1 - 1 / layout.tp) / layout.pp
+    return dense, experts / inner / layout.ep
 
 
 @lru_cache(maxsize=65536)
@@ -145,7 +166,8 @@ def routed_bytes(software: Software, chosen: int) -> tuple[float, float]:
 def is_eager(task: PlanTask, cp: int) -> bool:
     """Whether a block's small operations are kernels of their own. A layer norm is one kernel anyway."""
     soft, model = task.software, task.model
-    return soft.fused and not soft.fuses_messages and (cp > 1 or model.experts > 0) and not model.norm_bias
+    sends = cp > 1 or model.experts > 0 or model.beside_experts
+    return soft.fused and not soft.fuses_messages and sends and not model.norm_bias
 
 
 def score_work(task: PlanTask, b: int, t: int) -> tuple[float, tuple[float, float]]:
@@ -154,8 +176,8 @@ def score_work(task: PlanTask, b: int, t: int) -> tuple[float, tuple[float, floa
     Fused, FLOPs are divided by what of the matmul rate the kernel reaches, and no bytes are written.
     """
     model, s = task.model, task.sequence
-    heads = model.heads * -(-model.kv_heads // t) / model.kv_heads  # of the rank with most
-    scores = 4.0 * b * s * s * model.head_size * heads
+    heads = model.heads * model.head_share(t)  # of the rank with most
+    scores = 4.0 * b * s * s * model.score_size * heads
     if task.software.fused:
         return scores * (0.5 if model.causal else 1.0) / task.software.attention_share, (0.0, 0.0)
     values = b * heads * s * s
@@ -168,28 +190,29 @@ def block_seconds(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """{part: seconds} of one block's forward and backward for a microbatch of b samples, messages aside."""
     model, cluster, s = task.model, task.cluster, task.sequence
-    tokens, rate = float(b * s) / cp, task.cluster.share * task.cluster.peak
-    heads = -(-model.kv_heads // t) / model.kv_heads  # of the rank with most
+    tokens, rate = float(b * s) / cp, task.rate
     scores, dropped = score_work(task, b, t)
 
     def matmul_seconds(rows: float, weights: float, read: float) -> float:
         return max(2 * rows * weights / rate, 2 * read / cluster.memory_bandwidth)  # no less than its weights
 
     routed = model.chosen * tokens * (task.imbalance if ep > 1 else 1.0) if model.experts else 0.0
-    dense = model.attention_weights * heads + (model.dense_weights - model.attention_weights) / t
+    dense = model.rank_weights(t)
     matmul = matmul_seconds(tokens, dense, dense)
     matmul += matmul_seconds(routed, model.mlp_weights / t, model.expert_parameters / ep / t)
+    matmul /= 2 if task.software.fp8_matmuls else 1
     again = 2.5 if task.software.fused else 2.0  # a fused backward computes the scores once more
     between = tokens * model.hidden / (t if sequence_parallel else 1)
-    inner = (routed or tokens) * model.mlp / t
+    inner = (routed * model.mlp + tokens * model.shared_mlp if model.experts else tokens * model.mlp) / t
     residual, mlp = ((16, 20) if task.software.fused else (22, 34)), ((6, 10) if model.gated else (4, 6))
     sorting = routed_bytes(task.software, model.chosen)
     moved = [between * residual[i] + inner * mlp[i] + routed * model.hidden * sorting[i] + dropped[i] / cp
              for i in (0, 1)]  # fmt: skip
     if is_eager(task, cp):
-        rotated = tokens * (model.heads + model.kv_heads) * model.head_size * heads
+        rotated = tokens * model.rotated_values * model.head_share(t)
+        latent = tokens * (model.q_lora_rank + model.kv_lora_rank)
         for i in (0, 1):
-            moved[i] += model.norms * between * _EAGER_NORM[i] + rotated * _EAGER_ROTATION[i]
+            moved[i] += (model.norms * between + latent) * _EAGER_NORM[i] + rotated * _EAGER_ROTATION[i]
             moved[i] += model.qk_norm * rotated * _EAGER_NORM[i]
             moved[i] += inner * _EAGER_GATE[i]
     forward, backward = (
@@ -202,11 +225,16 @@ def block_seconds(
 
 
 def attention_of(task: PlanTask, layout: ParallelLayout) -> Attention:
-    """The attention of a block on one rank of tp, for a microbatch."""
-    model, t = task.model, layout.tp
+    """The attention of a block on one rank of tp, for a microbatch.
+
+    Around a ring, and gathered, values of another size than keys are padded.
+    """
+    model, t = task.model, layout.tp if task.model.shards_attention else 1
     kv_heads = -(-model.kv_heads // t)
     heads = model.heads // model.kv_heads * kv_heads
-    return Attention(task.sequence, heads, kv_heads, model.head_size, task.microbatch_size(layout))
+    padded = max(model.head_size, model.value_size)
+    size = model.score_size if layout.context_parallel == "ulysses" else padded
+    return Attention(task.sequence, heads, kv_heads, size, task.microbatch_size(layout))
 
 
 def context_seconds(task: PlanTask, layout: ParallelLayout, link: Link, forwards: int) -> float:
@@ -221,45 +249,84 @@ def context_seconds(task: PlanTask, layout: ParallelLayout, link: Link, forwards
     if layout.context_parallel == "all-gather":
         exposed = all_gather_exposed(attention, c, link)
         return forwards * exposed.forward + exposed.backward
-    rate = task.software.attention_share * task.cluster.share * task.cluster.peak
+    rate = task.software.attention_share * task.rate
     step = ring_step_seconds(attention, c, rate)
     exposed = ring_exposed(attention, c, link, step)
     return forwards * exposed.forward + exposed.backward
 
 
-def stage_seconds(task: PlanTask, layout: ParallelLayout) -> list[dict[str, float]]:
-    """{part: seconds} of one microbatch on every stage, forward and backward."""
-    model, b, t, p, c = task.model, task.microbatch_size(layout), layout.tp, layout.pp, layout.cp
+def _step_of_block(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
+    """{part: seconds} of one microbatch in one block, forward and backward, messages included."""
+    model, b, t, c = task.model, task.microbatch_size(layout), layout.tp, layout.cp
     link, forwards = links(task.cluster, layout), 2 if layout.recomputation == "full" else 1
     forward, backward = block_seconds(task, b, t, layout.sequence_parallel, c, layout.ep)
     split = SPLIT_BACKWARD if layout.schedule.startswith("zb") else 1.0
     block = {part: forwards * forward[part] + split * backward[part] for part in forward}
     if layout.recomputation == "attention":  # the scores alone
         scores, written = score_work(task, b, t)
-        block["matmuls"] += scores / c / (task.cluster.share * task.cluster.peak)
+        block["matmuls"] += scores / c / task.rate
         block["memory"] += written[0] / c / task.cluster.memory_bandwidth
     if layout.recomputation == "full" and task.software.stops_early and not model.experts:
         last = model.mlp_weights / (2 + model.gated) / t
-        block["matmuls"] -= 2 * b * task.sequence / c * last / (task.cluster.share * task.cluster.peak)
+        block["matmuls"] -= 2 * b * task.sequence / c * last / task.rate
+    if task.software.recomputes_latent:
+        again = _recomputed_latent(task, b, t, c)
+        block = {part: seconds + again.get(part, 0.0) for part, seconds in block.items()}
     activation = 2.0 * b * task.sequence / c * model.hidden
     block["cp"] = context_seconds(task, layout, link["cp"], forwards) if c > 1 else 0.0
-    routed = (task.software.token_copies or model.chosen) * task.imbalance * activation
-    block["ep"] = 2 * (forwards + 1) * seconds("all_to_all", routed, layout.ep, link["ep"])
-    reduce = seconds("all_reduce", activation, t, link["tp"]) if t > 1 else 0.0
-    block["tp"] = 2 * (forwards + 1) * reduce / (t if task.software.tp_overlap else 1)
+    block["ep"] = 0.0
+    if model.experts:
+        soft = task.software
+        routed = (soft.token_copies or model.chosen) * task.imbalance * activation
+        routed *= (soft.dispatch_bytes + 2) / 4  # of 2 bytes, as the results are
+        sent = 2 * (forwards + 1) * seconds("all_to_all", routed, layout.ep, link["ep"])
+        hidden = min(sent, sum(block.values())) if layout.schedule == "dualpipe-v" else 0.0
+        block["ep"] = sent - hidden
+        block["ep"] += 0.0 if soft.message_sms else _overlap_cost(task, link["ep"], hidden)
+    forward_values, backward_values = model.reduced_values
+    activations = (forwards * forward_values + backward_values) / model.hidden
+    block["tp"] = activations * _reduce_seconds(task, layout) / (t if task.software.tp_overlap else 1)
     if task.software.gradient_bytes == 4:  # a matmul adds to a float32 gradient
         parameters = model.block_parameters - model.expert_parameters * (1 - 1 / layout.ep)
         block["memory"] += 8 * parameters / t / task.cluster.memory_bandwidth
-    stages = [{part: n * value for part, value in block.items()} for n in rank_blocks(model.layers, layout)]
+    return block
+
+
+def _recomputed_latent(task: PlanTask, b: int, t: int, cp: int) -> dict[str, float]:
+    """{part: seconds} of a block's norms and up projections of latent attention, forward."""
+    model, tokens = task.model, float(b * task.sequence) / cp
+    latent = model.q_lora_rank + model.kv_lora_rank
+    flops = 2 * tokens * model.up_weights * model.head_share(t) / (2 if task.software.fp8_matmuls else 1)
+    normed = 4 * tokens * (model.norms * model.hidden + latent)  # read and written
+    return {"matmuls": flops / task.rate, "memory": normed / task.cluster.memory_bandwidth}
+
+
+def _reduce_seconds(task: PlanTask, layout: ParallelLayout) -> float:
+    """Seconds of one all-reduce of a microbatch's activation over tp."""
+    if layout.tp == 1:
+        return 0.0
+    activation = 2.0 * task.microbatch_size(layout) * task.sequence / layout.cp * task.model.hidden
+    return seconds("all_reduce", activation, layout.tp, links(task.cluster, layout)["tp"])
+
+
+def stage_seconds(task: PlanTask, layout: ParallelLayout) -> list[dict[str, float]]:
+    """{part: seconds} of one microbatch on every stage, forward and backward."""
+    model, b, t, p, c = task.model, task.microbatch_size(layout), layout.tp, layout.pp, layout.cp
+    block, blocks = _step_of_block(task, layout), rank_blocks(model.layers, layout)
+    stages = [{part: n * value for part, value in block.items()} for n in blocks]
+    if model.dense_layers:  # the first blocks have one MLP instead of experts
+        dense = _step_of_block(replace(task, model=model.dense_block), layout)
+        for times, n in zip(stages, rank_dense_blocks(model, layout), strict=True):
+            for part in times:
+                times[part] += n * (dense[part] - block[part])
     if p > 1:
         for times in stages:
             times["launches"] += 2 * layout.chunks_per_rank * task.software.action_seconds
     outputs, last = b * model.output_tokens(task.sequence) * model.outputs / t / c, last_rank(layout)
-    rate = task.cluster.share * task.cluster.peak
-    stages[last]["matmuls"] += 6 * outputs * model.hidden / rate
+    stages[last]["matmuls"] += 6 * outputs * model.hidden / task.rate
     stages[last]["memory"] += task.software.loss_bytes * outputs / task.cluster.memory_bandwidth
-    stages[0]["tp"] += reduce
-    stages[last]["tp"] += reduce
+    for rank in (0, last):
+        stages[rank]["tp"] += _reduce_seconds(task, layout)
     return stages
 
 
@@ -339,8 +406,12 @@ def _exposed_dp(task: PlanTask, layout: ParallelLayout, stage: float) -> float:
         exposed = _behind(backward, over("all_reduce", soft.gradient_bytes, buckets), buckets)
         total = over("all_reduce", soft.gradient_bytes)
     # Hidden bytes take SMs and memory bandwidth from computing: half of what they would take inside a node.
-    hidden = max(0.0, total - exposed) * link["dp"].bandwidth / task.cluster.inside.bandwidth
-    return exposed + OVERLAP_COST * hidden
+    return exposed + _overlap_cost(task, link["dp"], max(0.0, total - exposed))
+
+
+def _overlap_cost(task: PlanTask, link: Link, hidden: float) -> float:
+    """Seconds by which so many of hidden communication prolong the computing beside them."""
+    return OVERLAP_COST * hidden * link.bandwidth / task.cluster.inside.bandwidth
 
 
 def _behind(backward: float, bucket: float, buckets: int) -> float:

@@ -8,7 +8,7 @@ from math import gcd
 from hpnb.mesh import ParallelLayout
 from hpnb.theory.cluster import Cluster
 from hpnb.theory.model_shape import ModelShape
-from hpnb.theory.pipeline import FILL
+from hpnb.theory.pipeline import FILL, V_SHAPED
 
 ATTENTION_SHARE = 0.6  # of the matmul rate, by fused attention
 
@@ -41,6 +41,11 @@ class Software:
             a dispatcher that sends to ranks, as DeepEP does, sends one for each rank that has some.
         fuses_permutations: sorting tokens by expert, and adding up what experts give, are one kernel each,
             and routing weights multiply inner values.
+        dispatch_bytes: of a value that is sent to experts. Their results have 2.
+        fp8_matmuls: those of a block's weights have 8-bit operands and twice the rate. What converts them is
+            not counted.
+        message_sms: share of a GPU's SMs that do nothing but send messages beside the computing of others.
+        recomputes_latent: a backward recomputes norms and latent attention's up projections.
     """
 
     fused: bool = True
@@ -58,6 +63,10 @@ class Software:
     reduces_every_microbatch: bool = False
     token_copies: float = 0.0
     fuses_permutations: bool = False
+    dispatch_bytes: float = 2.0
+    fp8_matmuls: bool = False
+    message_sms: float = 0.0
+    recomputes_latent: bool = False
 
 
 HPNB = Software()
@@ -91,6 +100,11 @@ class PlanTask:
         return self.batch * self.sequence
 
     @property
+    def rate(self) -> float:
+        """FLOP/s that 16-bit matmuls reach."""
+        return self.cluster.share * self.cluster.peak * (1 - self.software.message_sms)
+
+    @property
     def flops(self) -> float:
         """Matmul FLOPs of a step, nothing recomputed."""
         return self.model.training_flops(self.batch, self.sequence)
@@ -115,7 +129,7 @@ def refusal(task: PlanTask, layout: ParallelLayout) -> tuple[str, str] | None:
             f"a batch of {task.batch} cannot be split over {d} pipelines into microbatches of {b}; "
             + _sizes_that_divide(task.batch, d),
         )
-    if t > model.kv_heads:
+    if t > model.kv_heads and model.shards_attention:
         return (
             "more tp ranks than key-value heads",
             f"tp={t} is more than {model.kv_heads} key-value heads; use tp={model.kv_heads} or less",
@@ -135,7 +149,7 @@ def refusal(task: PlanTask, layout: ParallelLayout) -> tuple[str, str] | None:
         return "ZeRO without replicas", f"ZeRO {layout.zero_stage} shards over dp, and dp=1"
     if layout.schedule not in (*FILL, "interleaved"):
         return "schedule without a closed form", f"{layout.schedule} has no closed form here; use 1f1b"
-    if layout.schedule.startswith("zb"):
+    if layout.schedule.startswith("zb") or layout.schedule in V_SHAPED:
         if task.microbatches(layout) < stages:
             return (
                 "too few microbatches for a split backward",
@@ -155,10 +169,9 @@ def refusal(task: PlanTask, layout: ParallelLayout) -> tuple[str, str] | None:
             f"ep={layout.ep} does not divide {model.experts} experts"
             + (f"; use ep={gcd(layout.ep, model.experts)}" if model.experts else ""),
         )
-    if layout.ep > 1 and layout.zero_stage == 3:
-        return "ep with ZeRO 3", f"ZeRO 3 with ep={layout.ep} is not predicted; use ZeRO 2 or less"
-    if model.experts and layout.sequence_parallel:
-        return "experts with sequence parallelism", "a router is not sharded along tokens; leave sp out"
+    if layout.sequence_parallel and not model.allows_sequence_parallel:
+        what = "a router" if model.experts else "latent attention"
+        return f"sequence parallelism with {what}", f"{what} is not sharded along tokens; leave sp out"
     if layout.tp_mode != "1d" or (layout.recomputation == "attention" and task.software.fused):
         return "not predicted", f"{layout}: only tp_mode='1d' and full or no recomputation are predicted"
     return None

@@ -15,6 +15,7 @@ from hpnb.plot.canvas import WIDTH, Key, panel_title
 from hpnb.plot.grammar import styles_of
 from hpnb.plot.lanes import Lanes, draw
 from hpnb.record import Event, Timeline
+from hpnb.theory.pipeline import V_SHAPED
 from hpnb.theory.plan_memory import MEMORY_PARTS, rank_memory
 from hpnb.theory.plan_step import plan_parts, stage_seconds
 from hpnb.theory.plan_task import PlanTask
@@ -32,7 +33,7 @@ def plan_timeline(task: PlanTask, plan: Plan) -> Timeline:
     drawn = max(p, MOST_MICROBATCHES // p * p)
     m = min(task.microbatches(layout), drawn)
     per_rank = [sum(stage.values()) / v for stage in stage_seconds(task, layout)]
-    order = [*range(p), *reversed(range(p))] if layout.schedule == "zb-v" else list(range(p)) * v
+    order = [*range(p), *reversed(range(p))] if layout.schedule in V_SHAPED else list(range(p)) * v
     stages = [per_rank[rank] for rank in order]
     forwards = 2 if layout.recomputation else 1  # a backward recomputes the forward first
     unit = [seconds / (forwards + 2) for seconds in stages]

@@ -41,7 +41,7 @@ def parse_layout_code(code: str) -> ParallelLayout:
     rest = code.strip().lower()
     while rest:
         match = re.match(
-            r"(dp|pp|cp|tp|ep|zero|mb|interleaved)(\d+)(?:-|$)|(1f1b|gpipe|zb-h1|zb-v|full|selective|sp|ulysses|all-gather)(?:-|$)",
+            r"(dp|pp|cp|tp|ep|zero|mb|interleaved)(\d+)(?:-|$)|(1f1b|gpipe|zb-h1|zb-v|dualpipe-v|full|selective|sp|ulysses|all-gather)(?:-|$)",
             rest,
         )
         if match is None:

@@ -29,7 +29,6 @@ from hpnb.theory.published_runs import MEGATRON, MEGATRON_CORE
 LEFT_OUT = {
     "MLPerf GPT-3, torchtitan's 70B and 405B": "matmuls in FP8 are not predicted",
     "torchtitan's 8B in BF16": "its H100s were limited to 500 W and had other memory than the datasheet's",
-    "DeepSeek-V3 (arXiv 2412.19437)": "FP8 and latent attention are not predicted",
     "Mixtral in Megatron-LM's README for experts": "its layouts are published without times",
     "GPT-OSS in NeMo AutoModel": "FlexAttention over windows, and biases added expert by expert, are not "
     "predicted",
@@ -119,7 +118,9 @@ def _steps(task: PlanTask, row: PublishedStep) -> Iterator[tuple[float, Parallel
     samples, blocks = row.batch // row.layout.dp, row.model.layers // row.layout.pp
     sizes = [n for n in range(1, samples + 1) if samples % n == 0]
     layouts = [
-        replace(row.layout, microbatch_size=b, chunks=v, schedule="interleaved" if v > 1 else "1f1b")
+        replace(
+            row.layout, microbatch_size=b, chunks=v, schedule="interleaved" if v > 1 else row.layout.schedule
+        )
         for b in ([row.microbatch_size] if row.microbatch_size else sizes)
         for v in ([row.chunks] if row.chunks else range(1, blocks + 1))
     ]
@@ -287,12 +288,49 @@ AUTOMODEL = Software(loss_bytes=40, fuses_messages=True, token_copies=1.0, fuses
 
 
 def _automodel_rows() -> Iterator[PublishedStep]:
-    # Layout and recomputation are the file's. Dense weights are sharded as in ZeRO 3 there, which is not
-    # predicted with experts; between 8 GPUs that costs little.
+    # Layout and recomputation are the file's. Dense weights are sharded as in ZeRO 3; of experts there is one
+    # copy.
     qwen = ModelShape("qwen3-30b-a3b", 2048, 48, 32, 4, 128, 768, 151936, 151936 * 2048, 151936 * 2048, 4096,
                       gated=True, qk_norm=True, experts=128, chosen=8)  # fmt: skip
-    layout = ParallelLayout(8, ep=8, zero_stage=2, recomputation="full")
+    layout = ParallelLayout(8, ep=8, zero_stage=3, recomputation="full")
     yield PublishedStep("Qwen3 30B on 8", qwen, 4096, 512, layout, 21.773, 4, 1)
+
+
+# Section 3: matmuls in FP8 except attention, outputs and routers; a token goes to 4 nodes at most, dispatched
+# in FP8 with a float32 scale for each 128 values, by 20 of 132 SMs; gradients are float32. That permutations
+# are fused, and weights gathered during a forward, is assumed.
+HAI_LLM = Software(
+    overlap_weights=True,
+    gradient_bytes=4,
+    loss_bytes=52,
+    action_seconds=0.0,
+    fuses_messages=True,
+    token_copies=4.0,
+    fuses_permutations=True,
+    dispatch_bytes=1 + 4 / 128,
+    fp8_matmuls=True,
+    message_sms=20 / 132,
+    recomputes_latent=True,
+)
+DEEPSEEK_V3 = ModelShape(
+    "deepseek-v3", 7168, 61, 128, 128, 192, 2048, 129280, 129280 * 7168, 129280 * 7168, 163840, gated=True,
+    experts=256, chosen=8, shared_mlp=2048, wide_router=True, dense_layers=3, dense_mlp=18432,
+    kv_lora_rank=512, q_lora_rank=1536, rope_head_size=64, value_head_size=128,
+)  # fmt: skip
+
+
+def _deepseek_rows() -> Iterator[PublishedStep]:
+    """15,360 samples of 4,096 tokens on 2,048 GPUs, which took 180,000 GPU hours for 10^12 tokens.
+
+    One more block, and the outputs once more, predict the token after the next. DualPipe is predicted as
+    DualPipe-V, where rank 0 has both ends of the model. In DualPipe the last rank has them, too, and half of
+    the microbatches, so that either computes the outputs once a microbatch.
+    """
+    trained = replace(DEEPSEEK_V3, layers=62)
+    layout = ParallelLayout(128, 16, ep=64, zero_stage=1, schedule="dualpipe-v", order=("pp", "dp", "tp"))
+    batch, sequence, gpus = 15360, 4096, 2048
+    seconds = 180e3 * 3600 * batch * sequence / 1e12 / gpus
+    yield PublishedStep("671B on 2,048", trained, sequence, batch, layout, seconds, 1, 1)
 
 
 _CORE_SHARE, _FOUNDRY_SHARE = 0.508, 0.549
@@ -332,6 +370,10 @@ GROUPS = (
     PublishedProgram(
         "NeMo AutoModel", "docs/performance-summary.md of NVIDIA-NeMo/Automodel, October 2025, BF16", "h100",
         AUTOMODEL, _CORE_SHARE, None, tuple(_automodel_rows()), share_of="Megatron-Core",
+    ),
+    PublishedProgram(
+        "DeepSeek-V3", "arXiv 2412.19437, section 3.2 and table 1", "h800",
+        HAI_LLM, _CORE_SHARE, None, tuple(_deepseek_rows()), share_of="Megatron-Core",
     ),
 )  # fmt: skip
 

@@ -18,8 +18,9 @@ GPT2_NAMES = {"gpt2": "124m", "gpt2-medium": "355m", "gpt2-large": "774m", "gpt2
 VIT_NAMES = {"vit-b16": "b16", "vit-l16": "l16"}
 CLASSES = 1000
 _EXPERTS = ("mixtral", "qwen3_moe")
+_LATENT = ("deepseek_v2", "deepseek_v3")
 _LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", *_EXPERTS)
-SUPPORTED = (*_LLAMA_LIKE, "gpt2", "vit")
+SUPPORTED = (*_LLAMA_LIKE, *_LATENT, "gpt2", "vit")
 
 
 def read_model(name: str) -> ModelShape:
@@ -81,6 +82,8 @@ def shape_of_config(config: Any, name: str = "") -> ModelShape:
         return shape_of_gpt2(name, GPT2Size.of(config))
     if kind == "vit":
         return shape_of_vit(name, ViTSize.of(config), config.num_labels)
+    if kind in _LATENT:
+        return shape_of_deepseek(name, config)
     if kind not in _LLAMA_LIKE:
         raise ValueError(
             f"{name} is a {kind}, whose parameters are not known here; there are {', '.join(SUPPORTED)}"
@@ -106,6 +109,37 @@ def shape_of_config(config: Any, name: str = "") -> ModelShape:
         qk_norm=kind in ("qwen3", "qwen3_moe", "gemma3_text"),
         experts=experts, chosen=config.num_experts_per_tok if experts else 1,
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
+    )  # fmt: skip
+
+
+def shape_of_deepseek(name: str, config: Any) -> ModelShape:
+    """Latent attention, and experts in all blocks but the first. Modules that predict further tokens are not
+    counted: transformers builds none for training.
+    """
+    h, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
+    dense_layers = min(config.first_k_dense_replace, layers)
+    table, biases = config.vocab_size * h, bool(config.attention_bias)
+    if dense_layers == layers:
+        experts: dict[str, Any] = {"mlp": config.intermediate_size}
+    else:
+        experts = {
+            "mlp": config.moe_intermediate_size,
+            "experts": config.n_routed_experts,
+            "chosen": config.num_experts_per_tok,
+            "shared_mlp": config.moe_intermediate_size * config.n_shared_experts,
+            "wide_router": True,
+            "dense_layers": dense_layers,
+            "dense_mlp": config.intermediate_size if dense_layers else 0,
+        }
+    return ModelShape(
+        name, h, layers, heads, heads, config.qk_nope_head_dim + config.qk_rope_head_dim,
+        outputs=config.vocab_size, embedding_parameters=table,
+        head_parameters=0 if config.tie_word_embeddings else table,
+        positions=config.max_position_embeddings, gated=True, qkv_bias=biases,
+        out_bias=biases, mlp_bias=config.model_type == "deepseek_v2" and bool(config.mlp_bias),
+        kv_lora_rank=config.kv_lora_rank, q_lora_rank=config.q_lora_rank or 0,
+        rope_head_size=config.qk_rope_head_dim, value_head_size=config.v_head_dim,
+        shards_attention=any("self_attn" in path for path in config.base_model_tp_plan), **experts,
     )  # fmt: skip
 
 

@@ -107,15 +107,17 @@ def candidates(task: PlanTask) -> Iterator[ParallelLayout]:
         schedules = [("1f1b", 1)]
         if sizes.pp > 1:
             schedules += [("zb-h1", 1), ("zb-v", 1), *(("interleaved", v) for v in CHUNKS)]
+            schedules += [("dualpipe-v", 1)] * (sizes.ep > 1)  # which overlaps messages of experts
         for b in microbatches:
             for schedule, chunks in schedules:
                 shape = replace(sizes, microbatch_size=b, schedule=schedule, chunks=chunks)
                 if refusal(task, shape) is not None:
                     yield shape
                     continue
-                stages = range(1 if sizes.dp * sizes.cp == 1 else 3 if sizes.ep > 1 else 4)
+                stages = range(1 if sizes.dp * sizes.cp == 1 else 4)
+                shards_tokens = sizes.tp > 1 and task.model.allows_sequence_parallel
                 for zero_stage, recomputation in product(stages, RECOMPUTATIONS):
-                    for sequence_parallel in (False, True)[: 1 + (sizes.tp > 1 and not task.model.experts)]:
+                    for sequence_parallel in (False, True)[: 1 + shards_tokens]:
                         yield replace(
                             shape, zero_stage=zero_stage, recomputation=recomputation,
                             sequence_parallel=sequence_parallel,
@@ -178,9 +180,9 @@ def least_memory(task: PlanTask) -> tuple[float, ParallelLayout] | None:
         layout = replace(
             one,
             microbatch_size=size or max(1, task.batch // one.dp),
-            zero_stage=0 if one.dp * one.cp == 1 else 2 if one.ep > 1 else 3,
+            zero_stage=0 if one.dp * one.cp == 1 else 3,
             recomputation="full",
-            sequence_parallel=one.tp > 1 and not task.model.experts,
+            sequence_parallel=one.tp > 1 and task.model.allows_sequence_parallel,
         )
         if refusal(task, layout) is None:
             sizes.append((sum(plan_memory(task, layout).values()), layout))

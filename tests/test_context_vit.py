@@ -165,6 +165,34 @@ def test_samples_that_do_not_divide(layout: str, pools: RankPools) -> None:
     check_training("transformers", layout, 3, pools)  # one microbatch of pp2-cp2 is empty
 
 
+# --- bytes -----------------------------------------------------------------------------------------------
+
+
+def count_bytes(mode: str) -> tuple[float, float, float]:
+    """Bytes of a forward and of its backward, and those of the class tokens of the batch."""
+    plugin = hpnb.HybridParallelPlugin(cp_size=4, context_parallel=mode, precision="fp64")
+    booster = hpnb.Booster(plugin=plugin)
+    model = make_model("transformers")
+    model, optimizer, *_ = booster.boost(model, make_optimizer("SGD", model))
+    batch = make_batch("transformers", 0, 3)
+    with hpnb.record.traffic() as sent:
+        loss = model(**batch).loss
+        forward = sent.bytes["cp"]
+        booster.backward(loss, optimizer)
+    return forward, sent.bytes["cp"] - forward, 3 * 16 * 8
+
+
+@pytest.mark.parametrize("mode", ["ring", "all-gather", "ulysses"])
+def test_bytes_are_those_of_the_formulas_and_of_the_class_token(mode: str, pools: RankPools) -> None:
+    """Per layer: a ring sends keys and values cp - 1 times, and twice as much in the backward. Ulysses sends
+    (cp - 1) / cp of queries, keys, values and outputs both ways. A broadcast sends (cp - 1) / cp, too."""
+    layers, tokens = 4, 50  # of a rank: 197 tokens are padded to 200
+    for forward, backward, class_tokens in pools[4].run(count_bytes, mode):
+        values = tokens * class_tokens
+        per_layer = (3 / 4 * 4 * values,) * 2 if mode == "ulysses" else (3 * 2 * values, 6 * 2 * values)
+        assert (forward, backward) == tuple(layers * sent + 3 / 4 * class_tokens for sent in per_layer)
+
+
 # --- what is refused -------------------------------------------------------------------------------------
 
 

@@ -175,6 +175,13 @@ def test_a_block_keeps_what_autograd_keeps(kind: str, dtype: torch.dtype) -> Non
         measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
         predicted = block_bytes(one, ParallelLayout(microbatch_size=samples), compiled=False)
         assert predicted == pytest.approx(measured, rel=0.05), layer
+        if dtype == torch.bfloat16:  # float32 copies for norms, and one for a router
+            wide = [t for t in kept.values() if t.dtype == torch.float32 and t.size(-1) == 512]
+            narrow = replace(one, model=replace(one.model, wide_router=False))
+            router = predicted - block_bytes(narrow, ParallelLayout(microbatch_size=samples), compiled=False)
+            copies = len([t for t in wide if t.numel() == samples * length * 512]) - one.model.norms
+            assert router == copies * 4 * samples * length * 512
+            assert copies == (layer > 0)
 
 
 # --- layouts -------------------------------------------------------------------------------------------
@@ -201,7 +208,15 @@ def test_first_blocks_are_on_the_first_ranks() -> None:
     assert total == pytest.approx(2 * model.parameters, rel=1e-4)
 
 
-@pytest.mark.parametrize("code", ["dp64-pp8-ep64-zero1-1f1b-mb1", "dp32-pp16-ep32-zero1-dualpipe-v-mb1"])
+# On 32 ranks the third is the first with two blocks of experts.
+@pytest.mark.parametrize(
+    "code",
+    [
+        "dp64-pp8-ep64-zero1-1f1b-mb1",
+        "dp32-pp16-ep32-zero1-dualpipe-v-mb1",
+        "dp16-pp32-ep16-zero1-1f1b-mb1",
+    ],
+)
 def test_the_fullest_rank_is_the_fullest_of_all(code: str) -> None:
     task, layout = task_of(V3, 512, 2048), parse_layout_code(code)
     ranks = [sum(rank_memory(task, layout, rank).values()) for rank in range(layout.pp)]
@@ -225,6 +240,32 @@ def test_tensor_parallelism_shards_what_the_plan_says() -> None:
     refused = refusal(PlanTask(dense, find_gpu("h800").cluster(8), 64, 128), parse_layout_code("tp8-mb8-sp"))
     assert refused is not None
     assert "latent attention is not sharded" in refused[1]
+
+
+def test_one_rank_of_a_model_with_experts_is_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(V3))
+    assert main(["plan", str(tmp_path), "--layout", "dp64-pp8-ep64-zero1-1f1b-mb1", "--rank", "3"]) == 2
+    said = capsys.readouterr().err
+    assert "depends on values" in said
+    assert "--explain dp64-pp8-ep64-zero1-1f1b-mb1" in said
+    assert said.count("\n") == 1
+
+
+def test_one_rank_of_latent_attention_is_as_full_as_predicted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without experts, and with values as large as keys, which a CPU's fused attention needs."""
+    config = Config("deepseek_v2", **{**TINY, **CHANGES["no experts"], "v_head_dim": 48, "vocab_size": 4096})
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    words = ["--layout", "dp2-pp3-zero1-1f1b-mb4", "--rank", "2", "--batch", "32", "--json"]
+    assert main(["plan", str(tmp_path), *words]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    counted, predicted = printed["counted"], printed["predicted"]
+    for states in ("parameters", "gradients", "optimizer"):
+        assert counted[states] == pytest.approx(predicted[states], rel=1e-3)
+    assert sum(counted.values()) == pytest.approx(sum(predicted.values()), rel=0.1)
 
 
 def test_the_command_plans_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

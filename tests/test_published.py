@@ -14,8 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from hpnb.hybrid.plan_command.published import GROUPS, PublishedProgram, published_table, summarize
 from hpnb.theory.published_runs import MEGATRON_CORE
 
+GUIDE = Path(__file__).parents[1] / "docs" / "train.md"
 PAGE = Path(__file__).parents[1] / "hpnb" / "bench" / "results" / "PUBLISHED.md"
 BY_NAME = {group.name: group for group in GROUPS}
+
+
+def _guide() -> str:
+    return " ".join(GUIDE.read_text(encoding="utf-8").split())
 
 
 def errors(group: PublishedProgram) -> tuple[float, float]:
@@ -91,6 +96,48 @@ def test_each_part_of_a_program_is_needed(name: str, change: dict[str, Any], fac
     if "fused" in change:  # which cannot recompute attention alone
         without = replace(without, rows=tuple(row for row in group.rows if row.name.endswith("full")))
     assert errors(without)[0] > factor * errors(group)[0]
+
+
+def test_what_the_source_of_llama_3_leaves_open() -> None:
+    """Sizes that agree, the share of the peak that it prints, and what its text says of chunks."""
+    group = BY_NAME["Llama 3"]
+    for row, printed in zip(group.rows, (43, 41, 38), strict=True):
+        assert row.batch * row.sequence == 2**24
+        flops = row.model.training_flops(row.batch, row.sequence)
+        blocks = replace(row.model, layers=126, outputs=128256).training_flops(row.batch, row.sequence)
+        assert flops == pytest.approx(blocks, rel=0.02)
+        mfu = blocks / row.seconds / row.layout.world_size / 989e12
+        assert mfu == pytest.approx(printed / 100, abs=0.007)
+    with_four = replace(group, rows=tuple(replace(row, chunks=4) for row in group.rows)).compare()
+    long = group.compare()[2]
+    assert f"predicted {1 - long.predicted / long.published:.1%} too fast".replace("%", " %") in _guide()
+    said = ", ".join(f"{row.predicted / row.published - 1:+.0%}".replace("%", " %") for row in with_four)
+    assert " and ".join(said.rsplit(", ", 1)) in group.source
+
+
+def test_with_a_mask_llama_3_would_contradict_itself() -> None:
+    """Its long sequences would have to be 20 % slower than its short ones beside the same prediction."""
+    errors = []
+    for source, row in zip(BY_NAME["Llama 3"].rows, BY_NAME["Llama 3"].compare(), strict=True):
+        flops = source.model.training_flops(source.batch, source.sequence)
+        tokens = source.batch * source.sequence
+        scores = 3 * 4.0 * tokens * source.sequence * 126 * source.model.heads * source.model.head_size
+        errors.append(row.predicted / (row.published * (flops - scores / 2) / flops) - 1)
+    assert max(errors[:2]) < 0.05
+    assert errors[2] > 0.2
+
+
+def test_what_the_source_of_deepseek_says_of_bf16() -> None:
+    group = BY_NAME["DeepSeek-V3"]
+    (row,) = replace(group, software=replace(group.software, fp8_matmuls=False)).compare()
+    assert f"at the rate of BF16 the step takes {row.predicted:.1f} s" in group.source
+    (fp8,) = group.compare()
+    assert fp8.predicted < row.published < row.predicted
+    page = _guide()
+    assert f"{fp8.predicted:.1f} s are predicted, and it took {fp8.published:.1f} s" in page
+    assert f"At the speed of BF16 it would predict {row.predicted:.1f} s" in page
+    everywhere = [one for other in GROUPS for one in other.compare()]
+    assert max(everywhere, key=lambda one: one.error).name == fp8.name  # "The largest error"
 
 
 def test_the_gate_of_automodel_sends_a_token_to_one_rank() -> None:

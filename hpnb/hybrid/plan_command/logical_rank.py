@@ -240,7 +240,7 @@ def _fused_attention(
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """The CPU's fused attention, where the CPU would choose it. On the meta device torch chooses none."""
-    if dropout_p or query.device != META:
+    if dropout_p or query.device != META or query.size(-1) != value.size(-1):
         return _attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )

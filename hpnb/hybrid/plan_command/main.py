@@ -198,6 +198,11 @@ def _plan_rank(options: argparse.Namespace) -> int:
             f"{layout.world_size - 1}"
         )
     task, gpu = _task_and_gpu(options)
+    if task.model.experts:
+        raise ValueError(
+            f"--rank takes models without experts: where {task.model.name} sends a token depends on values, "
+            f"which one rank alone does not have; --explain {options.layout} predicts the fullest rank"
+        )
     _check_layout(task, options.layout, layout)
     profile = plan_rank(options.model, task, layout, gpu.dtype, options.rank)
     # A rank alone runs a CPU's kernels.

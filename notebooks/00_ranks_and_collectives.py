@@ -79,7 +79,7 @@ lesson.record("00.ran", {"ranks": N, "backend": here.backend + counting})
 # ```
 #
 # No rank can read another rank's memory, so whatever they share has to be sent. A *backend* carries the bytes: NCCL
-# between GPUs, gloo on CPUs. This page ran <data value="00.ran.ranks">4</data> ranks over <data value="00.ran.backend">gloo</data>.
+# between GPUs, gloo on CPUs. This page ran <data value="00.ran.ranks">4</data> ranks over <data value="00.ran.backend">NCCL, and over gloo where it counts bytes</data>.
 #
 # The cell magic `%%ranks` runs a cell on every rank. The first such cell starts the processes, and they stay for the
 # cells that follow.
@@ -477,10 +477,10 @@ question = "100 all-reduces of 80 kB instead of one of 8 MB: how many times as l
 lesson.predict("00.many-calls", question, guess=None, rule_of_thumb=1)
 
 # %% [markdown]
-# On <data value="00.card.hardware">2 CPU cores</data> the fit gives a latency of <data value="00.card.latency">881 µs</data>, a bandwidth of <data value="00.card.bandwidth">962 MB/s</data> and a
-# knee at <data value="00.card.knee">3.39 MB</data>. No dot is more than a factor of <data value="00.fit.most:.2f">1.28</data> from the curve.
+# On <data value="00.card.hardware">4 x NVIDIA H100 80GB HBM3</data> the fit gives a latency of <data value="00.card.latency">13.6 µs</data>, a bandwidth of <data value="00.card.bandwidth">332 GB/s</data> and a
+# knee at <data value="00.card.knee">18.0 MB</data>. No dot is more than a factor of <data value="00.fit.most:.2f">1.16</data> from the curve.
 #
-# Here ρ is <data value="00.card.rho:,.0f">47</data> FLOP a byte, at measured rates. At published rates, which are higher, an H100 or H200 has
+# Here ρ is <data value="00.card.rho:,.0f">2,255</data> FLOP a byte, at measured rates. At published rates, which are higher, an H100 or H200 has
 # <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data> over NVLink and <data value="00.rho.ethernet-10-gb.at-published-rates">791,000 FLOP/B</data> over 10 Gb Ethernet.
 # With 16,384 tokens on each rank, $2\rho / (3T)$ at published rates is <data value="00.share.nvlink-4:.2f">0.09</data> over NVLink and <data value="00.share.ethernet-10-gb:.0f">32</data> over 10 Gb Ethernet.
 #
@@ -522,16 +522,16 @@ lesson.reveal("00.many-calls", took_100 / took, predicted=expected_100 / expecte
 lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">", took))
 
 # %% [markdown]
-# One call took <data value="00.calls.1-call-of-8-mb.measured">20.2 ms</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">604 ms</data>:
-# <data value="00.many-calls:.1f">29.9</data> times as long for the same bytes. By the formula every call pays $2(n-1)\,\alpha$, <data value="00.off.latency">5.28 ms</data> of latency.
+# One call took <data value="00.calls.1-call-of-8-mb.measured">155 µs</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">5.01 ms</data>:
+# <data value="00.many-calls:.1f">32.3</data> times as long for the same bytes. By the formula every call pays $2(n-1)\,\alpha$, <data value="00.off.latency">81.4 µs</data> of latency.
 # That is why notebook 01 collects gradients in *buckets*, each of many tensors that go in one call.
 #
-# The formula says <data value="00.many-calls.predicted:.1f">30.5</data> times as long. The one call took <data value="00.off.one:.2f">1.14</data> times its prediction, and the hundred took <data value="00.off.hundred:.2f">1.12</data> times
-# theirs. So the predicted ratio is off by their quotient, <data value="00.off.ratio:.2f">0.98</data>. Trust the formula to say which is slower, and
+# The formula says <data value="00.many-calls.predicted:.1f">69.6</data> times as long. The one call took <data value="00.off.one:.2f">1.32</data> times its prediction, and the hundred took <data value="00.off.hundred:.2f">0.61</data> times
+# theirs. So the predicted ratio is off by their quotient, <data value="00.off.ratio:.2f">0.46</data>. Trust the formula to say which is slower, and
 # measure by how much.
 #
-# On average each of the hundred took <data value="00.off.call">6.04 ms</data> with its bytes, <data value="00.off.than">longer than</data> the latency of one call. On GPUs it
-# may be shorter, because a process can start a call while earlier ones still run. <data value="00.off.started">On CPUs a call returns when it is done, so this run cannot time its start apart</data>.
+# On average each of the hundred took <data value="00.off.call">50.1 µs</data> with its bytes, <data value="00.off.than">shorter than</data> the latency of one call. On GPUs it
+# may be shorter, because a process can start a call while earlier ones still run. <data value="00.off.started">The process needed 4.96 ms only to start the hundred, so here starting calls, not the link, sets the time</data>.
 #
 # <details><summary>On a laptop</summary>
 #
@@ -702,23 +702,23 @@ waiting, moving = wait["rank 1 late"], move["rank 1 late"]
 lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", moving))
 
 # %% [markdown]
-# Rank 1 slept 100 ms longer, so the others waited <data value="00.bar.rank-1-late.measured-wait">99.8 ms</data> in an all-reduce. The move, which begins when
-# rank 1 arrives, took <data value="00.bar.rank-1-late.measured-move">14.7 ms</data>. A replay changes only the move: with published B and typical α it
+# Rank 1 slept 100 ms longer, so the others waited <data value="00.bar.rank-1-late.measured-wait">100 ms</data> in an all-reduce. The move, which begins when
+# rank 1 arrives, took <data value="00.bar.rank-1-late.measured-move">636 µs</data>. A replay changes only the move: with published B and typical α it
 # takes <data value="00.replay.ethernet-10-gb.move">9.90 ms</data> on 10 Gb Ethernet and <data value="00.replay.nvlink-4.move">44.7 µs</data> on NVLink 4. The wait stays at <data value="00.replay.ethernet-10-gb.wait">100 ms</data>.
 #
 # Even "at once" ranks leave the barrier before it at different times. The last to arrive was
-# <data value="00.once.last">rank 0 in 2 of 5 steps</data>. The wait of <data value="00.bar.at-once.measured-wait">421 µs</data> was <data value="00.once.wait-is">shorter than</data> the move.
+# <data value="00.once.last">rank 2 in 4 of 5 steps</data>. The wait of <data value="00.bar.at-once.measured-wait">32.5 µs</data> was <data value="00.once.wait-is">shorter than</data> the move.
 #
-# The formula says <data value="00.bar.at-once.predicted-move">17.8 ms</data> for every move. The three cases took <data value="00.bar.at-once.measured-move">15.2 ms</data>, <data value="00.bar.after-a-pause.measured-move">13.2 ms</data> and <data value="00.bar.rank-1-late.measured-move">14.7 ms</data>.
+# The formula says <data value="00.bar.at-once.predicted-move">118 µs</data> for every move. The three cases took <data value="00.bar.at-once.measured-move">191 µs</data>, <data value="00.bar.after-a-pause.measured-move">297 µs</data> and <data value="00.bar.rank-1-late.measured-move">636 µs</data>.
 # We compare two cases by pairing each of the five steps of one with each of the other. Noise alone seldom makes the
 # second move longer in more than 22 of 25 pairs, or in fewer than 3. After the pause it is longer than "at once" in
-# <data value="00.pause.longer">8</data> of <data value="00.pause.pairs">25</data>: <data value="00.pause.words">this run shows no effect of the pause</data>. With rank 1 late it is longer than after the pause in
-# <data value="00.late.longer">16</data> of <data value="00.late.pairs">25</data>: <data value="00.late.words">this run shows no effect of the late rank</data>.
+# <data value="00.pause.longer">20</data> of <data value="00.pause.pairs">25</data>: <data value="00.pause.words">this run shows no effect of the pause</data>. With rank 1 late it is longer than after the pause in
+# <data value="00.late.longer">25</data> of <data value="00.late.pairs">25</data>: <data value="00.late.words">in this run moves after the late rank are longer</data>.
 #
 # <details><summary>How long does an 8 MB all-reduce take, then?</summary>
 #
-# The formula counts until the slowest rank is done. So do the <data value="00.calls.1-call-of-8-mb.measured">20.2 ms</data> of the one call in the previous section
-# and the <data value="00.fit.large">17.2 ms</data> of 8.4 MB in the fit. A move of the table is a median over ranks and steps, so it may be shorter, and
+# The formula counts until the slowest rank is done. So do the <data value="00.calls.1-call-of-8-mb.measured">155 µs</data> of the one call in the previous section
+# and the <data value="00.fit.large">127 µs</data> of 8.4 MB in the fit. A move of the table is a median over ranks and steps, so it may be shorter, and
 # the machine may have been less or more busy than during the fit. A move that is much longer than the fit's time
 # contains something besides the link, because the fit used the same link.
 #

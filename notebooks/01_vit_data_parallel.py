@@ -69,8 +69,8 @@ lesson.record("01.page", {"ranks": N, "tokens": SIZE.tokens, "image": SIZE.image
 # ## What one step costs on one device
 #
 # A ViT (vision transformer) cuts an image into patches. Each patch becomes one *token*, a vector of h numbers, which
-# passes through *blocks* of attention and an MLP. We time the ViT `SIZE` of the banner on random images of <data value="01.page.image">32</data> x
-# <data value="01.page.image">32</data> pixels, which make <data value="01.page.tokens">17</data> tokens each. Quick checks use `SMALL`, 8 blocks of width 64. Its images of 32 x 32 pixels,
+# passes through *blocks* of attention and an MLP. We time the ViT `SIZE` of the banner on random images of <data value="01.page.image">224</data> x
+# <data value="01.page.image">224</data> pixels, which make <data value="01.page.tokens">197</data> tokens each. Quick checks use `SMALL`, 8 blocks of width 64. Its images of 32 x 32 pixels,
 # 16 patches of 8 x 8 and one token for the class, show bean leaves of three classes.
 #
 # Two numbers describe the cost:
@@ -81,7 +81,7 @@ lesson.record("01.page", {"ranks": N, "tokens": SIZE.tokens, "image": SIZE.image
 #   8 for two moments. With 16-bit weights they are 2 + 2, and 12 for the moments and the *master
 #   weight*, a float32 copy.
 #
-# We take notebook 00's machine card for <data value="01.page.ranks">2</data> ranks, and record the memory of one step.
+# We take notebook 00's machine card for <data value="01.page.ranks">4</data> ranks, and record the memory of one step.
 
 
 # %%
@@ -112,10 +112,10 @@ lesson.record("01.bucket", BUCKET_MB)
 lesson.record("01.few", {"images": sizes.few, "tokens": sizes.few * SIZE.tokens})
 
 # %% [markdown]
-# The states take <data value="01.cost.model-states.counted">51.4 MB</data>, as 16 bytes per parameter say.
+# The states take <data value="01.cost.model-states.counted">4.85 GB</data>, as 16 bytes per parameter say.
 #
 # The backward frees activations and leaves gradients behind. The peak of
-# <data value="01.memory.peak">59.1 MB</data> comes where the backward begins and all activations are alive. The banner
+# <data value="01.memory.peak">14.5 GB</data> comes where the backward begins and all activations are alive. The banner
 # estimates it on GPUs. Recording slows this step.
 #
 # **Takeaway.** States grow with the parameters, activations with the tokens. Data parallelism divides the tokens.
@@ -325,12 +325,12 @@ lesson.show(buckets, title="Buckets give the same gradients")
 lesson.reveal("01.step-bytes", sent[0].bytes["dp"] / 3, "B", expected, source="counted")
 
 # %% [markdown]
-# Counted as a ring, each rank sent <data value="01.step-bytes">3.31 MB</data> per step, 2(d-1)/d times the
-# gradient's <data value="01.step-bytes.rule-of-thumb">3.31 MB</data>. With d = <data value="01.page.ranks">2</data> this factor is <data value="01.factor:g">1</data>.
+# Counted as a ring, each rank sent <data value="01.step-bytes">4.96 MB</data> per step, 2(d-1)/d times the
+# gradient's <data value="01.step-bytes.rule-of-thumb">3.31 MB</data>. With d = <data value="01.page.ranks">4</data> this factor is <data value="01.factor:g">1.5</data>.
 #
 # We record a forward and backward of `SIZE` in three versions. A sends every tensor alone after the backward, B sends
 # buckets after it, and C sends buckets during it. To predict them, we time a step without messages, note when each bucket
-# is full, and add all-reduces that take what α and B say. Each rank has <data value="01.few.images">2</data> images, or <data value="01.few.tokens">34</data> tokens, and a bucket at most <data value="01.bucket">2.00</data> MiB.
+# is full, and add all-reduces that take what α and B say. Each rank has <data value="01.few.images">64</data> images, or <data value="01.few.tokens">12,608</data> tokens, and a bucket at most <data value="01.bucket">25.0</data> MiB.
 
 # %%
 # (MiB of a bucket, reduce during the backward); a bucket of 1 byte holds one tensor
@@ -401,17 +401,17 @@ lesson.record("01.launch", figures.describe_launches(launches, here.device))
 # nothing about a link.
 # </details>
 #
-# **Buckets.** Every all-reduce pays 2(d-1) α. A sends <data value="01.versions.messages.a">72</data> messages and B <data value="01.versions.messages.b">10</data>. B takes <data value="01.b-over-a.median:.2f">0.50</data> times as long as A, with the
-# range <data value="01.b-over-a.low:.2f">0.41</data> to <data value="01.b-over-a.high:.2f">0.52</data>: the verdict is *<data value="01.b-over-a.verdict">faster</data>*. We predicted <data value="01.b-over-a.predicted:.2f">0.51</data>, without the work for messages, dark grey in the
-# second figure: in that round the slowest rank starts and handles them for <data value="01.versions.handling.a">9.08 ms</data> in A and <data value="01.versions.handling.b">8.22 ms</data> in B.
+# **Buckets.** Every all-reduce pays 2(d-1) α. A sends <data value="01.versions.messages.a">392</data> messages and B <data value="01.versions.messages.b">26</data>. B takes <data value="01.b-over-a.median:.2f">0.55</data> times as long as A, with the
+# range <data value="01.b-over-a.low:.2f">0.53</data> to <data value="01.b-over-a.high:.2f">0.58</data>: the verdict is *<data value="01.b-over-a.verdict">faster</data>*. We predicted <data value="01.b-over-a.predicted:.2f">0.68</data>, without the work for messages, dark grey in the
+# second figure: in that round the slowest rank starts and handles them for <data value="01.versions.handling.a">55.3 ms</data> in A and <data value="01.versions.handling.b">822 µs</data> in B.
 #
-# **Overlap.** C takes <data value="01.overlap:.3f">1.062</data> times as long as B (<data value="01.c-over-b.low:.3f">0.865</data> to <data value="01.c-over-b.high:.3f">1.194</data>): the verdict is *<data value="01.c-over-b.verdict">cannot tell</data>*. The prediction of
-# <data value="01.overlap.predicted:.3f">0.723</data> lies <data value="01.c-over-b.predicted-is">below this range</data>. It leaves
+# **Overlap.** C takes <data value="01.overlap:.3f">0.999</data> times as long as B (<data value="01.c-over-b.low:.3f">0.982</data> to <data value="01.c-over-b.high:.3f">1.036</data>): the verdict is *<data value="01.c-over-b.verdict">cannot tell</data>*. The prediction of
+# <data value="01.overlap.predicted:.3f">0.929</data> lies <data value="01.c-over-b.predicted-is">below this range</data>. It leaves
 # out that C's backward also fills the buckets, and that an all-reduce beside it may slow it. The next section measures both.
 #
 # **Late ranks.** Ranks with equal work do not keep step, and the prediction leaves this out too. In C the last rank begins
-# its backward <data value="01.versions.late.seconds">928 µs</data> after the first, in the median round; the last is <data value="01.versions.late.last">rank 0 in 5 of 9 rounds</data>. The others wait for it. Without messages a step takes <data value="01.launch.fastest">20.4 ms</data> on the fastest rank and <data value="01.launch.slowest">27.1 ms</data> on the
-# slowest, <data value="01.launch.rank">rank 1</data>. On GPUs we also time its *launches*, the calls that start a GPU's kernels; here <data value="01.launch.words">on CPUs there are no launches to time</data>.
+# its backward <data value="01.versions.late.seconds">2.23 ms</data> after the first, in the median round; the last is <data value="01.versions.late.last">rank 3 in 4 of 9 rounds</data>. The others wait for it. Without messages a step takes <data value="01.launch.fastest">62.7 ms</data> on the fastest rank and <data value="01.launch.slowest">66.3 ms</data> on the
+# slowest, <data value="01.launch.rank">rank 0</data>. On GPUs we also time its *launches*, the calls that start a GPU's kernels; here <data value="01.launch.words">its process has launched the step after 54.5 ms, so launches do not set the time there</data>.
 #
 # <details><summary>In your tools: overlap</summary>
 #
@@ -510,7 +510,7 @@ lesson.check(exercises.reducer, reducer)
 # A step that is not free can still pay: at 1.25 times the time, two ranks train 1.6 times as fast.
 # </details>
 #
-# The model is now `wide`, with depth <data value="01.wide.blocks">1</data>, width <data value="01.wide.width:,">256</data>, <data value="01.wide.parameters:,">845,059</data> parameters and gradients of <data value="01.wide.gradient">3.38 MB</data>. At each batch size we run nine rounds. A round times a step alone, one that reduces after
+# The model is now `wide`, with depth <data value="01.wide.blocks">6</data>, width <data value="01.wide.width:,">4,096</data>, <data value="01.wide.parameters:,">1,212,260,355</data> parameters and gradients of <data value="01.wide.gradient">2.42 GB</data>. At each batch size we run nine rounds. A round times a step alone, one that reduces after
 # the backward, one that reduces during it, and an all-reduce by itself.
 
 # %%
@@ -568,23 +568,23 @@ lesson.record("01.middle", during[middle]._asdict())
 lesson.record("01.extra", figures.cost_of_overlap(times[middle]))
 
 # %% [markdown]
-# **When is it free here?** In tokens per rank, steps that reduce during the backward are <data value="01.measured.during">not free at 17, 68 and 272, undecided at 1,088 and 2,176</data>; by the law they are free from <data value="01.law.during:,.0f">63</data> on.
-# Steps that reduce after it are <data value="01.measured.after">not free at 17, 68 and 272, undecided at 1,088 and 2,176</data>; by the law they are free from <data value="01.law.after:,.0f">483</data> on. <data value="01.measured.score">No size is surely free with overlap, so the answer is more than 272 tokens and is not scored</data>.
+# **When is it free here?** In tokens per rank, steps that reduce during the backward are <data value="01.measured.during">not free at 197, 788 and 3,152, undecided at 12,608</data>; by the law they are free from <data value="01.law.during:,.0f">1,471</data> on.
+# Steps that reduce after it are <data value="01.measured.after">not free at 197, 788 and 3,152, free from 12,608 on</data>; by the law they are free from <data value="01.law.after:,.0f">11,275</data> on. <data value="01.measured.score">No size is surely free with overlap, so the answer is more than 3,152 tokens and is not scored</data>.
 #
-# Overlap, against reducing after the backward, is <data value="01.measured.overlap">undecided at 17, 68, 272, 1,088 and 2,176</data>.
+# Overlap, against reducing after the backward, is <data value="01.measured.overlap">faster at 3,152, slower at 788, undecided at 197 and 12,608</data>.
 #
-# The law's lines are for a step that computes at R; a slower step lowers the ratio. With <data value="01.slow.tokens:,">17</data> tokens the step alone
-# takes <data value="01.slow.times:.1f">5.5</data> times as long as at R. About the launches of <data value="01.slow.rank">rank 0</data>, the slowest there: <data value="01.slow.words">on CPUs there are no launches to time</data>.
+# The law's lines are for a step that computes at R; a slower step lowers the ratio. With <data value="01.slow.tokens:,">197</data> tokens the step alone
+# takes <data value="01.slow.times:.1f">8.5</data> times as long as at R. About the launches of <data value="01.slow.rank">rank 0</data>, the slowest there: <data value="01.slow.words">its process needs 16.3 ms only to launch the step, so launches set the time there</data>.
 #
-# By the law a step with overlap and <data value="01.law.tokens:,">272</data> tokens takes <data value="01.law.middle:.2f">1.00</data> times as long as alone. We measure <data value="01.middle.median:.2f">1.27</data>
-# (<data value="01.middle.low:.2f">1.19</data> to <data value="01.middle.high:.2f">1.33</data>). Within rounds it takes <data value="01.extra.during">8.51 ms</data> longer than alone, and the step that reduces after
-# the backward <data value="01.extra.after">7.19 ms</data>, by the medians. The all-reduce by itself takes <data value="01.extra.all-reduce">4.78 ms</data>, the most that overlap can save. The step with overlap
-# takes <data value="01.extra.compared">neither clearly longer nor clearly less than</data> the step alone plus the all-reduce by itself.
+# By the law a step with overlap and <data value="01.law.tokens:,">3,152</data> tokens takes <data value="01.law.middle:.2f">1.00</data> times as long as alone. We measure <data value="01.middle.median:.2f">1.22</data>
+# (<data value="01.middle.low:.2f">1.22</data> to <data value="01.middle.high:.2f">1.23</data>). Within rounds it takes <data value="01.extra.during">8.74 ms</data> longer than alone, and the step that reduces after
+# the backward <data value="01.extra.after">15.4 ms</data>, by the medians. The all-reduce by itself takes <data value="01.extra.all-reduce">10.3 ms</data>, the most that overlap can save. The step with overlap
+# takes <data value="01.extra.compared">1.58 ms less than</data> the step alone plus the all-reduce by itself.
 #
 # <details><summary>The law's times and the measured ones</summary>
 #
-# The law takes its times from B and R alone. By them the all-reduce takes <data value="01.wide.by-bandwidth">4.32 ms</data> and the step alone
-# <data value="01.wide.at-rate">23.8 ms</data>. Measured, they take <data value="01.extra.all-reduce">4.78 ms</data> and <data value="01.alone">29.0 ms</data>.
+# The law takes its times from B and R alone. By them the all-reduce takes <data value="01.wide.by-bandwidth">11.0 ms</data> and the step alone
+# <data value="01.wide.at-rate">30.8 ms</data>. Measured, they take <data value="01.extra.all-reduce">10.3 ms</data> and <data value="01.alone">39.4 ms</data>.
 # </details>
 #
 # The law assumes that the backward keeps its
@@ -620,13 +620,13 @@ lesson.record("01.together", figures.explain_step(causes, last, during[middle]))
 lesson.record("01.wide", figures.describe_wide(wide.size, DTYPE, card))
 
 # %% [markdown]
-# The last bucket, which no backward can overlap, takes <data value="01.together.last-bucket">3.42 ms</data> by α and B, or <data value="01.together.share:.3f">0.072</data> of the step
-# alone, <data value="01.together.alone">47.3 ms</data>. Together the costs make <data value="01.cause.beside-an-unrelated-all-reduce.step-step-alone:.3f">1.039</data> x <data value="01.cause.with-buckets-nothing-sent.step-step-alone:.3f">1.065</data> + <data value="01.together.share:.3f">0.072</data> = <data value="01.together.ratio:.2f">1.18</data>. The
-# sweep's range was <data value="01.middle.low:.2f">1.19</data> to <data value="01.middle.high:.2f">1.33</data>. <data value="01.together.lies">The result lies below this range, but the ranges of the factors reach it, so this run cannot decide</data>.
+# The last bucket, which no backward can overlap, takes <data value="01.together.last-bucket">200 µs</data> by α and B, or <data value="01.together.share:.3f">0.005</data> of the step
+# alone, <data value="01.together.alone">40.9 ms</data>. Together the costs make <data value="01.cause.beside-an-unrelated-all-reduce.step-step-alone:.3f">1.093</data> x <data value="01.cause.with-buckets-nothing-sent.step-step-alone:.3f">1.069</data> + <data value="01.together.share:.3f">0.005</data> = <data value="01.together.ratio:.2f">1.17</data>. The
+# sweep's range was <data value="01.middle.low:.2f">1.22</data> to <data value="01.middle.high:.2f">1.23</data>. <data value="01.together.lies">The result lies below this range, but the ranges of the factors reach it, so this run cannot decide</data>.
 #
 # <details><summary>Why we divide within rounds</summary>
 #
-# A machine's speed can change between rounds and between cells: a step alone took <data value="01.together.alone">47.3 ms</data> here and <data value="01.alone">29.0 ms</data> in the
+# A machine's speed can change between rounds and between cells: a step alone took <data value="01.together.alone">40.9 ms</data> here and <data value="01.alone">39.4 ms</data> in the
 # sweep. Such a change hits both times of one round alike, so a ratio within rounds suffers less from it than a quotient of
 # two medians. A range assumes independent rounds, which a slow change of speed violates.
 # </details>
@@ -644,7 +644,7 @@ lesson.record("01.wide", figures.describe_wide(wide.size, DTYPE, card))
 # its memory, which their backwards need as well.
 # </details>
 #
-# **Takeaway.** In this run <data value="01.measured.free">no measured size is surely free, with overlap or without</data>; <data value="01.measured.versus-law">with overlap a free step needs more tokens than the law says</data>.
+# **Takeaway.** In this run <data value="01.measured.free">a measured size is surely free only without overlap</data>; <data value="01.measured.versus-law">with overlap a free step needs more tokens than the law says</data>.
 #
 # **Challenge.** The explorer simulates a ViT-L/16 on 64 ranks with Ethernet 100 Gb. Expose
 # less than 6.5 % of the step with at most 50,000 tokens per rank.
@@ -700,7 +700,7 @@ often, once = (pool.run(four_microbatches, way)[0] for way in (False, True))
 lesson.show(counted={"four times (B)": often, "once (B)": once}, key="01.sent")
 
 # %% [markdown]
-# Accumulation sends <data value="01.sent.once.counted">1.65 MB</data> instead of <data value="01.sent.four-times.counted">6.62 MB</data>. Only the backward of the *last* microbatch can overlap, but the
+# Accumulation sends <data value="01.sent.once.counted">2.48 MB</data> instead of <data value="01.sent.four-times.counted">9.93 MB</data>. Only the backward of the *last* microbatch can overlap, but the
 # cost is spread over a longer step.
 #
 # 16-bit gradients halve the bytes. But in fp16 small gradients vanish, so the loss is multiplied by a *scale*. It
@@ -763,8 +763,8 @@ lesson.field_guide.show()
 
 # %% [markdown]
 # The wrong run looks healthy. Its mean loss falls from <data value="01.drift.first:.2f">1.11</data> in the first six steps to
-# <data value="01.drift.last:.2f">0.58</data> in the last six. But <data value="01.drift.overflows">2</data> overflows happened on some ranks only, and the replicas end
-# <data value="01.drift.distance:.0e">2e-02</data> apart. A rank that skipped lacks an update, and has halved its scale. Weights and Adam's moments then
+# <data value="01.drift.last:.2f">0.83</data> in the last six. But <data value="01.drift.overflows">5</data> overflows happened on some ranks only, and the replicas end
+# <data value="01.drift.distance:.0e">4e-02</data> apart. A rank that skipped lacks an update, and has halved its scale. Weights and Adam's moments then
 # stay different, because replicas never exchange them.
 #
 # <details><summary>If the distance falls at a later overflow</summary>
@@ -861,9 +861,9 @@ lesson.record("01.zero", {name: sum(p.values()) for name, p in kept.items()}, "B
 lesson.claim("stage 1 sends no more", (sent["stage 1"] - sent["stage 0"], "==", 0))
 
 # %% [markdown]
-# Stage 0, plain data parallelism, keeps <data value="01.zero.stage-0">6.65 MB</data> of states on each rank, and stage 3 <data value="01.zero.stage-3">3.32 MB</data>. Stages 1 and 2 send
-# <data value="01.zero-sent.stage-1.counted">831 kB</data>, as many bytes as stage 0, because an all-reduce consists of the same two halves. Stage 3 sends
-# <data value="01.zero-sent.stage-3.counted">1.23 MB</data>, about three such halves: it gathers weights twice and reduce-scatters gradients once.
+# Stage 0, plain data parallelism, keeps <data value="01.zero.stage-0">6.65 MB</data> of states on each rank, and stage 3 <data value="01.zero.stage-3">1.66 MB</data>. Stages 1 and 2 send
+# <data value="01.zero-sent.stage-1.counted">1.25 MB</data>, as many bytes as stage 0, because an all-reduce consists of the same two halves. Stage 3 sends
+# <data value="01.zero-sent.stage-3.counted">1.85 MB</data>, about three such halves: it gathers weights twice and reduce-scatters gradients once.
 #
 # <details><summary>In your tools: ZeRO</summary>
 #

@@ -37,10 +37,10 @@
 # large as the model, whatever the batch.
 # </details>
 #
-# All times come from one run of this notebook, on <data value="02.hardware">2 CPU cores</data>. *Simulated* steps are computed
+# All times come from one run of this notebook, on <data value="02.hardware">4 x NVIDIA H100 80GB HBM3</data>. *Simulated* steps are computed
 # from one forward time and one backward time per stage; messages take no time in them, unless we give a transfer time. *Replayed* steps
 # are computed from the time of each action that ran, as if each rank had its own core or GPU. *Measured* steps are
-# read from the clock. Figures and tables name the kind. Unless they name another, this run's steps are <data value="02.run.kind">replayed</data>; **<data value="02.run.messages">messages take no time</data>**.
+# read from the clock. Figures and tables name the kind. Unless they name another, this run's steps are <data value="02.run.kind">measured</data>; **<data value="02.run.messages">they include the time of messages</data>**.
 
 # %% tags=["setup"]
 import importlib.util
@@ -83,7 +83,7 @@ RAN = words.record_run(here, SHAPE, DTYPE)  # "measured", or "replayed"
 # ```
 #
 # Forward, the hidden states at the cut travel: b images of s tokens of h numbers. Backward, their gradient travels, with the
-# same shape. In this run b = <data value="02.run.images">2</data>, s = <data value="02.run.tokens:.0f">17</data> and h = <data value="02.run.hidden:.0f">256</data>, and a number has <data value="02.run.bytes">4</data> bytes.
+# same shape. In this run b = <data value="02.run.images">32</data>, s = <data value="02.run.tokens:.0f">197</data> and h = <data value="02.run.hidden:.0f">1024</data>, and a number has <data value="02.run.bytes">2</data> bytes.
 
 # %%
 question = f"A microbatch walks through {N} stages and back: how many bytes are sent?"
@@ -146,12 +146,12 @@ lesson.record("02.sent", {"step": M * sent, "dp": 2 * (N - 1) * gradient}, "B")
 lesson.claim("One rank works at a time", (walked.bubble_fraction, ">", 0.95 - 1 / N))
 
 # %% [markdown]
-# Each cut is crossed twice, so $2(p-1)$ messages of b s h numbers are sent, <data value="02.walk-bytes">209 kB</data> in all. A step
-# of eight microbatches sends <data value="02.sent.step">1.67 MB</data>, all ranks together. A ring all-reduce of the gradient
-# would send <data value="02.sent.dp">153 MB</data>.
+# Each cut is crossed twice, so $2(p-1)$ messages of b s h numbers are sent, <data value="02.walk-bytes">77.5 MB</data> in all. A step
+# of eight microbatches sends <data value="02.sent.step">620 MB</data>, all ranks together. A ring all-reduce of the gradient
+# would send <data value="02.sent.dp">3.64 GB</data>.
 # By counting, ranks are
 # idle for 1 - 1/p =
-# <data value="02.walk-idle">75.0 %</data> of the time. The run had <data value="02.walk.bubble">76.4 %</data>. If its figure says *measured*, ranks also wait for messages. We call this idle share the *bubble*: idle time over
+# <data value="02.walk-idle">75.0 %</data> of the time. The run had <data value="02.walk.bubble">75.5 %</data>. If its figure says *measured*, ranks also wait for messages. We call this idle share the *bubble*: idle time over
 # ranks × *makespan*, where the makespan is the time from the first start to the last end.
 #
 # **Takeaway.** A pipeline sends only what crosses its cuts, and only between neighbours. With one microbatch, p ranks
@@ -263,9 +263,9 @@ trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")
 # %% [markdown]
 # The formula assumes equal stages and predicts a bubble of <data value="02.bubble.predicted">27.3 %</data>. But stage 0 also has the embedding, the last stage the
 # head, and times are noisy. GPipe's forwards go at the pace of the slowest forward, its backwards at that of the slowest
-# backward, which can be on another stage. By medians, the two together take <data value="02.slowest:.2f">1.08</data> times as long as forward and backward of
+# backward, which can be on another stage. By medians, the two together take <data value="02.slowest:.2f">1.34</data> times as long as forward and backward of
 # the mean stage. Simulated with these
-# medians, the bubble is <data value="02.medians.bubble">36.3 %</data>. The step in the figure has <data value="02.bubble">37.0 %</data>: its microbatches take
+# medians, the bubble is <data value="02.medians.bubble">40.1 %</data>. The step in the figure has <data value="02.bubble">44.0 %</data>: its microbatches take
 # unequal times too, and messages add to it where they take time.
 #
 # <details><summary>Why the rule of thumb may come nearer</summary>
@@ -398,17 +398,17 @@ lesson.claim("1F1B takes about as long as GPipe", (change, "<", 0.2))
 
 # %% [markdown]
 # On rank 0 the activations fall from
-# <data value="02.activations.rank-0.gpipe-measured">9.14 MB</data> under GPipe to <data value="02.activations.rank-0.measured">4.67 MB</data>.
+# <data value="02.activations.rank-0.gpipe-measured">10.0 GB</data> under GPipe to <data value="02.activations.rank-0.measured">5.05 GB</data>.
 # More ranks do not make them smaller: p microbatches in a p-th of the layers are as much as one in all layers.
 #
-# Timed again, beside 1F1B, GPipe's step takes <data value="02.ran.gpipe.makespan">199 ms</data> with a bubble of
-# <data value="02.ran.gpipe.bubble">33.5 %</data>. 1F1B's step takes <data value="02.ran.1f1b.makespan">217 ms</data> with <data value="02.ran.1f1b.bubble">31.2 %</data>. With equal stages both have
+# Timed again, beside 1F1B, GPipe's step takes <data value="02.ran.gpipe.makespan">146 ms</data> with a bubble of
+# <data value="02.ran.gpipe.bubble">47.2 %</data>. 1F1B's step takes <data value="02.ran.1f1b.makespan">151 ms</data> with <data value="02.ran.1f1b.bubble">38.4 %</data>. With equal stages both have
 # the same bubble, because filling and draining take as long.
 #
 # <details><summary>What separates their steps?</summary>
 #
 # Unequal stages, messages, launches and noise can. A simulation with the median times of GPipe's stages knows only the first: in
-# it, 1F1B's step takes <data value="02.by-medians:.3f">0.972</data> times as long as GPipe's. In the run the factor is <data value="02.by-run:.3f">1.094</data>.
+# it, 1F1B's step takes <data value="02.by-medians:.3f">0.839</data> times as long as GPipe's. In the run the factor is <data value="02.by-run:.3f">1.032</data>.
 # </details>
 #
 # **Takeaway.** 1F1B keeps at most p microbatches instead of m, and with equal stages it has GPipe's bubble.
@@ -615,7 +615,7 @@ lesson.check(exercises.place_w, place_w)
 #
 # Exercise 3's schedule is ZB-H1. The prediction uses only the 1F1B step's times and halves backwards into I and W.
 #
-# The schedules run in turn, <data value="02.run.repeats:.0f">3</data> times. We show <data value="02.run.shown">a replay of each action's median time</data>. *Spread* is a
+# The schedules run in turn, <data value="02.run.repeats:.0f">5</data> times. We show <data value="02.run.shown">the median step</data>. *Spread* is a
 # schedule's longest step minus its shortest, *work* the mean time that a rank spends in actions. Where Python launches kernels
 # more slowly than a GPU runs them, an action contains waits for launches.
 
@@ -646,24 +646,24 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 
 # %% [markdown]
 # We call two schedules different only if their steps differ by more than the larger of their own two spreads. So
-# <data value="02.race.faster">interleaved is faster than 1f1b, zb-h2 is faster than 1f1b; all other pairs are undecided</data>. As to the bubble,
-# <data value="02.race.idle">all steps of interleaved, zb-h1, zb-h2 and zb-v are below all of 1f1b's</data>.
+# <data value="02.race.faster">no schedule is shown to be faster than another: all pairs are undecided</data>. As to the bubble,
+# <data value="02.race.idle">those of interleaved, zb-h1, zb-h2 and zb-v overlap with 1f1b's, so the run does not decide</data>.
 #
 # The prediction puts
-# <data value="02.race.first.predicted">zb-v</data> first; by medians, the run puts <data value="02.race.first.run">interleaved</data> first. All but
-# 1F1B, whose times the prediction uses, take <data value="02.race.ratio.least:.2f">1.05</data> to <data value="02.race.ratio.most:.2f">1.19</data> times as long as predicted, so predictions that lie closer together decide nothing.
+# <data value="02.race.first.predicted">zb-v</data> first; by medians, the run puts <data value="02.race.first.run">zb-h2</data> first. All but
+# 1F1B, whose times the prediction uses, take <data value="02.race.ratio.least:.2f">1.09</data> to <data value="02.race.ratio.most:.2f">1.96</data> times as long as predicted, so predictions that lie closer together decide nothing.
 #
 # <details><summary>Does a split backward also take more computing?</summary>
 #
 # We time one rank alone, with a stage's layers, in fifteen rounds. Split, the step takes
-# <data value="02.split.split-in-one-piece.factor:.3f">1.104</data> times as long, with the range <data value="02.split.split-in-one-piece.range">1.078 to 1.160</data> and the verdict *<data value="02.split.split-in-one-piece.verdict">slower</data>*. In the race, *work* goes
-# from <data value="02.race.work">122 ms under 1f1b to 140 ms under zb-v</data>, although all five compute the same gradients. Differences that a rank alone does
+# <data value="02.split.split-in-one-piece.factor:.3f">1.034</data> times as long, with the range <data value="02.split.split-in-one-piece.range">0.980 to 1.115</data> and the verdict *<data value="02.split.split-in-one-piece.verdict">cannot tell</data>*. In the race, *work* goes
+# from <data value="02.race.work">94.1 ms under 1f1b to 119 ms under zb-h1</data>, although all five compute the same gradients. Differences that a rank alone does
 # not show come from waits for launches, or from ranks that slow each other down.
 # </details>
 #
 # <details><summary>I and W are not equal</summary>
 #
-# Our prediction takes I and W as equal. In the run, I takes <data value="02.race.zb-h1.i-w:.2f">1.38</data> times as long as
+# Our prediction takes I and W as equal. In the run, I takes <data value="02.race.zb-h1.i-w:.2f">1.87</data> times as long as
 # W. Among the causes: softmax, GELU and the matmuls inside attention have no weights, hence no W.
 # <data value="02.race.formulas">By the formulas above, a larger I makes ZB-H1 idle longer and leaves ZB-H2 as it is</data>.
 # </details>
@@ -683,7 +683,7 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 #
 # The formulas for idle time hold with equal stages, W ≤ F and W ≤ I ≤ 2W. By them, ZB-H1 and ZB-H2 are equally fast if I = W.
 # The predictions take I = W too. They still differ where stages are unequal, or where half a backward takes longer than
-# a forward, so that W > F. In the 1F1B step of this run, half a backward takes <data value="02.race.half-backward:.2f">0.84</data> times as long as a forward. The predictions are <data value="02.race.zb-h1.predicted">147 ms</data> for ZB-H1 and <data value="02.race.zb-h2.predicted">147 ms</data> for ZB-H2.
+# a forward, so that W > F. In the 1F1B step of this run, half a backward takes <data value="02.race.half-backward:.2f">0.88</data> times as long as a forward. The predictions are <data value="02.race.zb-h1.predicted">152 ms</data> for ZB-H1 and <data value="02.race.zb-h2.predicted">152 ms</data> for ZB-H2.
 # </details>
 #
 # <details><summary>Do the additional messages matter?</summary>
@@ -697,7 +697,7 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 # slow links (notebook 04). With h = 1,024 and six blocks in each stage, the ratio is 110,592/ρ. At notebook 00's published rates
 # of an H200 that is 50 over NVLink, where ρ is <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data>, and 0.14 over 10 Gb Ethernet, where ρ is <data value="00.rho.ethernet-10-gb.at-published-rates">791,000 FLOP/B</data>.
 #
-# The race's predictions contain no messages; <data value="02.run.in-race">neither do its replayed steps, so the race does not show what messages cost</data>.
+# The race's predictions contain no messages; <data value="02.run.in-race">its steps contain them, and also launches and waits, so the ratio of a step to its prediction does not show what messages cost</data>.
 # </details>
 #
 # <details><summary>In your tools: interleaving and zero bubble</summary>
@@ -814,7 +814,7 @@ words.claim_faster(rounds, "uniform", "heavy")
 
 # %% [markdown]
 # The uniform partition takes
-# <data value="02.cut.uniform">129 ms</data>, the heavy one <data value="02.cut.heavy">152 ms</data>. Balancing by time gives <data value="02.cut.by-time">129 ms</data> with the partition <data value="02.cut-step.by-time.blocks-of-each-stage">[2, 2, 2, 2]</data>; <data value="02.cut.verdict">this is the uniform partition</data>. A ViT's
+# <data value="02.cut.uniform">148 ms</data>, the heavy one <data value="02.cut.heavy">182 ms</data>. Balancing by time gives <data value="02.cut.by-time">177 ms</data> with the partition <data value="02.cut-step.by-time.blocks-of-each-stage">[7, 6, 5, 6]</data>; <data value="02.cut.verdict">the steps of both overlap, so the run does not decide between them</data>. A ViT's
 # blocks are equal, so balancing can only correct for the embedding, the head and unequal ranks.
 #
 # <details><summary>May we compare these steps with the race's?</summary>
@@ -826,8 +826,8 @@ words.claim_faster(rounds, "uniform", "heavy")
 #
 # <details><summary>How much longer does rank 1 work?</summary>
 #
-# In the figure, rank 1 works <data value="02.heavy-work:.2f">1.49</data> times as long as the median rank and has
-# <data value="02.heavy-blocks:.2f">1.50</data> times as many blocks; other layers, launches and noise make the difference.
+# In the figure, rank 1 works <data value="02.heavy-work:.2f">1.62</data> times as long as the median rank and has
+# <data value="02.heavy-blocks:.2f">1.33</data> times as many blocks; other layers, launches and noise make the difference.
 # </details>
 #
 # ### Exercise 4: what is wrong with this step?
@@ -923,9 +923,9 @@ if graphed:
 
 # %% [markdown]
 # Launched from Python, the shortest step has m = <data value="02.sweep.best">4</data>;
-# <data value="02.sweep.verdict">m = 2 took less in some of 6 rounds and may be as good</data>. The formula says <data value="02.sweep.formula:.1f">4.0</data>. The bubble takes
-# <data value="02.sweep-bubble.best">46.9 ms</data> in the shortest step and <data value="02.sweep-bubble.most">38.3 ms</data> at m = <data value="02.sweep.most">16</data>. Between the two,
-# <data value="02.sweep.changes">the time of launches and small kernels grows by 80.9 ms and the bubble shrinks by 8.65 ms</data>.
+# <data value="02.sweep.verdict">every other m took longer in each of 6 rounds</data>. The formula says <data value="02.sweep.formula:.1f">4.3</data>. The bubble takes
+# <data value="02.sweep-bubble.best">47.8 ms</data> in the shortest step and <data value="02.sweep-bubble.most">252 ms</data> at m = <data value="02.sweep.most">32</data>. Between the two,
+# <data value="02.sweep.changes">the time of launches and small kernels grows by 220 ms, the bubble grows by 204 ms and host wait grows by 39.8 ms. With CUDA graphs, the bubble at m = 32 is 12.9 ms, so most of it comes from launches, not from the schedule</data>.
 #
 # Python can launch small kernels more slowly than a GPU runs them. A *CUDA graph* records all kernels of a
 # stage's forward or backward once and launches them with one call. So c falls,
@@ -933,7 +933,7 @@ if graphed:
 #
 # <details><summary>What do graphs change in this run?</summary>
 #
-# In this run, <data value="02.graphs">the ranks have no GPU, so the figure has one panel</data>.
+# In this run, <data value="02.graphs">the step at m = 32 takes 97.0 ms with graphs instead of 574 ms, and the shortest step is 85.0 ms at m = 16. At m = 8, as in the race, graphs take 85.8 ms instead of 156 ms: there, too, work and bubble contain waits for launches</data>.
 # </details>
 #
 # <details><summary>What the parts are, and why the line need not meet the bars</summary>
@@ -945,22 +945,22 @@ if graphed:
 # T and c come from the work alone. The formula adds the bubble of equal stages, and takes c as the same at every m. The
 # times of short actions can vary more, relative to their length. In the replay, a rank also waits for slow actions of other ranks. So
 # with more microbatches the bubble can shrink less than by the formula, or even grow. The line is
-# furthest from the bars at m = <data value="02.sweep.furthest">8</data>, where the step takes <data value="02.sweep.over:.2f">1.16</data> times as long as by the formula.
+# furthest from the bars at m = <data value="02.sweep.furthest">32</data>, where the step takes <data value="02.sweep.over:.2f">1.87</data> times as long as by the formula.
 # </details>
 #
 # <details><summary>How sure is the best m?</summary>
 #
-# For six rounds, every m takes its turn. We show <data value="02.run.shown">a replay of each action's median time</data>. If two m were equally
+# For six rounds, every m takes its turn. We show <data value="02.run.shown">the median step</data>. If two m were equally
 # fast, one would take longer in all six rounds in only 1 of 32 cases. So we call an m slower if it does; any other may be as good.
 # With CUDA graphs one m runs after the other, because graphs keep their memory. From cell to cell, steps can vary more: 1F1B with m = 8 took
-# <data value="02.ran.1f1b.makespan">217 ms</data> beside GPipe, <data value="02.race.step.1f1b">177 ms</data> in the race and <data value="02.sweep-step.usual">145 ms</data> here. So compare steps of one cell only.
+# <data value="02.ran.1f1b.makespan">151 ms</data> beside GPipe, <data value="02.race.step.1f1b">175 ms</data> in the race and <data value="02.sweep-step.usual">156 ms</data> here. So compare steps of one cell only.
 # </details>
 #
 # <details><summary>Has this pipeline paid?</summary>
 #
-# At m = 1 only one rank works at a time. So that step, <data value="02.sweep-step.alone">171 ms</data>, is about what one rank would
-# need for all stages, one after the other: T + p c. The shortest step without graphs takes <data value="02.sweep-step.best">111 ms</data>, which is <data value="02.sweep-share">64.9 %</data> of that; without bubble and launches
-# it would be 1/p. At this m the ranks spend <data value="02.sweep-step.work">257 ms</data> in actions, all together. Where they share cores or a GPU, the real step takes at
+# At m = 1 only one rank works at a time. So that step, <data value="02.sweep-step.alone">216 ms</data>, is about what one rank would
+# need for all stages, one after the other: T + p c. The shortest step without graphs takes <data value="02.sweep-step.best">110 ms</data>, which is <data value="02.sweep-share">51.1 %</data> of that; without bubble and launches
+# it would be 1/p. At this m the ranks spend <data value="02.sweep-step.work">245 ms</data> in actions, all together. Where they share cores or a GPU, the real step takes at
 # least this sum, divided by the number of cores or GPUs.
 # </details>
 #

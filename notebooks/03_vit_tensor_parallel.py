@@ -186,9 +186,9 @@ lesson.record("03.order-ratio", ratio)
 lesson.claim("Columns first sends fewer bytes", (ratio, ">", 4))
 
 # %% [markdown]
-# Columns first sends <data value="03.mlp.columns-rows.counted">49.2 kB</data> from each rank,
+# Columns first sends <data value="03.mlp.columns-rows.counted">73.7 kB</data> from each rank,
 # forward and backward together. Rows first sends <data value="03.order-ratio">4.50</data> times as much: it adds terms of width 4h instead of h,
-# it gathers z, and the backward gathers the gradient of x. The third version returns the right shape, but is off by up to <data value="03.no-sum">76.2 %</data>.
+# it gathers z, and the backward gathers the gradient of x. The third version returns the right shape, but is off by up to <data value="03.no-sum">87.9 %</data>.
 #
 # <details><summary>In your tools</summary>
 #
@@ -364,7 +364,7 @@ predictions.record_host(few, recorded, 8)  # is computing set by the tokens?
 lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 
 # %% [markdown]
-# The bytes are exact: <data value="03.block-bytes">4.46 MB</data> leave each rank. On <data value="03.hardware">2 CPU cores</data> the block took <data value="03.block.makespan">65.9 ms</data>; <data value="03.exposed.share">9.98 %</data> of that is exposed communication. Computing covered <data value="03.overlapped">65.1 %</data> of the communication, all of it in the backward.
+# The bytes are exact: <data value="03.block-bytes">2.48 GB</data> leave each rank. On <data value="03.hardware">4 x NVIDIA H100 80GB HBM3</data> the block took <data value="03.block.makespan">19.2 ms</data>; <data value="03.exposed.share">28.4 %</data> of that is exposed communication. Computing covered <data value="03.overlapped">40.4 %</data> of the communication, all of it in the backward.
 #
 # <details><summary>How to read the figure</summary>
 #
@@ -378,16 +378,16 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # The thin slices of forward after the last all-reduce are a bias and the residual. The last slices of input gradient are attention's norm.
 # </details>
 #
-# The formula is for 2-byte numbers; with v bytes it gives 2/v times as much, and here v is <data value="03.value-bytes">4</data>. With attention's scores it predicts <data value="03.ratio.predicted">8.04</data>.
-# The run has <data value="03.ratio">2.99</data>. We call an interconnect fast enough from a ratio of 1 on, where a rank computes half of the time, as shown below. So <data value="03.verdict">both the formula and the run call the interconnect fast enough</data>.
+# The formula is for 2-byte numbers; with v bytes it gives 2/v times as much, and here v is <data value="03.value-bytes">2</data>. With attention's scores it predicts <data value="03.ratio.predicted">0.703</data>.
+# The run has <data value="03.ratio">1.48</data>. We call an interconnect fast enough from a ratio of 1 on, where a rank computes half of the time, as shown below. So <data value="03.verdict">the formula calls the interconnect too slow, the run fast enough, because computing took longer than its products, not because the link was faster</data>.
 #
 # <details><summary>Three factors between the formula and the run</summary>
 #
 # The formula leaves out costs of computing and of communication:
 #
-# - Computing took <data value="03.slower.computing.factor">1.23</data> times as long as its matrix products would at the card's rate. That includes launching operations, norms, GELU, residuals and slower products; the run does not separate them. <data value="03.host">With 1/8 of the images, computing took 12.3 ms instead of 56.3 ms. So about 11 % of the longer time is constant, such as launching operations.</data>
-# - Latency makes the all-reduces <data value="03.slower.latency-of-all-reduces.factor">1.52</data> times as long as their bytes alone.
-# - Because of waiting and other costs, the all-reduces took another <data value="03.slower.waiting-and-the-rest.factor">2.17</data> times as long. A part is that ranks which come early wait for the others; the run does not explain the rest.
+# - Computing took <data value="03.slower.computing.factor">2.57</data> times as long as its matrix products would at the card's rate. That includes launching operations, norms, GELU, residuals and slower products; the run does not separate them. <data value="03.host">With 1/8 of the images, computing took 4.32 ms instead of 13.5 ms. So about 22 % of the longer time is constant, such as launching operations.</data>
+# - Latency makes the all-reduces <data value="03.slower.latency-of-all-reduces.factor">1.04</data> times as long as their bytes alone.
+# - Because of waiting and other costs, the all-reduces took another <data value="03.slower.waiting-and-the-rest.factor">1.17</data> times as long. A part is that ranks which come early wait for the others; the run does not explain the rest.
 #
 # Where the rule of thumb, 4.5 h/ρ, comes nearer to the run, that is chance.
 # </details>
@@ -403,8 +403,8 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 #
 # A GPU of 400 TFLOP/s has ρ = 890 on NVLink 4, whose nominal bandwidth is 450 GB/s. So eight of them want h above 7 · 890/4.5 = 1,400.
 # On InfiniBand NDR with 50 GB/s, ρ is 8,000, and they want h above 12,400. These are nominal rates, and 2-byte numbers. With v bytes
-# a number, h must be v/2 times as large. With this page's v of <data value="03.value-bytes">4</data> and the ρ
-# that its card measured, <data value="03.rho">72.5 FLOP/B</data>, eight such ranks would want h above <data value="03.wide:,.0f">225</data>.
+# a number, h must be v/2 times as large. With this page's v of <data value="03.value-bytes">2</data> and the ρ
+# that its card measured, <data value="03.rho">2,260 FLOP/B</data>, eight such ranks would want h above <data value="03.wide:,.0f">3,508</data>.
 # </details>
 #
 # Call the ratio r. Without overlap a rank computes r/(1+r) of the time, half of it at r = 1.
@@ -472,13 +472,13 @@ cause = "the all-reduce in the backward of a column-parallel layer (f) is missin
 lesson.field_guide.add(symptom, instrument, cause, notebook="03")  # table of symptoms
 
 # %% [markdown]
-# The faulty run starts with the right loss, which falls from <data value="03.loss.first">1.10</data> to <data value="03.loss.last">0.846</data>; the right
-# run ends at <data value="03.right-loss">0.839</data>.
+# The faulty run starts with the right loss, which falls from <data value="03.loss.first">1.11</data> to <data value="03.loss.last">0.872</data>; the right
+# run ends at <data value="03.right-loss">0.861</data>.
 #
 # The upper figure compares rank 0's gradients in the first step with those of one process, in the order in which the backward
 # computes them. All gradients are right until the backward leaves the faulty MLP. Even its fc1 and fc2 are right, because their
 # gradients need no sum. The norm before the MLP, which Hugging Face calls `layernorm_after`, is the first that receives only this rank's term. Its error is the largest,
-# <data value="03.worst.left-out-in-layer-2:.2f">0.64</data>, against <data value="03.worst.right:.0e">2e-14</data> at most in the right run. Modules nearer the input also receive the residual connection's right gradient, so their error is smaller.
+# <data value="03.worst.left-out-in-layer-2:.2f">0.82</data>, against <data value="03.worst.right:.0e">5e-15</data> at most in the right run. Modules nearer the input also receive the residual connection's right gradient, so their error is smaller.
 #
 # Norms and embeddings are replicated, but their gradients now differ from rank to rank. In the lower figure the copies diverge: the distance is relative to rank 0's weights.
 # So the model that rank 0 saves is not the model that was trained.
@@ -548,7 +548,7 @@ verdict
 # | ↓ forward / backward | all-reduce / none | reduce-scatter / all-gather |
 #
 # Megatron-LM calls this *sequence parallelism*. The library shards all m tokens of the batch. We count with an image fewer,
-# <data value="03.padded.tokens">1,071</data> tokens. The number of ranks, <data value="03.padded.ranks">2</data>, does not divide that, so the library pads.
+# <data value="03.padded.tokens">201,531</data> tokens. The number of ranks, <data value="03.padded.ranks">4</data>, does not divide that, so the library pads.
 
 # %%
 uneven, predicted, counted = IMAGES - 1, {}, {}
@@ -563,7 +563,7 @@ lesson.show(predicted=predicted, counted=counted, key="03.sp", title="SP keeps l
 lesson.claim("SP keeps less", counted["1D+SP keeps (B)"] < counted["1D keeps (B)"])
 
 # %% [markdown]
-# With sequence parallelism a rank keeps <data value="03.sp.1d+sp-keeps.counted">9.90 MB</data> instead of <data value="03.sp.1d-keeps.counted">11.0 MB</data>. It sends <data value="03.sp-more">8.19 kB</data> more than 1D's <data value="03.sp.1d-sends.counted">4.39 MB</data>, because of padding and a small all-reduce of norm gradients.
+# With sequence parallelism a rank keeps <data value="03.sp.1d+sp-keeps.counted">2.27 GB</data> instead of <data value="03.sp.1d-keeps.counted">2.90 GB</data>. It sends <data value="03.sp-more">24.6 kB</data> more than 1D's <data value="03.sp.1d-sends.counted">2.48 GB</data>, because of padding and a small all-reduce of norm gradients.
 #
 # <details><summary>Which bytes are sharded?</summary>
 #
@@ -758,7 +758,7 @@ lesson.reveal("03.modes", counted, predicted=ranking, source="counted")
 # ## When does each mode win?
 #
 # Fewer bytes are not always less time, because a collective also costs launch, waiting and latency. On 2 x 2 ranks a block makes <data value="03.race.2d.calls">53</data> such calls in 2D, and
-# <data value="03.race.1d.calls">4</data> in 1D. We time the forward and backward of a block of hidden size <data value="03.tokens.hidden">256</data> on four ranks, then with eight times the tokens; modes take turns, and we show medians of five.
+# <data value="03.race.1d.calls">4</data> in 1D. We time the forward and backward of a block of hidden size <data value="03.tokens.hidden">4,096</data> on four ranks, then with eight times the tokens; modes take turns, and we show medians of five.
 
 # %%
 four, wide = vit_tensor.four_ranks(pool)  # four ranks, and a width that fits
@@ -787,36 +787,36 @@ lesson.claim("1D is faster than 2D with few tokens", (small["1d"], "<", small["2
 vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 
 # %% [markdown]
-# With <data value="03.tokens.few">136</data> tokens, 1D took <data value="03.race.1d.measured">37.1 ms</data>, with sequence parallelism <data value="03.race.1d+sp.measured">63.7 ms</data>, and 2D <data value="03.race.2d.measured">91.5 ms</data>. These are
-# <data value="03.too-low.1d">1.27</data>, <data value="03.too-low.1d+sp">1.85</data> and <data value="03.too-low.2d">1.41</data> times their predictions. Predictions leave out norms, launches and waiting, and collectives can take longer than α and B say.
+# With <data value="03.tokens.few">6,304</data> tokens, 1D took <data value="03.race.1d.measured">6.29 ms</data>, with sequence parallelism <data value="03.race.1d+sp.measured">8.31 ms</data>, and 2D <data value="03.race.2d.measured">23.5 ms</data>. These are
+# <data value="03.too-low.1d">1.65</data>, <data value="03.too-low.1d+sp">2.13</data> and <data value="03.too-low.2d">3.46</data> times their predictions. Predictions leave out norms, launches and waiting, and collectives can take longer than α and B say.
 #
 # <details><summary>Which rates do we predict with?</summary>
 #
-# The four ranks run on <data value="03.hardware">2 CPU cores</data>. Their latency α is <data value="03.alpha">881 µs, against 371 µs with 2, because ranks wait for cores, too</data>.
+# The four ranks run on <data value="03.hardware">4 x NVIDIA H100 80GB HBM3</data>. Their latency α is <data value="03.alpha">13.6 µs, as on the page's card</data>.
 #
 # On GPUs, the matmul rate is the card's. On a CPU, the card's rate comes from one product of a few milliseconds, during which a rank mostly keeps a core. A block lasts longer, and ranks take turns if cores are fewer.
-# So there we multiply the card's rate by cores over ranks, if that is below 1. Here we take <data value="03.rate">22.6 GFLOP/s</data>.
+# So there we multiply the card's rate by cores over ranks, if that is below 1. Here we take <data value="03.rate">748 TFLOP/s</data>.
 # </details>
 #
-# With few tokens, sequence parallelism took <data value="03.sp-longer.few">26.6 ms more</data> than 1D, and latency alone predicts <data value="03.norms">5.28 ms</data> more.
+# With few tokens, sequence parallelism took <data value="03.sp-longer.few">2.02 ms more</data> than 1D, and latency alone predicts <data value="03.norms">81.4 µs</data> more.
 #
 # <details><summary>Why can sequence parallelism be slower?</summary>
 #
 # By theory the two halves of an all-reduce take as long as the all-reduce. In a ring of four, both take 2 (4 - 1) = 6 steps, and each step one latency α. So the prediction adds only the latencies of the all-reduce of norm gradients.
 #
-# Timed alone, an all-reduce took <data value="03.halves.all-reduce.measured">6.16 ms</data> and its two halves <data value="03.halves.reduce-scatter-all-gather.measured">10.9 ms</data>; <data value="03.halves.all-reduce.predicted">5.50 ms</data> were predicted for both. A block has four such pairs, so by these times its halves take <data value="03.four-halves">19.0 ms</data> than its all-reduces would. The run does not explain the rest. With eight times the tokens, sequence parallelism took <data value="03.sp-longer.many">22.8 ms more</data> than 1D.
+# Timed alone, an all-reduce took <data value="03.halves.all-reduce.measured">534 µs</data> and its two halves <data value="03.halves.reduce-scatter-all-gather.measured">660 µs</data>; <data value="03.halves.all-reduce.predicted">315 µs</data> were predicted for both. A block has four such pairs, so by these times its halves take <data value="03.four-halves">502 µs more</data> than its all-reduces would. The run does not explain the rest. With eight times the tokens, sequence parallelism took <data value="03.sp-longer.many">56.1 µs less</data> than 1D.
 # </details>
 #
-# On four ranks 2D sends fewer bytes than 1D above 12 h tokens, here <data value="03.tokens.even">3,072</data>. With our <data value="03.tokens.many">1,088</data>, <data value="03.grid">2D sends more bytes than 1D, and takes 170 ms against 118 ms</data>.
+# On four ranks 2D sends fewer bytes than 1D above 12 h tokens, here <data value="03.tokens.even">49,152</data>. With our <data value="03.tokens.many">50,432</data>, <data value="03.grid">2D sends about as many bytes as 1D, and takes 38.5 ms against 32.8 ms</data>.
 #
 # <details><summary>Which costs are constant, and what would help?</summary>
 #
-# Eight times the tokens took <data value="03.race.2d.measured-growth:.2f">1.86</data> times as long in 2D, where <data value="03.race.2d.predicted-growth:.2f">1.94</data> was predicted, and <data value="03.race.1d.measured-growth:.2f">3.19</data> times in 1D, where <data value="03.race.1d.predicted-growth:.2f">2.93</data> was predicted. Take each time as a constant plus a part proportional to the tokens. <data value="03.constant">Then the constant is 88 % of 2D's time with few tokens, and 69 % of 1D's.</data>
+# Eight times the tokens took <data value="03.race.2d.measured-growth:.2f">1.64</data> times as long in 2D, where <data value="03.race.2d.predicted-growth:.2f">5.32</data> was predicted, and <data value="03.race.1d.measured-growth:.2f">5.21</data> times in 1D, where <data value="03.race.1d.predicted-growth:.2f">7.40</data> was predicted. Take each time as a constant plus a part proportional to the tokens. <data value="03.constant">Then the constant is 91 % of 2D's time with few tokens, and 40 % of 1D's.</data>
 #
-# With few tokens, 2D takes longer than 1D and makes <data value="03.calls.more">49</data> more calls. The difference in time, divided by these calls, is <data value="03.calls.seconds">1.11 ms</data> a call.
+# With few tokens, 2D takes longer than 1D and makes <data value="03.calls.more">49</data> more calls. The difference in time, divided by these calls, is <data value="03.calls.seconds">352 µs</data> a call.
 #
-# A block in 1D makes four all-reduces of six steps, so 24 latencies α, <data value="03.latency.all">21.1 ms</data>. That is <data value="03.latency.share">57.0 %</data> of 1D's time with few tokens. A link of lower latency
-# shortens them. Where tokens set the time, a larger batch makes latency count less. Launching operations takes constant time, too. Where launching takes longer than computing and sending, a faster link does not help: such a block is *launch-bound*. <data value="03.launch-bound">On a CPU, waits for cores take constant time, too, so this run cannot tell launches from waits.</data>
+# A block in 1D makes four all-reduces of six steps, so 24 latencies α, <data value="03.latency.all">326 µs</data>. That is <data value="03.latency.share">5.17 %</data> of 1D's time with few tokens. A link of lower latency
+# shortens them. Where tokens set the time, a larger batch makes latency count less. Launching operations takes constant time, too. Where launching takes longer than computing and sending, a faster link does not help: such a block is *launch-bound*. <data value="03.launch-bound">Here no mode passes this run's test of that: to take less than 1.5 times as long with eight times the tokens, and more than twice its prediction, which contains latency.</data>
 # </details>
 #
 # The next cell maps which mode is predicted to *communicate* for the shortest time on 64 ranks and InfiniBand NDR, with 10 µs of latency and no launch costs. 2.5D has 4 x 4 x 4 ranks. The axis counts the batch's tokens divided by the 64 ranks. The last line opens an *explorer*, a simulated block with knobs.

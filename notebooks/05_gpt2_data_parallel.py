@@ -75,10 +75,10 @@ here = lesson.banner(N, model=name, data=english.describe(), sizes=sizes)
 # and Adam's two moments. In float32 the same sum is 4 + 4 + 8. GPT-2 XL has 1,557,611,200 parameters, which makes
 # 24.9 GB before the first token. A common GPU has 24 GB.
 #
-# So every rank here gets a *budget* of 15.4 bytes a parameter: 24 GB for XL, <data value="05.stopped.budget">86.9 MB</data> for this page's model.
+# So every rank here gets a *budget* of 15.4 bytes a parameter: 24 GB for XL, <data value="05.stopped.budget">24.0 GB</data> for this page's model.
 # `hpnb.record.memory(..., budget=...)` counts the bytes of all tensors after every operator, and raises where a GPU
 # would be out of memory. We run one step of DDP with hardly any tokens, <data value="05.stopped.tokens">64</data> on each rank. Later steps have
-# <data value="05.tokens.page:,.0f">128</data>.
+# <data value="05.tokens.page:,.0f">4,096</data>.
 #
 # Some cells ask you to guess a number first. Without a guess, a *rule of thumb* takes its place. Here it counts weights and gradients only.
 
@@ -110,15 +110,15 @@ lesson.claim("The backward has already freed the activations",
              (usage["activations"], "<", BUDGET / 20))
 
 # %% [markdown]
-# It stopped <data value="05.stopped.operator">after aten.zeros_like</data>, with <data value="05.stopped.total">87.1 MB</data> in use, in the first `optimizer.step()`,
-# which allocates Adam's moments. The backward had freed the activations by then; they take <data value="05.stopped.activations">512 B</data>. We call weights,
+# It stopped <data value="05.stopped.operator">after aten.zeros_like</data>, with <data value="05.stopped.total">24.0 GB</data> in use, in the first `optimizer.step()`,
+# which allocates Adam's moments. The backward had freed the activations by then; they take <data value="05.stopped.activations">8.19 kB</data>. We call weights,
 # gradients and optimizer state together the *states*. Complete, they take 16 bytes a parameter. No batch is small enough.
 #
 # <details><summary>How does the table count?</summary>
 #
 # Gradients lie in flat buckets. The table lists a bucket as one flat tensor, or under the shape of its first gradient, with all bytes of the bucket.
 #
-# *Temporary* is the category for the rest. A weight here takes <data value="05.shape.bytes">4</data> bytes. If it takes 4, new moments count as *optimizer*. If it takes 2, the update first copies all gradients to float32, and until it ends, these copies and the new moments count as *temporary*.
+# *Temporary* is the category for the rest. A weight here takes <data value="05.shape.bytes">2</data> bytes. If it takes 4, new moments count as *optimizer*. If it takes 2, the update first copies all gradients to float32, and until it ends, these copies and the new moments count as *temporary*.
 # </details>
 #
 # **Takeaway.** Adam allocates its state in the first update. So only the second step has activations and state
@@ -250,7 +250,7 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 
 # %% [markdown]
 # The checkpointed block stores
-# <data value="05.stored.by-hand.counted">32.8 kB</data> instead of <data value="05.stored.no-checkpoint.counted">922 kB</data>.
+# <data value="05.stored.by-hand.counted">32.8 kB</data> instead of <data value="05.stored.no-checkpoint.counted">985 kB</data>.
 #
 # <details><summary>In your tools</summary>
 #
@@ -277,7 +277,7 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 # 0.25 s. With the gradient cast to float32, AdamW reads 16 and writes 12 bytes a parameter, which takes 0.44 s at 100 GB/s of
 # CPU memory. Together that is 0.69 s,
 # as long as a GPU with 400 TFLOP/s computes on 29,000 tokens. On N ranks with ZeRO-1 or 2, transfer and update take 1/N of that if each rank has these rates for itself. Ranks of one node share them.
-# So shard first, and offload where there are too few ranks. <data value="05.offload">This run does not offload.</data>
+# So shard first, and offload where there are too few ranks. <data value="05.offload">In this run, offloading added 889 ms to a step with ZeRO-3 and recomputation, predicted as 228 ms: the rates are assumed, and ranks share the CPU's cores and memory.</data>
 # </details>
 #
 # **Takeaway.** ZeRO splits the all-reduce into its two halves and updates in between.
@@ -352,9 +352,9 @@ lesson.claim("ZeRO-2 fits XL with room to spare", (xl[ZeroConfig(2)], "<", 0.8 *
 # Recording slows the step: trust bytes, not clocks. Activations grow until the turn and are gone at the
 # end. With ZeRO-3, *temporary*, the category for the rest, contains the gathered weights.
 #
-# <data value="05.fitting">2</data> of the four ZeRO stages fit without recomputation, and <data value="05.fits.all">5</data> of all <data value="05.fits.of">8</data>
-# configurations do. ZeRO-0 peaks at <data value="05.peak.zero-0.measured">126 MB</data>, ZeRO-3 at <data value="05.peak.zero-3.measured">74.3 MB</data>, and with
-# recomputation at <data value="05.peak.zero-3-+-recompute.measured">54.8 MB</data>. The formula is right within a tenth.
+# <data value="05.fitting">0</data> of the four ZeRO stages fit without recomputation, and <data value="05.fits.all">4</data> of all <data value="05.fits.of">9</data>
+# configurations do. ZeRO-0 peaks at <data value="05.peak.zero-0.measured">45.4 GB</data>, ZeRO-3 at <data value="05.peak.zero-3.measured">25.9 GB</data>, and with
+# recomputation at <data value="05.peak.zero-3-+-recompute.measured">8.93 GB</data>. The formula is right within a tenth.
 #
 # And XL on two ranks, in bf16 with 1,024 tokens each? It is predicted to peak at <data value="05.xl.zero-0.predicted">31.2 GB</data> with
 # ZeRO-0, in the step: its float32 copy of all gradients takes 6.2 GB, and recomputation cannot help. ZeRO-1 needs
@@ -364,18 +364,18 @@ lesson.claim("ZeRO-2 fits XL with room to spare", (xl[ZeroConfig(2)], "<", 0.8 *
 # <details><summary>Both peaks, line by line</summary>
 #
 # The last table's categories, from the formulas above. At the turn, *activations* include one of the loss's three terms, 4 V T. This page's
-# fullest moment is: <data value="05.worked.name.this-page-zero-0">block 11</data>.
+# fullest moment is: <data value="05.worked.name.this-page-zero-0">turn</data>.
 #
 # | | XL on two ranks: ZeRO-1, at the turn | | this page: ZeRO-0 | |
 # |---|---|---|---|---|
-# | parameters | 2 P | <data value="05.worked.parameters.xl-on-two-ranks-zero-1">3.12 GB</data> | w P | <data value="05.worked.parameters.this-page-zero-0">22.6 MB</data> |
-# | gradients | 2 P | <data value="05.worked.gradients.xl-on-two-ranks-zero-1">3.12 GB</data> | w P | <data value="05.worked.gradients.this-page-zero-0">22.6 MB</data> |
-# | optimizer | 12 P / 2 | <data value="05.worked.optimizer.xl-on-two-ranks-zero-1">9.35 GB</data> | 8 P, in 16 bits 12 P | <data value="05.worked.optimizer.this-page-zero-0">45.1 MB</data> |
-# | activations | 28 T h w × 48 blocks + 4 V T | <data value="05.worked.activations.xl-on-two-ranks-zero-1">4.62 GB</data> | 28 T h w a block, at the turn + 4 V T | <data value="05.worked.activations.this-page-zero-0">33.1 MB</data> |
-# | temporary | 8 V T | <data value="05.worked.temporary.xl-on-two-ranks-zero-1">412 MB</data> | in a block 14 T h w + V h w, at the turn 8 V T; on a GPU workspaces | <data value="05.worked.temporary.this-page-zero-0">2.54 MB</data> |
-# | together | | <data value="05.xl.zero-1.predicted">20.6 GB</data> | | <data value="05.peak.zero-0.predicted">126 MB</data> |
+# | parameters | 2 P | <data value="05.worked.parameters.xl-on-two-ranks-zero-1">3.12 GB</data> | w P | <data value="05.worked.parameters.this-page-zero-0">3.12 GB</data> |
+# | gradients | 2 P | <data value="05.worked.gradients.xl-on-two-ranks-zero-1">3.12 GB</data> | w P | <data value="05.worked.gradients.this-page-zero-0">3.12 GB</data> |
+# | optimizer | 12 P / 2 | <data value="05.worked.optimizer.xl-on-two-ranks-zero-1">9.35 GB</data> | 8 P, in 16 bits 12 P | <data value="05.worked.optimizer.this-page-zero-0">18.7 GB</data> |
+# | activations | 28 T h w × 48 blocks + 4 V T | <data value="05.worked.activations.xl-on-two-ranks-zero-1">4.62 GB</data> | 28 T h w a block, at the turn + 4 V T | <data value="05.worked.activations.this-page-zero-0">18.5 GB</data> |
+# | temporary | 8 V T | <data value="05.worked.temporary.xl-on-two-ranks-zero-1">412 MB</data> | in a block 14 T h w + V h w, at the turn 8 V T; on a GPU workspaces | <data value="05.worked.temporary.this-page-zero-0">1.71 GB</data> |
+# | together | | <data value="05.xl.zero-1.predicted">20.6 GB</data> | | <data value="05.peak.zero-0.predicted">45.1 GB</data> |
 #
-# XL has T = 1,024, h = 1,600, V = 50,257, w = 2 and P = 1,557,611,200. On this page T is <data value="05.tokens.page">128</data>, h <data value="05.shape.hidden">192</data>, V <data value="05.shape.vocabulary">1,511</data>, w <data value="05.shape.bytes">4</data>. Norms'
+# XL has T = 1,024, h = 1,600, V = 50,257, w = 2 and P = 1,557,611,200. On this page T is <data value="05.tokens.page">4,096</data>, h <data value="05.shape.hidden">1,600</data>, V <data value="05.shape.vocabulary">50,257</data>, w <data value="05.shape.bytes">2</data>. Norms'
 # statistics and the last norm are missing; they are less than a hundredth.
 # </details>
 #
@@ -460,9 +460,9 @@ words.record_shape(SIZE, DTYPE)
 lesson.claim("8 tokens take less than twice as long as 2", (took[8], "<", 2 * took[2]))
 
 # %% [markdown]
-# We take the lowest median of five rounds, <data value="05.floor.launch">33.9 ms</data>, as the time that launching needs. On a CPU, computing comes on top of
-# it. By the lines, launching and computing take equally long at <data value="05.limit.equal">about</data> <data value="05.tokens.equal:,.0f">73</data> tokens. This page trains with
-# <data value="05.tokens.page:,.0f">128</data> tokens a rank, which take <data value="05.floor.step">93.4 ms</data>: mainly <data value="05.limit.word">computing</data> sets the time of its steps.
+# We take the lowest median of five rounds, <data value="05.floor.launch">69.7 ms</data>, as the time that launching needs. On a CPU, computing comes on top of
+# it. By the lines, launching and computing take equally long at <data value="05.limit.equal">about</data> <data value="05.tokens.equal:,.0f">1,958</data> tokens. This page trains with
+# <data value="05.tokens.page:,.0f">4,096</data> tokens a rank, which take <data value="05.floor.step">146 ms</data>: mainly <data value="05.limit.word">computing</data> sets the time of its steps.
 #
 # To predict, take forward, backward and update of one rank that sends nothing: `alone`. Recomputation adds a forward, and with ZeRO the
 # update takes 1/N. Communication adds what does not overlap with computing, its *exposed* part. On GPUs:
@@ -478,7 +478,7 @@ lesson.claim("8 tokens take less than twice as long as 2", (took[8], "<", 2 * to
 #
 # <details><summary>One step, timed twice</summary>
 #
-# Forward and backward of a rank that sends nothing took <data value="05.floor.step">93.4 ms</data> above, and <data value="05.alone.both">149 ms</data> in the cell that measures the steps: the same
+# Forward and backward of a rank that sends nothing took <data value="05.floor.step">146 ms</data> above, and <data value="05.alone.both">153 ms</data> in the cell that measures the steps: the same
 # operations at another moment, with updates in between. We predict from the second time, because it was taken in one cell with the steps.
 # </details>
 
@@ -506,15 +506,15 @@ lesson.claim("ZeRO-2 communicates after its update, ZeRO-3 hardly does",
 lesson.record("05.alone", {"forward": alone[0], "both": sum(alone[:2])}, "s")
 
 # %% [markdown]
-# The table *What a saved byte costs* has prices of a saved GB. A price below 0 means that the step that saves memory was also faster. ZeRO-3 instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">51.6 MB</data> and added <data value="05.price.zero-0-to-zero-3.added">42.0 ms</data>
-# to the median step. Their ranges, from the fastest to the slowest step, <data value="05.ranges">overlap: either may be faster</data>. With ZeRO-3, recomputation saved another <data value="05.price.zero-3-to-zero-3-+-recompute.saved">19.6 MB</data>. Recomputation changed the four ZeRO stages' steps by <data value="05.recompute.least">53.5 ms</data> to <data value="05.recompute.most">156 ms</data>; we predicted one
-# forward, <data value="05.alone.forward">64.9 ms</data>.
+# The table *What a saved byte costs* has prices of a saved GB. A price below 0 means that the step that saves memory was also faster. ZeRO-3 instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">19.5 GB</data> and added <data value="05.price.zero-0-to-zero-3.added">-15.7 ms</data>
+# to the median step. Their ranges, from the fastest to the slowest step, <data value="05.ranges">overlap: either may be faster</data>. With ZeRO-3, recomputation saved another <data value="05.price.zero-3-to-zero-3-+-recompute.saved">17.0 GB</data>. Recomputation changed the four ZeRO stages' steps by <data value="05.recompute.least">100 ms</data> to <data value="05.recompute.most">177 ms</data>; we predicted one
+# forward, <data value="05.alone.forward">60.8 ms</data>.
 #
-# Of the <data value="05.off.of">8</data> predicted times <data value="05.off.hold">6</data> hold. Steps take <data value="05.off.low:.2f">0.90</data> to <data value="05.off.high:.2f">1.35</data> times the
-# prediction, most with <data value="05.off.highest">ZeRO-2 + recompute</data>.
+# Of the <data value="05.off.of">9</data> predicted times <data value="05.off.hold">2</data> hold. Steps take <data value="05.off.low:.2f">1.18</data> to <data value="05.off.high:.2f">2.64</data> times the
+# prediction, most with <data value="05.off.highest">ZeRO-3 + recompute + offload</data>.
 #
-# ZeRO-2 communicates for <data value="05.after.zero-2">20.8 ms</data> after its update, predicted as
-# <data value="05.after.predicted">14.8 ms</data>, and ZeRO-1 for <data value="05.after.zero-1">16.2 ms</data>. The update takes <data value="05.update.zero-0">8.56 ms</data> with ZeRO-0, <data value="05.update.zero-1">5.25 ms</data> with ZeRO-1 and <data value="05.update.zero-2">5.56 ms</data> with ZeRO-2: it need not be 1/N.
+# ZeRO-2 communicates for <data value="05.after.zero-2">21.9 ms</data> after its update, predicted as
+# <data value="05.after.predicted">7.08 ms</data>, and ZeRO-1 for <data value="05.after.zero-1">1.21 ms</data>. The update takes <data value="05.update.zero-0">29.4 ms</data> with ZeRO-0, <data value="05.update.zero-1">38.8 ms</data> with ZeRO-1 and <data value="05.update.zero-2">5.89 ms</data> with ZeRO-2: it need not be 1/N.
 #
 # <details><summary>What does the prediction leave out?</summary>
 #
@@ -700,8 +700,8 @@ words.record_depths(*setting, plan, depth, N, BUCKET, workspace)
 lesson.claim("ZeRO-3 trains a deeper model", (depth[deep], ">", depth[shallow]))
 
 # %% [markdown]
-# ZeRO-0 stops at <data value="05.depth.zero-0.measured">8 blocks</data>, with <data value="05.millions.zero-0:.1f">3.9</data> million parameters, ZeRO-3 with recomputation at
-# <data value="05.depth.zero-3-+-recompute.measured">21 blocks</data>, with <data value="05.millions.zero-3:.1f">9.6</data> million. With ZeRO-3 and recomputation, a block costs 16/N bytes a parameter. Before the update, its stored input takes w T h bytes more; in the update, instead, the float32 copy of 16-bit gradients takes 4/N bytes a parameter more. The fuller of these two moments of the step limits the depth. Here it is, by prediction: <data value="05.fullest.zero-3">block 1</data>.
+# ZeRO-0 stops at <data value="05.depth.zero-0.measured">23 blocks</data>, with <data value="05.millions.zero-0:.1f">789.1</data> million parameters, ZeRO-3 with recomputation at
+# <data value="05.depth.zero-3-+-recompute.measured">150 blocks</data>, with <data value="05.millions.zero-3:.1f">4693.2</data> million. With ZeRO-3 and recomputation, a block costs 16/N bytes a parameter. Before the update, its stored input takes w T h bytes more; in the update, instead, the float32 copy of 16-bit gradients takes 4/N bytes a parameter more. The fuller of these two moments of the step limits the depth. Here it is, by prediction: <data value="05.fullest.zero-3">step</data>.
 # With more ranks what is divided by N vanishes. What remains is stored inputs, about three gathered blocks, the gathered embedding and the logits.
 #
 # ### An autopsy
@@ -737,7 +737,7 @@ lesson.field_guide.add(  # the series' table of symptoms
     "outputs are kept for logging, with their logits; keep loss.item()", notebook="05")
 
 # %% [markdown]
-# The loss fell from <data value="05.autopsy.first:.2f">6.69</data> to <data value="05.autopsy.last:.2f">5.18</data> in <data value="05.autopsy.steps">8</data> steps. The shape tokens × V is alive <data value="05.autopsy.copies">9</data> times: once for each
+# The loss fell from <data value="05.autopsy.first:.2f">9.61</data> to <data value="05.autopsy.last:.2f">8.26</data> in <data value="05.autopsy.steps">8</data> steps. The shape tokens × V is alive <data value="05.autopsy.copies">9</data> times: once for each
 # step that began. These are the logits inside `outputs`, which the list keeps. A normal
 # step frees its logits before its peak. The fix is `log.append(outputs.loss.item())`.
 #
@@ -839,15 +839,15 @@ lesson.claim("At a loss of 5, a larger batch narrows the interval",
 lesson.claim("The scale grows as the loss falls", larges[0] > first[-1])
 
 # %% [markdown]
-# From 4 to 8 samples the steps fell by a factor of <data value="05.doubling:.2f">1.58</data>, not 2. The law, fitted from 8 samples on,
-# predicted <data value="05.doubling.predicted:.2f">1.55</data>. The doublings divided the steps by <data value="05.doublings.least:.2f">1.09</data> to <data value="05.doublings.most:.2f">1.58</data>. By the law, the last one would divide them by <data value="05.doublings.law-last:.2f">1.13</data>. <data value="05.doublings.wall">The last doubling saved least: the wall begins.</data> Steps are counted in fives, in <data value="05.repeats.least">1</data> to <data value="05.repeats.most">2</data> runs of a batch size. So the fit is rough, and doublings that saved nearly the same cannot be told apart.
+# From 4 to 8 samples the steps fell by a factor of <data value="05.doubling:.2f">1.60</data>, not 2. The law, fitted from 8 samples on,
+# predicted <data value="05.doubling.predicted:.2f">1.79</data>. The doublings divided the steps by <data value="05.doublings.least:.2f">1.27</data> to <data value="05.doublings.most:.2f">1.63</data>. By the law, the last one would divide them by <data value="05.doublings.law-last:.2f">1.32</data>. <data value="05.doublings.wall">The last doubling saved least, as the law says.</data> Steps are counted in fives, in <data value="05.repeats.least">2</data> to <data value="05.repeats.most">2</data> runs of a batch size. So the fit is rough, and doublings that saved nearly the same cannot be told apart.
 #
-# At a loss of 5, batches of 8 gave noise scales from <data value="05.scale.loss-5-batches-of-8.lowest:.0f">38</data> to
-# <data value="05.scale.loss-5-batches-of-8.highest:.0f">86</data> samples, because both norms are noisy. The same samples in one batch of
-# 128 gave <data value="05.scale.loss-5-batches-of-128.lowest:.0f">52</data> to <data value="05.scale.loss-5-batches-of-128.highest:.0f">68</data>.
+# At a loss of 5, batches of 8 gave noise scales from <data value="05.scale.loss-5-batches-of-8.lowest:.0f">48</data> to
+# <data value="05.scale.loss-5-batches-of-8.highest:.0f">101</data> samples, because both norms are noisy. The same samples in one batch of
+# 128 gave <data value="05.scale.loss-5-batches-of-128.lowest:.0f">50</data> to <data value="05.scale.loss-5-batches-of-128.highest:.0f">66</data>.
 #
-# From a loss of 6 to 5, the median scale of the gradients grew from <data value="05.scale.loss-6-batches-of-128.measured:.0f">8</data> to <data value="05.scale.loss-5-batches-of-128.measured:.0f">59</data> samples. The law has a single noise scale for the
-# training. Fitted to the steps, it is <data value="05.fitted:.0f">10</data> samples, the dotted line. The batch beyond which more samples hardly save steps is the
+# From a loss of 6 to 5, the median scale of the gradients grew from <data value="05.scale.loss-6-batches-of-128.measured:.0f">8</data> to <data value="05.scale.loss-5-batches-of-128.measured:.0f">60</data> samples. The law has a single noise scale for the
+# training. Fitted to the steps, it is <data value="05.fitted:.0f">30</data> samples, the dotted line. The batch beyond which more samples hardly save steps is the
 # *critical batch*.
 #
 # <details><summary>Is the noise scale the critical batch?</summary>
@@ -903,7 +903,7 @@ lesson.check(exercises.noise_scale, scale_from_norms)
 # - A parameter costs 16 bytes, which the first update completes. Test two steps.
 # - ZeRO shards states, recomputation shrinks activations. Predict the fullest moment, then choose.
 # - Only exposed communication costs time. If you must shard, take the ZeRO stage that exposes least on your link.
-# - How far? Here from <data value="05.depth.zero-0.measured">8 blocks</data> to <data value="05.depth.zero-3-+-recompute.measured">21 blocks</data> on <data value="05.tokens.ranks">2</data> ranks; by simulation 32.5 billion parameters fit on 64 GPUs of 80 GB. Then the
+# - How far? Here from <data value="05.depth.zero-0.measured">23 blocks</data> to <data value="05.depth.zero-3-+-recompute.measured">150 blocks</data> on <data value="05.tokens.ranks">4</data> ranks; by simulation 32.5 billion parameters fit on 64 GPUs of 80 GB. Then the
 #   batch limits data parallelism, to about 400 ranks for GPT-3's.
 #
 # **When not to use this.** Use tensor parallelism when one block, or one sequence's

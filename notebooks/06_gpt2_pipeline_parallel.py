@@ -126,8 +126,8 @@ lesson.predict("06.bubble", question, unit="%", rule_of_thumb=formula)
 # %% [markdown]
 # Now the time. With equal stages, notebook 02 predicts a bubble of $(p-1)/(m+p-1)$, here <data value="06.bubble.rule-of-thumb">27.3 %</data>.
 # `time_steps` runs real steps. Where ranks share cores or a GPU, it times each action alone and *replays* the step
-# from these times, in the schedule's order; here steps are <data value="06.run.source">replayed</data>. Variants of a step share one set of weights
-# and **take turns**, A B C A B C, so that a busy second slows all of them. The cell keeps all <data value="06.repeats">3</data> repeats, because a difference smaller than their spread is no
+# from these times, in the schedule's order; here steps are <data value="06.run.source">measured</data>. Variants of a step share one set of weights
+# and **take turns**, A B C A B C, so that a busy second slows all of them. The cell keeps all <data value="06.repeats">5</data> repeats, because a difference smaller than their spread is no
 # finding. Later we also *simulate* steps, from times of single layers.
 
 
@@ -159,9 +159,9 @@ lesson.claim("The last rank takes longest, ms", (last, ">", max(others)), FEW_TO
 lesson.record("06.run", gpt2_pipeline.unequal_ranks(SOURCE, busy))
 
 # %% [markdown]
-# The bubble is <data value="06.bubble">46.8 %</data> instead. The formula assumes equal stages, but the last rank works
-# <data value="06.run.slower:.1f">2.0</data> times as long as the others on average, and they wait for it. More microbatches
-# don't cure that. By Σ t + (m-1) max t with these times, a bubble of <data value="06.run.endless">36.7 %</data> stays, however many there are.
+# The bubble is <data value="06.bubble">43.3 %</data> instead. The formula assumes equal stages, but the last rank works
+# <data value="06.run.slower:.1f">1.7</data> times as long as the others on average, and they wait for it. More microbatches
+# don't cure that. By Σ t + (m-1) max t with these times, a bubble of <data value="06.run.endless">30.4 %</data> stays, however many there are.
 #
 # **Takeaway.** A uniform cut gives the exact result, but slowly: the stage with the head sets the pace.
 #
@@ -196,13 +196,13 @@ lesson.record("06.chunks", times.chunks_in_words(2 * N))
 lesson.claim("A ratio is over a tenth away from 1", (times.misjudged(law), ">", 0.1))
 
 # %% [markdown]
-# FLOPs predict <data value="06.head.head-s-matmuls.predicted">4.91 blocks</data> for the head. Its matmuls really take
-# <data value="06.head.head-s-matmuls.measured">3.08 blocks</data>, <data value="06.head.ratio:.2f">0.63</data> times as much. With the loss,
-# which FLOPs leave out, the head takes <data value="06.head.head-and-loss.measured">3.76 blocks</data>.
+# FLOPs predict <data value="06.head.head-s-matmuls.predicted">2.37 blocks</data> for the head. Its matmuls really take
+# <data value="06.head.head-s-matmuls.measured">5.89 blocks</data>, <data value="06.head.ratio:.2f">2.49</data> times as much. With the loss,
+# which FLOPs leave out, the head takes <data value="06.head.head-and-loss.measured">7.68 blocks</data>.
 #
 # FLOPs err in two directions, and the errors can cancel. Norms, GELU, softmax and launches make a block longer, so the
 # head counts fewer blocks. The loss and an odd vocabulary make the head longer. For the banner's
-# model, the last column is <data value="06.head.limit:.1f">3.6</data> by FLOPs and <data value="06.chunks.limit:.1f">4.5</data> by the measured layers.
+# model, the last column is <data value="06.head.limit:.1f">21.3</data> by FLOPs and <data value="06.chunks.limit:.1f">7.3</data> by the measured layers.
 #
 # ### Why 50,257 is a bad size
 #
@@ -238,8 +238,8 @@ lesson.claim("The padded median is not slower than the odd size's slowest repeat
              (1e3 * statistics.median(padded), "<=", 1e3 * max(odd)))  # fmt: skip
 
 # %% [markdown]
-# Here the odd size takes <data value="06.padding.gain:.2f">1.11</data> times as long by the median, a difference <data value="06.padding.spread">within the spread of the repeats</data>.
-# If our head gained as much, head and loss would take <data value="06.padding.head">3.45 blocks</data>; FLOPs say <data value="06.head.head-and-loss.predicted">4.91 blocks</data>.
+# Here the odd size takes <data value="06.padding.gain:.2f">5.87</data> times as long by the median, a difference <data value="06.padding.spread">beyond the spread of the repeats</data>.
+# If our head gained as much, head and loss would take <data value="06.padding.head">2.79 blocks</data>; FLOPs say <data value="06.head.head-and-loss.predicted">2.37 blocks</data>.
 # Our model stays unpadded, as GPT-2 was published, because this page needs a long head.
 #
 # <details><summary>On a laptop</summary>
@@ -355,24 +355,24 @@ lesson.show(figures.skyline(times.smooth, shown, times.kinds, times.loss, title=
 
 # %% [markdown]
 # Bars are `times.smooth`, and each cut's largest stage is in bold. In the run, the cut by time is
-# <data value="06.faster.gain:.2f">1.15</data> times as fast as the uniform one by the median: <data value="06.faster.sure">all of its repeats are faster than all of the uniform</data>.
+# <data value="06.faster.gain:.2f">1.21</data> times as fast as the uniform one by the median: <data value="06.faster.sure">all of its repeats are faster than all of the uniform cut's</data>.
 #
-# The four steps take <data value="06.ratio.least:.2f">1.25</data> to <data value="06.ratio.most:.2f">1.39</data> times as long as simulated. Layers can take
+# The four steps take <data value="06.ratio.least:.2f">0.92</data> to <data value="06.ratio.most:.2f">0.96</data> times as long as simulated. Layers can take
 # other times in a step than alone, and a machine can be slower at one time than at another. So compare only steps that took turns:
-# cut by time, the same step takes <data value="06.cut.by-time.fastest">204 ms</data> to <data value="06.cut.by-time.slowest">243 ms</data> here, and
-# <data value="06.style.1f1b.fastest">171 ms</data> to <data value="06.style.1f1b.slowest">175 ms</data> as 1F1B in the section on schedules. The more the four multiples differ, the less the
+# cut by time, the same step takes <data value="06.cut.by-time.fastest">402 ms</data> to <data value="06.cut.by-time.slowest">428 ms</data> here, and
+# <data value="06.style.1f1b.fastest">392 ms</data> to <data value="06.style.1f1b.slowest">394 ms</data> as 1F1B in the section on schedules. The more the four multiples differ, the less the
 # simulated order is worth.
 #
 # <details><summary>How large is the bubble of the cut by time?</summary>
-# For the cut by time, Σ t + (m-1) max t gives a bubble of <data value="06.idle.formula">32.7 %</data>. Equal stages would have
+# For the cut by time, Σ t + (m-1) max t gives a bubble of <data value="06.idle.formula">28.1 %</data>. Equal stages would have
 # <data value="06.bubble.rule-of-thumb">27.3 %</data>; the rest is there because only whole layers move. The simulation, which keeps the order of all actions,
-# gives <data value="06.idle.simulated">32.7 %</data>, and the run <data value="06.idle.run.by-time">29.8 %</data>. How much do bubbles vary? The
-# uniform cut's was <data value="06.bubble">46.8 %</data> above and is <data value="06.idle.run.uniform">46.7 %</data> here. The cut by time runs once more, as 1F1B
-# in the section on schedules, and has <data value="06.bubbles.1f1b.of-the-median-step">33.7 %</data> there.
+# gives <data value="06.idle.simulated">27.6 %</data>, and the run <data value="06.idle.run.by-time">29.6 %</data>. How much do bubbles vary? The
+# uniform cut's was <data value="06.bubble">43.3 %</data> above and is <data value="06.idle.run.uniform">43.0 %</data> here. The cut by time runs once more, as 1F1B
+# in the section on schedules, and has <data value="06.bubbles.1f1b.of-the-median-step">28.0 %</data> there.
 # </details>
 #
-# FLOPs <data value="06.error.word">overrate</data> the head, by <data value="06.error.head:.1f">1.1</data> blocks. Their cut leaves <data value="06.beside.by-flops">0</data> blocks beside it and the cut by time <data value="06.beside.by-time">1</data>:
-# <data value="06.flops">the step cut by FLOPs takes 0.97 times as long, a difference within the spread of the repeats</data>. What does the error cost on other numbers of ranks?
+# FLOPs <data value="06.error.word">underrate</data> the head, by <data value="06.error.head:.1f">5.3</data> blocks. Their cut leaves <data value="06.beside.by-flops">10</data> blocks beside it and the cut by time <data value="06.beside.by-time">6</data>:
+# <data value="06.flops">the step cut by FLOPs takes 1.11 times as long, a difference beyond the spread of the repeats</data>. What does the error cost on other numbers of ranks?
 #
 # ### Slide the last cut
 #
@@ -391,13 +391,13 @@ lesson.record("06.last", last)
 lesson.claim("Too many blocks on the last stage slow each repeat", (last["by"], ">", 1))
 
 # %% [markdown]
-# On 2 to 8 ranks, the slowest stage by FLOPs takes at most <data value="06.error.ratio:.2f">1.05</data> times as long as by time.
-# In blocks, it is at most <data value="06.error.excess:.1f">0.4</data> longer, and never by more than FLOPs' errors on head and embedding
-# together, here <data value="06.error.ends:.1f">1.3</data> blocks. The error costs nothing once the head alone is the slowest stage of both cuts.
+# On 2 to 8 ranks, the slowest stage by FLOPs takes at most <data value="06.error.ratio:.2f">1.54</data> times as long as by time.
+# In blocks, it is at most <data value="06.error.excess:.1f">4.5</data> longer, and never by more than FLOPs' errors on head and embedding
+# together, here <data value="06.error.ends:.1f">5.5</data> blocks. The error costs nothing once the head alone is the slowest stage of both cuts.
 #
-# By the median, the best number of blocks beside the head is <data value="06.last.first">0</data>. We compare its repeats with those of other
-# numbers: <data value="06.last.others">the repeats with 1 overlap with its own, so the run doesn't decide</data>. <data value="06.last.by-time">The cut by time leaves 1, and its step takes 1.03 times as long, a difference within the spread of the repeats</data>.
-# Even the fastest repeat with <data value="06.last.most">6</data> blocks takes <data value="06.last.by:.2f">1.51</data> times as long as the slowest with the best number.
+# By the median, the best number of blocks beside the head is <data value="06.last.first">7</data>. We compare its repeats with those of other
+# numbers: <data value="06.last.others">the repeats with 3 and 4 and 5 and 6 overlap with its own, so the run doesn't decide</data>. <data value="06.last.by-time">The cut by time leaves 6, and its step takes 1.03 times as long, a difference within the spread of the repeats</data>.
+# Even the fastest repeat with <data value="06.last.most">20</data> blocks takes <data value="06.last.by:.2f">1.50</data> times as long as the slowest with the best number.
 #
 # As long as another stage is the slowest, moving one of its blocks beside the head can shorten the step. Once the head's
 # stage is the slowest, each further block there delays every microbatch.
@@ -508,8 +508,8 @@ lesson.claim("The sum is exact", (rows["their sum"], "<", 1e-12))
 lesson.claim("Neither gradient alone is", (min(first[0], last[0]), ">", 0.1))
 
 # %% [markdown]
-# Alone, the head's is off by <data value="06.tie.head-s.measured:.2f">0.56</data> of the true gradient's norm, and the embedding's by
-# <data value="06.tie.embedding-s.measured:.2f">0.80</data>. Their sum is exact.
+# Alone, the head's is off by <data value="06.tie.head-s.measured:.2f">0.57</data> of the true gradient's norm, and the embedding's by
+# <data value="06.tie.embedding-s.measured:.2f">0.82</data>. Their sum is exact.
 #
 # ### The silent failure
 #
@@ -569,10 +569,10 @@ lesson.field_guide.show()
 
 # %% [markdown]
 # Without the sum the model has one more table to train. After the last step, the last batch's loss is
-# <data value="06.ends.trained">0.04 lower</data> than with the sum: <data value="06.loss.never-summed.loss-as-trained:.2f">5.29</data> against
-# <data value="06.loss.summed.loss-as-trained:.2f">5.33</data>. But the distance should be 0 and has grown to <data value="06.distance:.2f">0.60</data> of the table's
+# <data value="06.ends.trained">0.03 lower</data> than with the sum: <data value="06.loss.never-summed.loss-as-trained:.2f">5.25</data> against
+# <data value="06.loss.summed.loss-as-trained:.2f">5.28</data>. But the distance should be 0 and has grown to <data value="06.distance:.2f">0.59</data> of the table's
 # norm. A GPT-2 checkpoint has one table, so whoever loads it keeps one of the copies. Then the loss is
-# <data value="06.loss.never-summed.loaded-with-wte-s-copy:.2f">5.97</data> with wte's copy or <data value="06.loss.never-summed.loaded-with-lm_head-s-copy:.2f">5.34</data> with lm_head's, both worse than as
+# <data value="06.loss.never-summed.loaded-with-wte-s-copy:.2f">6.02</data> with wte's copy or <data value="06.loss.never-summed.loaded-with-lm_head-s-copy:.2f">5.29</data> with lm_head's, both worse than as
 # trained. But the second is close to the summed model's, and <data value="06.ends.lm">0.01 higher</data>, so by itself it doesn't show the mistake.
 #
 # <details><summary>In your tools: tied weights</summary>
@@ -673,9 +673,9 @@ lesson.claim("The pipeline is exact, too", (list(wrong.values())[-1], "<", 1e-12
 lesson.claim("A mean of means is not", (wrong["mean of means"], ">", 0.1))
 
 # %% [markdown]
-# The microbatches have between <data value="06.targets.fewest">27</data> and <data value="06.targets.most">63</data> targets. The mean of means is off by
-# <data value="06.ragged.mean-of-means.measured:.2f">0.27</data> of the true gradient's norm, and counting padding as targets by
-# <data value="06.ragged.padding-counted.measured:.2f">2.67</data>.
+# The microbatches have between <data value="06.targets.fewest">1</data> and <data value="06.targets.most">63</data> targets. The mean of means is off by
+# <data value="06.ragged.mean-of-means.measured:.2f">1.85</data> of the true gradient's norm, and counting padding as targets by
+# <data value="06.ragged.padding-counted.measured:.2f">4.18</data>.
 #
 # <details><summary>In your tools: the exact mean</summary>
 #
@@ -769,31 +769,31 @@ lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 # keeps besides weights and their gradients. A microbatch is *in flight* from its F to the end of its backward. Where a rank
 # has two stages, a microbatch counts half for each stage on which it is in flight.
 #
-# By the median, <data value="06.fastest.first">zb-v</data> is fastest, and <data value="06.fastest.others">the repeats of zb-h1 overlap with its own</data>. In <data value="06.fastest.decided">4 of the 6</data> pairs of schedules no
+# By the median, <data value="06.fastest.first">zb-v</data> is fastest, and <data value="06.fastest.others">the repeats of zb-h1 and interleaved overlap with its own</data>. In <data value="06.fastest.decided">3 of the 6</data> pairs of schedules no
 # repeats overlap, so the run decides their order.
 #
-# In its median step, 1F1B has a bubble of <data value="06.bubbles.1f1b.of-the-median-step">33.7 %</data>, ZB-H1 <data value="06.bubbles.zb-h1.of-the-median-step">22.0 %</data>, ZB-V
-# <data value="06.bubbles.zb-v.of-the-median-step">18.3 %</data> and interleaving <data value="06.bubbles.interleaved.of-the-median-step">33.6 %</data>. The difference between the bubbles of
+# In its median step, 1F1B has a bubble of <data value="06.bubbles.1f1b.of-the-median-step">28.0 %</data>, ZB-H1 <data value="06.bubbles.zb-h1.of-the-median-step">20.0 %</data>, ZB-V
+# <data value="06.bubbles.zb-v.of-the-median-step">11.4 %</data> and interleaving <data value="06.bubbles.interleaved.of-the-median-step">21.5 %</data>. The difference between the bubbles of
 # ZB-H1 and 1F1B is <data value="06.fastest.zb-h1">beyond the spread of the repeats</data>, and the one between ZB-V and 1F1B <data value="06.fastest.zb-v">beyond the spread of the repeats</data>.
 #
 # ZB-H1's step takes <data value="06.h1.run:.2f">0.90</data> times as long as 1F1B's by the median, a difference <data value="06.h1.spread">beyond the spread of the repeats</data>. Simulated, they take
-# <data value="06.style.zb-h1.simulated">150 ms</data> and <data value="06.style.1f1b.simulated">173 ms</data>, if all schedules compute equally long and W takes as long as I.
+# <data value="06.style.zb-h1.simulated">368 ms</data> and <data value="06.style.1f1b.simulated">436 ms</data>, if all schedules compute equally long and W takes as long as I.
 #
 # <details><summary>Why two stages a rank don't balance by themselves</summary>
-# If 2p stages were equal, each would take <data value="06.chunks.equal:.2f">2.12</data> blocks. The head alone takes
-# <data value="06.head.head-and-loss.measured">3.76 blocks</data>, <data value="06.chunks.words">1.65 blocks more, so with two stages a rank the head's stage still takes longest</data>. ZB-V also splits backwards, and its W fill gaps.
+# If 2p stages were equal, each would take <data value="06.chunks.equal:.2f">6.99</data> blocks. The head alone takes
+# <data value="06.head.head-and-loss.measured">7.68 blocks</data>, <data value="06.chunks.words">0.69 blocks more, so with two stages a rank the head's stage still takes longest</data>. ZB-V also splits backwards, and its W fill gaps.
 # </details>
 #
 # <details><summary>How the run differs from these assumptions</summary>
-# The figure draws 1F1B and ZB-H1, because they have the same stages. ZB-H1 computed for <data value="06.style.zb-h1.compute-per-rank">122 ms</data> per rank on average, 1F1B for
-# <data value="06.style.1f1b.compute-per-rank">115 ms</data>. Forwards are the same in both schedules; they took <data value="06.style.zb-h1.forward-per-rank">50.8 ms</data> under ZB-H1 and
-# <data value="06.style.1f1b.forward-per-rank">48.8 ms</data> under 1F1B. A difference between the forwards
+# The figure draws 1F1B and ZB-H1, because they have the same stages. ZB-H1 computed for <data value="06.style.zb-h1.compute-per-rank">282 ms</data> per rank on average, 1F1B for
+# <data value="06.style.1f1b.compute-per-rank">283 ms</data>. Forwards are the same in both schedules; they took <data value="06.style.zb-h1.forward-per-rank">99.3 ms</data> under ZB-H1 and
+# <data value="06.style.1f1b.forward-per-rank">98.8 ms</data> under 1F1B. A difference between the forwards
 # does not come from splitting backwards, and we did not trace it. W, in this library only the weight gradients of matmuls, takes
-# <data value="06.style.zb-h1.w-i:.2f">0.52</data> times as long as I, and the simulation takes both as equally long.
+# <data value="06.style.zb-h1.w-i:.2f">0.38</data> times as long as I, and the simulation takes both as equally long.
 # </details>
 #
 # <details><summary>ZB-H1 keeps more on the last rank</summary>
-# On the last rank, ZB-H1 keeps <data value="06.last-rank.zb-h1">22.7 MB</data> and 1F1B <data value="06.last-rank.1f1b">10.9 MB</data>. Each microbatch stays in flight until its W, and keeps the inputs of all matmuls and the gradients of their outputs.
+# On the last rank, ZB-H1 keeps <data value="06.last-rank.zb-h1">10.3 GB</data> and 1F1B <data value="06.last-rank.1f1b">5.20 GB</data>. Each microbatch stays in flight until its W, and keeps the inputs of all matmuls and the gradients of their outputs.
 # Here these include the logits' gradient. ZB-V's last rank has no head, so its bytes don't compare with ZB-H1's.
 # Interleaving has more in flight than 1F1B, because a rank starts forwards of both its stages before its first backward.
 # </details>

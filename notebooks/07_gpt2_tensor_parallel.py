@@ -41,7 +41,7 @@
 # </details>
 #
 # **Letters.** t ranks share a model with a heads, hidden size h and vocabulary size V. A batch has b sequences of s
-# tokens. All measurements and counts were made on <data value="07.hardware">2 CPU cores</data>. Where there are GPUs,
+# tokens. All measurements and counts were made on <data value="07.hardware">4 x NVIDIA H100 80GB HBM3</data>. Where there are GPUs,
 # dropout, recomputed FLOPs and the three kinds of sequence parallelism still run on the CPU.
 
 # %% tags=["setup"]
@@ -177,7 +177,7 @@ lesson.reveal("07.attention", fullest, predicted=ratio, truth_range=ends)
 lesson.record("07.nearer", gpt2_tensor.nearer_in_words(fullest, ratio, seconds))
 
 # %% [markdown]
-# From the medians, the rank with most heads needs <data value="07.attention:.2f">1.07</data> times the mean; the formula, of FLOPs alone, says
+# From the medians, the rank with most heads needs <data value="07.attention:.2f">1.04</data> times the mean; the formula, of FLOPs alone, says
 # <data value="07.attention.predicted:.2f">1.12</data>. The range pairs slowest
 # repeats of one number of heads with fastest of the other, so it can begin below 1.
 # <data value="07.nearer">Here the repeats overlap, so this run doesn't decide whether a head more costs time</data>.
@@ -301,7 +301,7 @@ lesson.claim("In bytes, reductions send under 1/8,000", (reduced, "<", gathered 
 
 # %% [markdown]
 # Per token, gathering sends <data value="07.loss.gathered">151 kB</data> from every rank and reducing <data value="07.loss.reduced">18 B</data>. Both are
-# proportional to 1 - 1/t, so the ratio is V/6 = 8,376 for any t and batch. In the step <data value="07.vocab-bytes">1.23 MB</data> leave a rank, as predicted, nearly all for the two all-reduces of
+# proportional to 1 - 1/t, so the ratio is V/6 = 8,376 for any t and batch. In the step <data value="07.vocab-bytes">39.4 MB</data> leave a rank, as predicted, nearly all for the two all-reduces of
 # b·s·h.
 #
 # <details><summary>In your tools: a loss from sharded logits</summary>
@@ -565,16 +565,16 @@ lesson.field_guide.add(
 lesson.field_guide.show()
 
 # %% [markdown]
-# The loss gives no alarm. With one seed, training lowers the training loss by <data value="07.gained:.2f">0.86</data> from the first batch to the
-# last. Wrong masks change the test loss by <data value="07.faults.a-seed-each.test-loss-minus-rank-states:.5f">-0.00001</data> and <data value="07.faults.one-seed.test-loss-minus-rank-states:.5f">0.00022</data> on average,
-# with standard errors of <data value="07.faults.a-seed-each.standard-error:.5f">0.00053</data> and <data value="07.faults.one-seed.standard-error:.5f">0.00009</data>.
+# The loss gives no alarm. With one seed, training lowers the training loss by <data value="07.gained:.2f">0.89</data> from the first batch to the
+# last. Wrong masks change the test loss by <data value="07.faults.a-seed-each.test-loss-minus-rank-states:.5f">-0.00015</data> and <data value="07.faults.one-seed.test-loss-minus-rank-states:.5f">-0.00134</data> on average,
+# with standard errors of <data value="07.faults.a-seed-each.standard-error:.5f">0.00033</data> and <data value="07.faults.one-seed.standard-error:.5f">0.00081</data>.
 #
 # Three instruments see the fault. With rank states the copies of the residual stream are equal bit for bit. With a
 # seed each, their relative distance in the last step is still at least
-# <data value="07.faults.a-seed-each.last-residual-stream-lowest:.3f">0.265</data>, and with one seed <data value="07.faults.one-seed.last-residual-stream-lowest:.3f">0.265</data>.
+# <data value="07.faults.a-seed-each.last-residual-stream-lowest:.3f">0.261</data>, and with one seed <data value="07.faults.one-seed.last-residual-stream-lowest:.3f">0.261</data>.
 #
 # After the first wrong mask, ranks have different residual streams, and the backward
-# assumes a common one. So it computes a wrong gradient, and the check gives at most <data value="07.faults.a-seed-each.gradient-check-highest:.3f">0.958</data> with a seed each and <data value="07.faults.one-seed.gradient-check-highest:.3f">0.981</data> with one seed, instead of 1. The table's 30 tensors are replicated weights and their gradients. In the first run,
+# assumes a common one. So it computes a wrong gradient, and the check gives at most <data value="07.faults.a-seed-each.gradient-check-highest:.3f">0.945</data> with a seed each and <data value="07.faults.one-seed.gradient-check-highest:.3f">0.979</data> with one seed, instead of 1. The table's 30 tensors are replicated weights and their gradients. In the first run,
 # <data value="07.faults.a-seed-each.differ-of-30-tensors">20</data> differ with a seed each, so the saved
 # model depends on which rank saves it. None of these is a norm's bias: the five norms' biases and their gradients are the other 10.
 #
@@ -746,7 +746,7 @@ quantities |= {"fullest rank over mean": (ratio, fullest), "kept of a layer (B)"
 lesson.ledger.add("07", Layout(tp=N), model, quantities, vit_pipeline.hardware(N))
 
 # %% [markdown]
-# A tensor-parallel rank keeps <data value="07.kept">34.2 %</data> of the layer, not <data value="07.kept.rule-of-thumb">25.0 %</data>: 10 of the 34 + 80 don't depend on t, and
+# A tensor-parallel rank keeps <data value="07.kept">33.9 %</data> of the layer, not <data value="07.kept.rule-of-thumb">25.0 %</data>: 10 of the 34 + 80 don't depend on t, and
 # rank 0 has most heads. All six predictions hold, if we add what the published formula leaves out,
 # in red where it can be seen.
 #

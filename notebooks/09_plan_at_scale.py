@@ -37,7 +37,7 @@
 # slowest stage, so the others wait for it once per microbatch.
 # </details>
 #
-# The outputs come from one run of this page, on a machine with <data value="09.hardware">2 CPU cores</data>; it uses the CPU alone. Predictions are
+# The outputs come from one run of this page, on a machine with <data value="09.hardware">4 x NVIDIA H100 80GB HBM3</data>; it uses the CPU alone. Predictions are
 # arithmetic, bytes are counted, and runs were *published* by others or *measured* by us earlier.
 
 # %% tags=["setup"]

@@ -40,7 +40,7 @@
 # **Letters.** A sequence of s tokens is sharded over p ranks of the *context axis*, cp. Queries have H heads; keys and
 # values have G, the *kv heads*. A head has d values of w bytes. In causal attention a query sees its own and earlier keys.
 # All numbers come from one run, on
-# <data value="10.hardware">2 CPU cores</data>.
+# <data value="10.hardware">4 x NVIDIA H100 80GB HBM3</data>.
 
 # %% tags=["setup"]
 import importlib.util
@@ -572,8 +572,8 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 # </details>
 #
 # In the figure below, lines are *predicted* from the machine card of notebook 00: latency, bandwidth and matmul rate.
-# It gives ρ = <data value="10.card.rho">47</data> FLOP a byte, and here H = G = <data value="10.card.heads">8</data>. So by bandwidth and FLOP/s alone, computing covers the forward from <data value="10.card.overlap">188</data> tokens a rank on. The axis counts the tokens of all
-# <data value="10.ranks">4</data> ranks, so the dotted line is at <data value="10.dotted">752</data>. Dots are *replayed*. We time a
+# It gives ρ = <data value="10.card.rho">2,255</data> FLOP a byte, and here H = G = <data value="10.card.heads">16</data>. So by bandwidth and FLOP/s alone, computing covers the forward from <data value="10.card.overlap">4,510</data> tokens a rank on. The axis counts the tokens of all
+# <data value="10.ranks">4</data> ranks, so the dotted line is at <data value="10.dotted">18,040</data>. Dots are *replayed*. We time a
 # forward step's computing, a backward step's, and the forward's messages, each alone, in nine rounds. The medians go into the
 # same formulas. Bars show the quartiles; those of one length stand side by side.
 #
@@ -649,48 +649,48 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
              (covered["last"], ">", 99.9))  # fmt: skip
 
 # %% [markdown]
-# By its bytes, a ring's last message takes <data value="10.last-message">11.1 %</data> of the time of all messages, at every length. Of
-# the time of the messages before it, forward and backward together, computing covers <data value="10.covered.first">30.8 %</data> at <data value="10.lengths.first">64</data> tokens and
-# <data value="10.covered.last">100 %</data> at <data value="10.lengths.last">4,096</data>.
+# By its bytes, a ring's last message takes <data value="10.last-message">16.7 %</data> of the time of all messages, at every length. Of
+# the time of the messages before it, forward and backward together, computing covers <data value="10.covered.first">100 %</data> at <data value="10.lengths.first">1,024</data> tokens and
+# <data value="10.covered.last">100 %</data> at <data value="10.lengths.last">65,536</data>.
 #
-# In the replay, a step of the forward covers its message <data value="10.covers">from 2,048 tokens on</data>. The dotted line leaves out two things: latency,
-# <data value="10.card.latency">881 µs</data> by the card, which computing must cover, too, and that short calls compute for longer than their FLOPs say.
+# In the replay, a step of the forward covers its message <data value="10.covers">at every length</data>. The dotted line leaves out two things: latency,
+# <data value="10.card.latency">13.6 µs</data> by the card, which computing must cover, too, and that short calls compute for longer than their FLOPs say.
 #
-# No computing covers Ulysses' all-to-alls. At <data value="10.lengths.first">64</data> tokens their number counts more than their bytes: eight take
-# <data value="10.at-first.ulysses">11.7 ms</data>, and packed into four <data value="10.at-first.ulysses-packed">5.23 ms</data>. At <data value="10.lengths.last">4,096</data> tokens they take
-# <data value="10.at-last.ulysses">25.1 ms</data> one by one and <data value="10.at-last.ulysses-packed">38.0 ms</data> packed. The ring exposes <data value="10.at-last.ring">3.15 ms</data>.
+# No computing covers Ulysses' all-to-alls. At <data value="10.lengths.first">1,024</data> tokens their number counts more than their bytes: eight take
+# <data value="10.at-first.ulysses">1.93 ms</data>, and packed into four <data value="10.at-first.ulysses-packed">1.21 ms</data>. At <data value="10.lengths.last">65,536</data> tokens they take
+# <data value="10.at-last.ulysses">2.03 ms</data> one by one and <data value="10.at-last.ulysses-packed">1.70 ms</data> packed. The ring exposes <data value="10.at-last.ring">1.26 ms</data>.
 #
 # <details><summary>Why lines and dots differ</summary>
 #
 # **All three.** Notebook 00 fitted the card's latency and bandwidth to all-reduces. A send or an all-to-all can be faster or
-# slower. Both include the start of a call, and an all-to-all includes copies. At <data value="10.lengths.first">64</data> tokens a ring's
-# message takes <data value="10.over.first.message-of-a-ring">0.935</data> times as long as the card says, and an all-to-all
-# <data value="10.over.first.all-to-all">0.552</data> times. At <data value="10.lengths.last">4,096</data> tokens the message takes <data value="10.over.last.message-of-a-ring">1.03</data> times as long,
-# and the all-to-all <data value="10.over.last.all-to-all">0.908</data> times. Lines are smooth, so where dots jump to and fro
+# slower. Both include the start of a call, and an all-to-all includes copies. At <data value="10.lengths.first">1,024</data> tokens a ring's
+# message takes <data value="10.over.first.message-of-a-ring">14.8</data> times as long as the card says, and an all-to-all
+# <data value="10.over.first.all-to-all">5.77</data> times. At <data value="10.lengths.last">65,536</data> tokens the message takes <data value="10.over.last.message-of-a-ring">2.91</data> times as long,
+# and the all-to-all <data value="10.over.last.all-to-all">2.18</data> times. Lines are smooth, so where dots jump to and fro
 # between neighbouring lengths, that is probably noise.
 #
-# **The ring** differs by a factor of up to <data value="10.off.ring">1.99</data>, at <data value="10.farthest">1,024</data> tokens. There a forward step computes for
-# <data value="10.over.worst.computing-of-a-forward-step">1.28</data> times as long as its FLOPs say, a backward step for
-# <data value="10.over.worst.computing-of-a-backward-step">…</data> times as long, and a message takes
-# <data value="10.over.worst.message-of-a-ring">0.781</data> times as long as the card says. A step that computes longer covers more of its message.
+# **The ring** differs by a factor of up to <data value="10.off.ring">3.86</data>, at <data value="10.farthest">32,768</data> tokens. There a forward step computes for
+# <data value="10.over.worst.computing-of-a-forward-step">4.57</data> times as long as its FLOPs say, a backward step for
+# <data value="10.over.worst.computing-of-a-backward-step">3.10</data> times as long, and a message takes
+# <data value="10.over.worst.message-of-a-ring">3.63</data> times as long as the card says. A step that computes longer covers more of its message.
 # Exposed time is a difference of such times, so it can differ by a larger factor than they do.
 #
-# **The dotted line** also assumes the card's FLOP/s, which short calls don't reach. At <data value="10.lengths.first">64</data> tokens a forward step computes for <data value="10.parts.computing-of-a-forward-step.replayed">371 µs</data>
-# instead of <data value="10.parts.computing-of-a-forward-step.predicted">2.94 µs</data>. Its message takes <data value="10.parts.message-of-a-ring.replayed">855 µs</data>, and by the card, latency included, <data value="10.parts.message-of-a-ring.predicted">915 µs</data>.
+# **The dotted line** also assumes the card's FLOP/s, which short calls don't reach. At <data value="10.lengths.first">1,024</data> tokens a forward step computes for <data value="10.parts.computing-of-a-forward-step.replayed">888 µs</data>
+# instead of <data value="10.parts.computing-of-a-forward-step.predicted">180 ns</data>. Its message takes <data value="10.parts.message-of-a-ring.replayed">247 µs</data>, and by the card, latency included, <data value="10.parts.message-of-a-ring.predicted">16.7 µs</data>.
 #
-# **Ulysses** differs by up to <data value="10.off.ulysses">2.09</data>. The card adds up the latencies of the three messages of an all-to-all, but
+# **Ulysses** differs by up to <data value="10.off.ulysses">6.12</data>. The card adds up the latencies of the three messages of an all-to-all, but
 # they start together.
 #
-# **Packed Ulysses** differs by up to <data value="10.off.ulysses-packed">2.22</data>. Its messages start together, too, so a dot can
+# **Packed Ulysses** differs by up to <data value="10.off.ulysses-packed">7.03</data>. Its messages start together, too, so a dot can
 # lie below its line. Two of its four all-to-alls are three times as large, and timed ones include the copies that pack q, k and v, so a
 # dot can also lie above. We haven't timed these apart.
 # </details>
 #
 # ### Where does Ulysses win?
 #
-# By this machine's card, <data value="10.card-wins">the ring exposes least at every length</data>. In the replay, packed Ulysses exposes <data value="10.beside.last.most:.2f">12.08</data> times what the ring
-# exposes at <data value="10.lengths.last">4,096</data> tokens, and <data value="10.beside.shorter.least:.2f">0.90</data> to <data value="10.beside.shorter.most:.2f">9.69</data> times at the
-# shorter ones. Below 1, Ulysses exposes less. <data value="10.touch">The bars of the two touch at 64, 128, 256 and 512 tokens; there, this run can't say which is faster</data>.
+# By this machine's card, <data value="10.card-wins">packed Ulysses exposes less than the ring at 2,048, 4,096 and 8,192 tokens, and unpacked Ulysses at no length</data>. In the replay, packed Ulysses exposes <data value="10.beside.last.most:.2f">1.35</data> times what the ring
+# exposes at <data value="10.lengths.last">65,536</data> tokens, and <data value="10.beside.shorter.least:.2f">1.44</data> to <data value="10.beside.shorter.most:.2f">2.45</data> times at the
+# shorter ones. Below 1, Ulysses exposes less. <data value="10.touch">The bars of the two touch at no length</data>.
 #
 # Ulysses wins where bytes decide and computing is too short to cover a ring's
 # messages, because it sends less. With a shorter latency, bytes decide at shorter sequences. Between nodes of H100s the latency is about 10 µs. By the same
@@ -727,7 +727,7 @@ lesson.explorers.ring_or_ulysses()
 #
 # ### The longest sequence
 #
-# We measure the activations that a rank keeps of one sequence of <data value="10.kept-length">2,048</data> tokens, in a GPT-2
+# We measure the activations that a rank keeps of one sequence of <data value="10.kept-length">4,096</data> tokens, in a GPT-2
 # of two blocks. The prediction is the measurement at cp = 1, divided by cp.
 
 
@@ -832,17 +832,17 @@ lesson.field_guide.add(
 lesson.field_guide.show()
 
 # %% [markdown]
-# Both losses fall, to <data value="10.fault.positions-of-shard_batch.last-loss:.2f">5.35</data> and
-# <data value="10.fault.positions-that-restart.last-loss:.2f">5.36</data>. They differ most in step <data value="10.gap.step">11</data>, by <data value="10.gap.most:.2f">0.02</data>. With one curve alone you would see nothing. The causal mask still tells the model which tokens come first.
+# Both losses fall, to <data value="10.fault.positions-of-shard_batch.last-loss:.2f">5.34</data> and
+# <data value="10.fault.positions-that-restart.last-loss:.2f">5.35</data>. They differ most in step <data value="10.gap.step">29</data>, by <data value="10.gap.most:.2f">0.02</data>. With one curve alone you would see nothing. The causal mask still tells the model which tokens come first.
 #
 # But somebody will load the checkpoint in one process, with positions 0 to 63. Then the first run's logits are those of training, up to
 # rounding in float32. The second run's are off by
-# <data value="10.fault.positions-that-restart.reloaded-logits-are-off-by:.4f">0.0101</data> of their norm.
+# <data value="10.fault.positions-that-restart.reloaded-logits-are-off-by:.4f">0.0144</data> of their norm.
 #
 # The instrument is the gradient of `wpe`. With right positions, <data value="10.fault.positions-of-shard_batch.rows-of-wpe-with-a-gradient-of-64">63</data>
 # of 64 rows get one: the last token has no target. With positions that restart, only
 # <data value="10.fault.positions-that-restart.rows-of-wpe-with-a-gradient-of-64">16</data> do. Don't compare sizes: within ten steps, the norm of row 0 varies by a factor of
-# <data value="10.varies:.1f">2.7</data> or more, in both runs. Many models have no such table. There, check the cause itself: gather `position_ids` from all ranks of cp and sort them. They should be 0 to s - 1, each once.
+# <data value="10.varies:.1f">28.3</data> or more, in both runs. Many models have no such table. There, check the cause itself: gather `position_ids` from all ranks of cp and sort them. They should be 0 to s - 1, each once.
 #
 # **Takeaway.** Shard tokens together with their positions and with their labels, which are shifted before: the target of a
 # rank's last token is on another rank.

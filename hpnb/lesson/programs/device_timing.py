@@ -82,7 +82,9 @@ def vit_and_batch(size: ViTSize, images: int, dtype: torch.dtype, classes: int =
     gc.collect()  # hooks tie replicas into cycles: what an earlier cell built may still be there
     model = models.vit(size, classes=classes, dtype=dtype, device="meta").to_empty(device=device)
     draw_weights(model)
-    pixels = torch.randn(images, 3, size.image, size.image, device=device, dtype=dtype)
+    generator = torch.Generator(device).manual_seed(0)  # GPUs begin with different states
+    shape = (images, 3, size.image, size.image)
+    pixels = torch.randn(shape, generator=generator, device=device, dtype=dtype)
     return model, {"pixel_values": pixels, "labels": torch.arange(images, device=device) % classes}
 
 

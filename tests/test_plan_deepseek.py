@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hpnb.__main__ import main
 from hpnb.hybrid.plan_command.layout_code import parse_layout_code
 from hpnb.hybrid.plan_command.main import make_task
-from hpnb.hybrid.plan_command.published import DEEPSEEK_V3, GROUPS, PublishedProgram
+from hpnb.hybrid.plan_command.published import DEEPSEEK_V2, DEEPSEEK_V3, GROUPS, PublishedProgram
 from hpnb.hybrid.plan_command.read_model import read_model, shape_of_config
 from hpnb.mesh import ParallelLayout
 from hpnb.theory.datasheets import find_gpu
@@ -105,9 +105,10 @@ def test_published_models_have_their_sizes(
     assert shape.active_parameters / 1e9 == pytest.approx(active, rel=0.02)
 
 
-def test_the_published_row_has_that_model() -> None:
-    shape = shape_of_config(Config(**V3))
-    assert replace(shape, name="", shards_attention=True) == replace(DEEPSEEK_V3, name="")
+@pytest.mark.parametrize(("config", "shape"), [(V3, DEEPSEEK_V3), (V2, DEEPSEEK_V2)], ids=["V3", "V2"])
+def test_published_rows_have_these_models(config: dict[str, Any], shape: ModelShape) -> None:
+    read = shape_of_config(Config(**config))
+    assert replace(read, name="", shards_attention=True) == replace(shape, name="")
 
 
 def test_sizes_that_cannot_be_are_refused() -> None:

@@ -11,7 +11,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from hpnb.hybrid.plan_command.published import GROUPS, PublishedProgram, published_table, summarize
+from hpnb.hybrid.plan_command.published import (
+    GROUPS,
+    PublishedProgram,
+    deepseek_v2_row,
+    published_table,
+    summarize,
+)
 from hpnb.theory.published_runs import MEGATRON_CORE
 
 GUIDE = Path(__file__).parents[1] / "docs" / "train.md"
@@ -46,6 +52,7 @@ def test_the_committed_table_is_what_is_predicted_now() -> None:
         ("llm-foundry", 0.08, 0.20),
         ("llm-foundry, other lengths", 0.08, 0.20),
         ("NeMo AutoModel", 0.08, 0.08),
+        ("DeepSeek-V2", 0.15, 0.15),
         ("DeepSeek-V3", 0.25, 0.25),
     ],
 )
@@ -127,7 +134,16 @@ def test_with_a_mask_llama_3_would_contradict_itself() -> None:
     assert errors[2] > 0.2
 
 
-def test_what_the_source_of_deepseek_says_of_bf16() -> None:
+def test_what_the_source_of_deepseek_v2_leaves_open() -> None:
+    group = BY_NAME["DeepSeek-V2"]
+    few, many = (replace(group, rows=(deepseek_v2_row(gpus),)).compare()[0] for gpus in (256, 2048))
+    said = " to ".join(f"{row.predicted / row.published - 1:.0%}".replace("%", " %") for row in (few, many))
+    assert f"from 256 to 2,048 the error is {said}" in group.source
+    (row,) = group.compare()
+    assert f"and DeepSeek-V2's {1 - row.predicted / row.published:.1%}".replace("%", " %") in _guide()
+
+
+def test_what_the_source_of_deepseek_v3_says_of_bf16() -> None:
     group = BY_NAME["DeepSeek-V3"]
     (row,) = replace(group, software=replace(group.software, fp8_matmuls=False)).compare()
     assert f"at the rate of BF16 the step takes {row.predicted:.1f} s" in group.source

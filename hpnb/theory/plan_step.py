@@ -60,7 +60,6 @@ PLAN_PARTS = (
     "optimizer",
 )
 LAUNCH_SECONDS = 0.2e-3  # a block's forward takes no less, and its backward no less than twice that
-SPLIT_BACKWARD = 1.3  # a backward in two halves takes so much longer: 1F1B and ZB-V of the benchmarks
 OVERLAP_COST = 0.5  # of hidden communication prolongs the computing beside it
 _ROUTED = (14, 20)  # bytes of a routed value, forward and backward: gather, weight and add up, and back
 _PERMUTED = 4  # where permutations are fused: it is written once and read once, and so is each copy
@@ -260,7 +259,7 @@ def _step_of_block(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
     model, b, t, c = task.model, task.microbatch_size(layout), layout.tp, layout.cp
     link, forwards = links(task.cluster, layout), 2 if layout.recomputation == "full" else 1
     forward, backward = block_seconds(task, b, t, layout.sequence_parallel, c, layout.ep)
-    split = SPLIT_BACKWARD if layout.schedule.startswith("zb") else 1.0
+    split = task.software.split_backward if layout.schedule.startswith("zb") else 1.0
     block = {part: forwards * forward[part] + split * backward[part] for part in forward}
     if layout.recomputation == "attention":  # the scores alone
         scores, written = score_work(task, b, t)

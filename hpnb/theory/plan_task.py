@@ -11,6 +11,7 @@ from hpnb.theory.model_shape import ModelShape
 from hpnb.theory.pipeline import FILL, V_SHAPED
 
 ATTENTION_SHARE = 0.6  # of the matmul rate, by fused attention
+SPLIT_BACKWARD = 1.3  # a backward in two halves takes so much longer: 1F1B and ZB-V of the benchmarks
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Software:
         dispatch_bytes: of a value that is sent to experts. Their results have 2.
         fp8_matmuls: those of a block's weights have 8-bit operands and twice the rate. What converts them is
             not counted.
+        split_backward: what a backward takes, split into input and weight gradients, over one that is not.
         message_sms: share of a GPU's SMs that do nothing but send messages beside the computing of others.
         recomputes_latent: a backward recomputes norms and latent attention's up projections.
     """
@@ -65,6 +67,7 @@ class Software:
     fuses_permutations: bool = False
     dispatch_bytes: float = 2.0
     fp8_matmuls: bool = False
+    split_backward: float = SPLIT_BACKWARD
     message_sms: float = 0.0
     recomputes_latent: bool = False
 

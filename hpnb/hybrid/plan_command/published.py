@@ -296,22 +296,30 @@ def _automodel_rows() -> Iterator[PublishedStep]:
     yield PublishedStep("Qwen3 30B on 8", qwen, 4096, 512, layout, 21.773, 4, 1)
 
 
-# Section 3: matmuls in FP8 except attention, outputs and routers; a token goes to 4 nodes at most, dispatched
-# in FP8 with a float32 scale for each 128 values, by 20 of 132 SMs; gradients are float32. That permutations
-# are fused, and weights gathered during a forward, is assumed.
+# Of arXiv 2405.04434, section 3.1: BF16, and a token goes to 3 ranks at most. Float32 gradients, and norms
+# and up projections that are recomputed, are those of V3's report. Fused permutations, and weights that are
+# gathered during a forward, are assumed.
 HAI_LLM = Software(
     overlap_weights=True,
     gradient_bytes=4,
     loss_bytes=52,
     action_seconds=0.0,
     fuses_messages=True,
-    token_copies=4.0,
+    token_copies=3.0,
     fuses_permutations=True,
-    dispatch_bytes=1 + 4 / 128,
-    fp8_matmuls=True,
-    message_sms=20 / 132,
+    split_backward=1.0,
     recomputes_latent=True,
 )
+# Of arXiv 2412.19437, section 3: matmuls in FP8 except attention, outputs and routers; a token goes to 4
+# nodes at most, dispatched in FP8 with a float32 scale for each 128 values, by 20 of 132 SMs.
+HAI_LLM_FP8 = replace(
+    HAI_LLM, token_copies=4.0, dispatch_bytes=1 + 4 / 128, fp8_matmuls=True, message_sms=20 / 132
+)
+DEEPSEEK_V2 = ModelShape(
+    "deepseek-v2", 5120, 60, 128, 128, 192, 1536, 102400, 102400 * 5120, 102400 * 5120, 163840, gated=True,
+    experts=160, chosen=6, shared_mlp=2 * 1536, wide_router=True, dense_layers=1, dense_mlp=12288,
+    kv_lora_rank=512, q_lora_rank=1536, rope_head_size=64, value_head_size=128,
+)  # fmt: skip
 DEEPSEEK_V3 = ModelShape(
     "deepseek-v3", 7168, 61, 128, 128, 192, 2048, 129280, 129280 * 7168, 129280 * 7168, 163840, gated=True,
     experts=256, chosen=8, shared_mlp=2048, wide_router=True, dense_layers=3, dense_mlp=18432,
@@ -319,7 +327,14 @@ DEEPSEEK_V3 = ModelShape(
 )  # fmt: skip
 
 
-def _deepseek_rows() -> Iterator[PublishedStep]:
+def deepseek_v2_row(gpus: int) -> PublishedStep:
+    """9,216 samples of 4,096 tokens, at 172,800 GPU hours for 10^12 tokens on as many GPUs as you say."""
+    layout = ParallelLayout(gpus // 16, 16, ep=8, zero_stage=1, schedule="zb-h1", order=("pp", "dp", "tp"))
+    seconds = 172.8e3 * 3600 * 9216 * 4096 / 1e12 / gpus
+    return PublishedStep(f"236B on {gpus:,}", DEEPSEEK_V2, 4096, 9216, layout, seconds, 1, 1)
+
+
+def _deepseek_v3_row() -> PublishedStep:
     """15,360 samples of 4,096 tokens on 2,048 GPUs, which took 180,000 GPU hours for 10^12 tokens.
 
     One more block, and the outputs once more, predict the token after the next. DualPipe is predicted as
@@ -330,7 +345,7 @@ def _deepseek_rows() -> Iterator[PublishedStep]:
     layout = ParallelLayout(128, 16, ep=64, zero_stage=1, schedule="dualpipe-v", order=("pp", "dp", "tp"))
     batch, sequence, gpus = 15360, 4096, 2048
     seconds = 180e3 * 3600 * batch * sequence / 1e12 / gpus
-    yield PublishedStep("671B on 2,048", trained, sequence, batch, layout, seconds, 1, 1)
+    return PublishedStep("671B on 2,048", trained, sequence, batch, layout, seconds, 1, 1)
 
 
 _LLAMA_SOURCE = (
@@ -339,7 +354,13 @@ _LLAMA_SOURCE = (
     "dp 8 there are 16,384 GPUs, and as many tokens as in the others. Chunks are not named, and with 4 "
     "instead of 8 the errors are +4 %, +7 % and +1 %"
 )
-_DEEPSEEK_SOURCE = (
+_V2_SOURCE = (
+    "arXiv 2405.04434, sections 3.1 and 3.2.3: 172,800 GPU hours for 10^12 tokens, in BF16, with a "
+    "zero-bubble pipeline, and with at most 3 ranks for a token. The number of GPUs is not named: 1,024 are "
+    "assumed, and from 256 to 2,048 the error is -17 % to -8 %. Shared experts overlap messages, which is "
+    "not predicted"
+)
+_V3_SOURCE = (
     "arXiv 2412.19437, section 3 and table 1: 180,000 GPU hours for 10^12 tokens, in FP8, with DualPipe, and "
     "with at most 4 nodes for a token. FP8 is predicted as twice the rate of BF16, and converting to it "
     "costs nothing; at the rate of BF16 the step takes 23.4 s. Experts are evenly loaded. Memory is not "
@@ -383,8 +404,12 @@ GROUPS = (
         AUTOMODEL, _CORE_SHARE, None, tuple(_automodel_rows()), share_of="Megatron-Core",
     ),
     PublishedProgram(
-        "DeepSeek-V3", _DEEPSEEK_SOURCE, "h800",
-        HAI_LLM, _CORE_SHARE, None, tuple(_deepseek_rows()), share_of="Megatron-Core",
+        "DeepSeek-V2", _V2_SOURCE, "h800",
+        HAI_LLM, _CORE_SHARE, None, (deepseek_v2_row(1024),), share_of="Megatron-Core",
+    ),
+    PublishedProgram(
+        "DeepSeek-V3", _V3_SOURCE, "h800",
+        HAI_LLM_FP8, _CORE_SHARE, None, (_deepseek_v3_row(),), share_of="Megatron-Core",
     ),
 )  # fmt: skip
 

@@ -639,6 +639,16 @@ def test_flops_and_units_are_those_of_the_formula() -> None:
     assert (found.per_gpu("hpnb"), found.tflops("hpnb"), found.share("hpnb")) == (25.0, 2.0, 0.5)
 
 
+def test_memory_of_graphs_counts_though_the_allocator_has_it_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    segments = [
+        {"segment_pool_id": (0, 0), "total_size": 100, "allocated_size": 30},
+        {"segment_pool_id": (0, 1), "total_size": 70, "allocated_size": 20},
+        {"segment_pool_id": (0, 2), "total_size": 8, "allocated_size": 8},
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert worker.graph_pool_bytes() == 50
+
+
 def test_products_are_large_on_a_gpu_and_of_the_precision_that_is_measured() -> None:
     assert worker.matmul_size(True, 16) == (8192, 16, torch.bfloat16)
     assert worker.matmul_size(True, 32) == (8192, 16, torch.float32)

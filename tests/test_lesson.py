@@ -796,6 +796,18 @@ def test_a_model_for_timing_has_all_parameters_and_finite_gradients() -> None:
     assert finite
 
 
+def test_the_timed_pictures_are_the_same_on_ranks_whose_generators_differ() -> None:
+    from hpnb.lesson.programs import device_timing
+    from hpnb.models import ViTSize
+
+    size = ViTSize(hidden=32, layers=1, heads=2, mlp=64, patch=8, image=16)
+    pixels = []
+    for seed in (1, 2):  # as GPUs' generators, which begin with different states
+        torch.manual_seed(seed)
+        pixels.append(device_timing.vit_and_batch(size, 3, torch.float32)[1]["pixel_values"])
+    assert torch.equal(*pixels)
+
+
 def test_no_more_ranks_are_timed_than_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     from hpnb.lesson.programs import device_timing
 

@@ -56,7 +56,7 @@ def start(task: TrainingTask, layout: ParallelLayout, candidate: Candidate) -> P
     if gpu:  # nothing is compiled on a CPU, and its memory is not counted
         torch._dynamo.config.recompile_limit = 64  # counted by code object, which several programs share
         with free_memory():
-            before = torch.cuda.memory_allocated()
+            before = torch.cuda.memory_allocated() + graph_pool_bytes()
     try:
         program = candidate.build(task, layout)
     except ValueError as refused:
@@ -71,8 +71,16 @@ def start(task: TrainingTask, layout: ParallelLayout, candidate: Candidate) -> P
     torch.cuda.reset_peak_memory_stats()
     program.step()
     torch.cuda.synchronize()
-    held, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+    kept = graph_pool_bytes() - before
+    held, peak = torch.cuda.memory_allocated() + kept, torch.cuda.max_memory_allocated() + kept
     return ProgramStart(losses, held, peak, torch.cuda.mem_get_info()[1])
+
+
+def graph_pool_bytes() -> int:
+    """Bytes that CUDA graphs keep for the tensors of a step, and which the allocator counts as free."""
+    segments = torch.cuda.memory_snapshot()
+    pools = [segment for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0)]
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in pools)
 
 
 def compare_replicas(program: Program) -> str:

@@ -55,7 +55,7 @@ class Comparison:
     def memory_ratio(self) -> float | None:
         if self.predicted_bytes is None or self.measured_bytes is None:
             return None
-        return self.predicted_bytes / self.measured_bytes
+        return self.predicted_bytes / self.measured_bytes if self.measured_bytes else None
 
 
 def published(runs: Iterable[PublishedRun] = (*MEGATRON, *MEGATRON_CORE)) -> list[Comparison]:

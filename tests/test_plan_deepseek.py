@@ -315,25 +315,6 @@ def test_ranks_of_a_stage_are_neighbours_where_the_order_says_so() -> None:
     assert near["dp"].bandwidth > far["dp"].bandwidth
 
 
-@pytest.mark.parametrize(
-    ("change", "slower"),
-    [
-        ({"fp8_matmuls": False}, 1.2),
-        ({"message_sms": 0.0}, 0.97),
-        ({"recomputes_latent": False}, 0.99),
-        ({"dispatch_bytes": 2.0, "token_copies": 8.0}, 1.2),
-    ],
-    ids=str,
-)
-def test_each_part_of_the_program_counts(change: dict[str, Any], slower: float) -> None:
-    with_it = program().compare()[0].predicted
-    without = replace(program(), software=replace(program().software, **change)).compare()[0].predicted
-    if slower > 1:
-        assert without > slower * with_it
-    else:
-        assert without < slower * with_it
-
-
 def test_models_without_experts_are_what_they_were() -> None:
     shape = ModelShape("", 64, 2, 4, 2, 16, 128, 10, 640, 0, 32)
     assert shape.attention_weights == 64 * 16 * (2 * 4 + 2 * 2)

@@ -53,7 +53,7 @@ def test_the_committed_table_is_what_is_predicted_now() -> None:
         ("llm-foundry, other lengths", 0.08, 0.20),
         ("NeMo AutoModel", 0.08, 0.08),
         ("DeepSeek-V2", 0.15, 0.15),
-        ("DeepSeek-V3", 0.25, 0.25),
+        ("DeepSeek-V3", 0.15, 0.15),
     ],
 )
 def test_rows_held_out_are_predicted_as_well_as_the_table_says(name: str, mean: float, worst: float) -> None:
@@ -95,6 +95,9 @@ def test_groups_without_a_fitted_row_have_the_constants_of_another() -> None:
         ("llm-foundry, other lengths", {"attention_share": 0.6}, 2.0),
         ("NeMo AutoModel", {"token_copies": 0.0}, 4.0),
         ("NeMo AutoModel", {"fuses_permutations": False}, 2.0),
+        ("DeepSeek-V3", {"fp8_matmuls": False}, 2.0),
+        ("DeepSeek-V3", {"token_copies": 8.0, "dispatch_bytes": 2.0}, 2.0),
+        ("DeepSeek-V3", {"message_sms": 0.0}, 1.2),
     ],
 )
 def test_each_part_of_a_program_is_needed(name: str, change: dict[str, Any], factor: float) -> None:
@@ -140,7 +143,7 @@ def test_what_the_source_of_deepseek_v2_leaves_open() -> None:
     said = " to ".join(f"{row.predicted / row.published - 1:.0%}".replace("%", " %") for row in (few, many))
     assert f"from 256 to 2,048 the error is {said}" in group.source
     (row,) = group.compare()
-    assert f"and DeepSeek-V2's {1 - row.predicted / row.published:.1%}".replace("%", " %") in _guide()
+    assert f"DeepSeek-V2's {1 - row.predicted / row.published:.1%}".replace("%", " %") in _guide()
 
 
 def test_what_the_source_of_deepseek_v3_says_of_bf16() -> None:
@@ -150,10 +153,9 @@ def test_what_the_source_of_deepseek_v3_says_of_bf16() -> None:
     (fp8,) = group.compare()
     assert fp8.predicted < row.published < row.predicted
     page = _guide()
-    assert f"{fp8.predicted:.1f} s are predicted, and it took {fp8.published:.1f} s" in page
+    assert f"and DeepSeek-V3's {1 - fp8.predicted / fp8.published:.1%}".replace("%", " %") in page
+    assert f"{fp8.predicted:.1f} s instead of the {fp8.published:.1f} s" in page
     assert f"At the speed of BF16 it would predict {row.predicted:.1f} s" in page
-    everywhere = [one for other in GROUPS for one in other.compare()]
-    assert max(everywhere, key=lambda one: one.error).name == fp8.name  # "The largest error"
 
 
 def test_the_gate_of_automodel_sends_a_token_to_one_rank() -> None:

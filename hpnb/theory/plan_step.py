@@ -10,8 +10,8 @@ of whose tokens a rank has a c-th. Parts of the mean rank:
                  pipeline needs between two actions
     tp           4 all-reduces a block, or pairs of reduce-scatter and all-gather; 6 with recomputation
     cp           what a ring's sends exceed the attention beside them, or all-to-alls of Ulysses (`context`)
-    ep           4 all-to-alls a block, 6 with recomputation (`experts`), of which dualpipe-v exposes what
-                 takes longer than the computing of another microbatch
+    ep           4 all-to-alls a block, 6 with recomputation (`experts`); with dualpipe-v what of them the
+                 computing of another microbatch leaves exposed
     bubble       of the schedule (`pipeline_parts`), and waits for the slowest stage
     exposed pp   hops that nothing hides
     exposed dp   gradients behind the last backward, weights of ZeRO, over dp x cp, and experts' over the
@@ -40,6 +40,7 @@ from hpnb.theory.context import (
     ring_step_seconds,
     ulysses_exposed,
 )
+from hpnb.theory.experts import exposed_messages, paired_share
 from hpnb.theory.layout_step import BUCKET_BYTES, stage_blocks
 from hpnb.theory.links import Link
 from hpnb.theory.model_shape import ModelShape
@@ -272,16 +273,19 @@ def _step_of_block(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
         again = _recomputed_latent(task, b, t, c)
         block = {part: seconds + again.get(part, 0.0) for part, seconds in block.items()}
     activation = 2.0 * b * task.sequence / c * model.hidden
-    block["cp"] = context_seconds(task, layout, link["cp"], forwards) if c > 1 else 0.0
-    block["ep"] = 0.0
+    block |= {"cp": context_seconds(task, layout, link["cp"], forwards) if c > 1 else 0.0, "ep": 0.0}
     if model.experts:
         soft = task.software
         routed = (soft.token_copies or model.chosen) * task.imbalance * activation
         routed *= (soft.dispatch_bytes + 2) / 4  # of 2 bytes, as the results are
-        sent = 2 * (forwards + 1) * seconds("all_to_all", routed, layout.ep, link["ep"])
-        hidden = min(sent, sum(block.values())) if layout.schedule == "dualpipe-v" else 0.0
-        block["ep"] = sent - hidden
-        block["ep"] += 0.0 if soft.message_sms else _overlap_cost(task, link["ep"], hidden)
+        message = seconds("all_to_all", routed, layout.ep, link["ep"])
+        block["ep"] = 2 * (forwards + 1) * message
+        if layout.schedule == "dualpipe-v":
+            computing = sum(forward.values()), sum(block.values()) - sum(forward.values())
+            paired = paired_share(layout.pp, task.microbatches(layout))
+            exposed = exposed_messages(*computing, message, model.layers / layout.pp / 2, paired)
+            beside = 0.0 if soft.message_sms else _overlap_cost(task, link["ep"], block["ep"] - exposed)
+            block["ep"] = exposed + beside
     forward_values, backward_values = model.reduced_values
     activations = (forwards * forward_values + backward_values) / model.hidden
     block["tp"] = activations * _reduce_seconds(task, layout) / (t if task.software.tp_overlap else 1)

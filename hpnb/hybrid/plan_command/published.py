@@ -363,7 +363,7 @@ _V2_SOURCE = (
 _V3_SOURCE = (
     "arXiv 2412.19437, section 3 and table 1: 180,000 GPU hours for 10^12 tokens, in FP8, with DualPipe, and "
     "with at most 4 nodes for a token. FP8 is predicted as twice the rate of BF16, and converting to it "
-    "costs nothing; at the rate of BF16 the step takes 23.4 s. Experts are evenly loaded. Memory is not "
+    "costs nothing; at the rate of BF16 the step takes 24.9 s. Experts are evenly loaded. Memory is not "
     "compared, since activations in FP8 are not predicted"
 )
 _CORE_SHARE, _FOUNDRY_SHARE = 0.508, 0.549

@@ -195,8 +195,9 @@ def test_benchmarks_are_predicted_as_well_as_the_check_says() -> None:
 
 
 def test_the_first_choice_costs_less_than_five_percent() -> None:
-    """In the races of the benchmarks on H200s and H100s. Notebook 08 races ranks that share cores or GPUs, where
-    repeats of one layout differ by a tenth: there the choice may cost that much, once calls have their cost."""
+    """In the races of the benchmarks on H200s and H100s. Notebook 08 races ranks that share cores or GPUs,
+    where repeats of one layout differ by a tenth: there the choice may cost that much, once a call has
+    its cost."""
     costs = regrets(benchmarks())
     assert set(costs) == {"gpt2-xl, 2 x H200", "gpt2-xl, 4 x H200", "gpt2-xl, 4 x H100", "vit-l16, 2 x H200"}
     assert max(costs.values()) < 0.05

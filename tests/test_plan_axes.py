@@ -26,7 +26,7 @@ from hpnb.record import MemoryProfile
 from hpnb.theory.datasheets import find_gpu
 from hpnb.theory.experts import exposed_messages, paired_share
 from hpnb.theory.plan_bytes import plan_bytes
-from hpnb.theory.plan_memory import plan_memory, rank_memory
+from hpnb.theory.plan_memory import plan_memory, rank_memory, rank_moments
 from hpnb.theory.plan_step import plan_parts
 from hpnb.theory.plan_task import PlanTask, refusal
 
@@ -186,6 +186,16 @@ def test_experts_are_planned_with_zero_3() -> None:
     assert seconds[1] > seconds[0]
     searched = search(task, progress=False)
     assert {3} < {plan.layout.zero_stage for plan in searched.plans if plan.layout.ep > 1}
+
+
+def test_one_copy_of_experts_is_not_gathered() -> None:
+    """Of a block that ZeRO 3 gathers ahead, experts are gathered where other ranks have the same."""
+    ahead = []
+    for gpus, code in ((16, "dp16-ep8-zero3-mb1"), (8, "dp8-ep8-zero3-mb1")):
+        moments = rank_moments(task_of(MIXTRAL, gpus, gpus, 4096), parse_layout_code(code), 0).moments
+        ahead.append(next(moment.temporary for moment in moments if moment.name == "turn"))
+    experts = task_of(MIXTRAL, 8, 8, 4096).model.expert_parameters / 8
+    assert ahead[0] - ahead[1] == pytest.approx(2 * experts)
 
 
 def test_dualpipe_v_overlaps_messages_of_experts() -> None:

@@ -90,8 +90,8 @@ x = torch.full((2,), float(hpnb.rank()), device=hpnb.device())  # (2,)
 x
 
 # %% [markdown]
-# In the next cell rank 0 *sends* its tensor to rank 1, which *receives* it into `x`. Once
-# a call has returned, you can use its tensor again.
+# Next rank 0 *sends* its tensor to rank 1, which *receives* it into `x`. Once a call has returned, you can use its
+# tensor again.
 
 # %%
 # %%ranks
@@ -132,13 +132,15 @@ x
 # ```
 # </details>
 #
-# **Takeaway.** All ranks run the same program, each with its own memory. What one needs from another has to be sent.
+# **Takeaway.** All ranks run the same program, each with its own memory. They share only what they send.
 #
 # ## Collectives: what each rank holds before and after
 #
-# Ranks send in pairs or, more often, by a *collective*: an operation that all ranks of a group call together. A *group* is a list of ranks with message channels of its own; the default
-# group is all ranks. The table is for n ranks and a tensor of S bytes. Its last column is the least that the busiest
-# rank must send, if the ranks do the adding.
+# Two ranks can send to each other. More often all ranks of a group call one operation together, a *collective*. A
+# *group* is a list of ranks with its own message channels, and the default group is all ranks.
+#
+# The table is for n ranks and a tensor of S bytes. Its last column is the least that the busiest rank must send, if
+# the ranks do the adding.
 #
 # | collective | input of each rank | each rank gets | bytes that leave a rank |
 # |---|---|---|---|
@@ -181,15 +183,14 @@ answer = {"unit": "B", "kind": "identity", "rule_of_thumb": 4 * VALUES}  # exact
 lesson.predict("00.ring-bytes", question, guess=None, **answer)
 
 # %% [markdown]
-# A reduce-scatter and an all-gather are together an *all-reduce*: each rank starts with a tensor and ends with the sum of all. Training uses it
-# most, because gradients of different data must be added.
+# A reduce-scatter and an all-gather are together an *all-reduce*: each rank starts with a tensor and ends with the sum of all. Training
+# uses it most, to add gradients of different data.
 #
 # The cell ends with a question, `lesson.predict`. Write a number for `guess` before you read on. Until you do, the page
 # scores a rule of thumb: each rank sends its tensor once. Later `lesson.reveal` shows the answer beside the formula's
 # number, *predicted*, and `lesson.claim` marks a true statement ✓.
 #
-# **Takeaway.** What each rank holds before and after defines a collective. An all-reduce is a reduce-scatter and an
-# all-gather.
+# **Takeaway.** What each rank holds before and after defines a collective.
 #
 # ### Exercise 1: an all-reduce from its two halves
 #
@@ -343,7 +344,7 @@ more = 100 * extra[large] / predicted[large]
 lesson.claim("of 4 MB gloo sends under 1 % more than a ring", (more, "<", 1))
 
 # %% [markdown]
-# Our ring's sends are exactly the formula. `dist.all_reduce` sends <data value="00.extra.dist.all_reduce-4-mb">1.73 kB</data> more than the formula for 4 MB, and
+# Our ring sends exactly the bytes of the formula. `dist.all_reduce` sends <data value="00.extra.dist.all_reduce-4-mb">1.73 kB</data> more than its formula for 4 MB, and
 # <data value="00.extra.dist.all_reduce-1-kb">1.73 kB</data> more for 1 kB. So the extra bytes do not grow with the tensor.
 #
 # <details><summary>Does gloo really use a ring?</summary>
@@ -419,7 +420,8 @@ lesson.check(exercises.doubling, doubling_all_reduce)
 # ## Latency and bandwidth
 #
 # A ring sends the same bytes on every machine. The seconds depend on the *link* between the ranks, such as NVLink
-# between the GPUs of a node or Ethernet between nodes.
+# inside a node or Ethernet between nodes.
+#
 # *Latency* α is the time that even an empty message takes. *Bandwidth* B is how many bytes follow each second. A message
 # of b bytes takes
 #
@@ -480,9 +482,12 @@ lesson.predict("00.many-calls", question, guess=None, rule_of_thumb=1)
 # On <data value="00.card.hardware">4 x NVIDIA H100 80GB HBM3</data> the fit gives a latency of <data value="00.card.latency">13.6 µs</data>, a bandwidth of <data value="00.card.bandwidth">332 GB/s</data> and a
 # knee at <data value="00.card.knee">18.0 MB</data>. No dot is more than a factor of <data value="00.fit.most:.2f">1.16</data> from the curve.
 #
-# Here ρ is <data value="00.card.rho:,.0f">2,255</data> FLOP a byte, at measured rates. At published rates, which are higher, an H100 or H200 has
-# <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data> over NVLink and <data value="00.rho.ethernet-10-gb.at-published-rates">791,000 FLOP/B</data> over 10 Gb Ethernet.
-# With 16,384 tokens on each rank, $2\rho / (3T)$ at published rates is <data value="00.share.nvlink-4:.2f">0.09</data> over NVLink and <data value="00.share.ethernet-10-gb:.0f">32</data> over 10 Gb Ethernet.
+# Here ρ is <data value="00.card.rho:,.0f">2,255</data> FLOP a byte, at measured rates. Published rates are peaks of matmul and link alike, so their
+# quotient may lie on either side of it. An H100 or H200 has <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data> over NVLink and
+# <data value="00.rho.ethernet-10-gb.at-published-rates">791,000 FLOP/B</data> over 10 Gb Ethernet.
+#
+# With 16,384 tokens on each rank, $2\rho / (3T)$ at published rates is <data value="00.share.nvlink-4:.2f">0.09</data> over NVLink: computing takes far
+# longer than the all-reduce. Over 10 Gb Ethernet it is <data value="00.share.ethernet-10-gb:.0f">32</data>.
 #
 # <details><summary>The links of the table</summary>
 #
@@ -523,15 +528,15 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 
 # %% [markdown]
 # One call took <data value="00.calls.1-call-of-8-mb.measured">155 µs</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">5.01 ms</data>:
-# <data value="00.many-calls:.1f">32.3</data> times as long for the same bytes. By the formula every call pays $2(n-1)\,\alpha$, <data value="00.off.latency">81.4 µs</data> of latency.
+# <data value="00.many-calls:.1f">32.3</data> times as long for the same bytes. By the formula every call pays a latency of $2(n-1)\,\alpha$, here <data value="00.off.latency">81.4 µs</data>.
 # That is why notebook 01 collects gradients in *buckets*, each of many tensors that go in one call.
 #
-# The formula says <data value="00.many-calls.predicted:.1f">69.6</data> times as long. The one call took <data value="00.off.one:.2f">1.32</data> times its prediction, and the hundred took <data value="00.off.hundred:.2f">0.61</data> times
-# theirs. So the predicted ratio is off by their quotient, <data value="00.off.ratio:.2f">0.46</data>. Trust the formula to say which is slower, and
-# measure by how much.
+# The formula says <data value="00.many-calls.predicted:.1f">69.6</data> times as long. The one call took <data value="00.off.one:.2f">1.32</data> times its prediction, and the hundred took
+# <data value="00.off.hundred:.2f">0.61</data> times theirs. Trust the formula to say which is slower, and measure by how much.
 #
-# On average each of the hundred took <data value="00.off.call">50.1 µs</data> with its bytes, <data value="00.off.than">shorter than</data> the latency of one call. On GPUs it
-# may be shorter, because a process can start a call while earlier ones still run. <data value="00.off.started">The process needed 4.96 ms only to start the hundred, so here starting calls, not the link, sets the time</data>.
+# On average each of the hundred took <data value="00.off.call">50.1 µs</data> with its bytes, <data value="00.off.than">shorter than</data> the latency of one call. On a GPU the fitted time
+# of a call is its start plus its move. In a row, the process starts calls while earlier ones still move, so each costs
+# about the longer of the two. <data value="00.off.started">The process needed 4.96 ms only to start the hundred, so here starting calls, not the link, sets the time</data>.
 #
 # <details><summary>On a laptop</summary>
 #
@@ -542,12 +547,15 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 #
 # <details><summary>If the prediction is off on your machine</summary>
 #
-# If a measured time is too long, a cost may be missing: the formula leaves out the additions, the wait of a process until
-# it hears that its GPU is done, ranks that leave the barrier late, and users of cores and links that came after the fit. If
-# it is too short, the fit contains a cost that these calls do not pay. On GPUs the fit starts each call on an idle GPU, so
-# the fitted time includes starting the call. Most of the hundred calls can be started while the GPU works on earlier
-# ones, and then their start costs no extra time. This run does not test these causes. Run the cell twice. What differs
-# between the runs is noise.
+# If a measured time is too long, these calls pay a cost that the fit does not contain. Candidates are ranks that leave the
+# barrier late, users of cores and links that came after the fit, and on GPUs the wait of a process until it hears that
+# its GPU is done. Additions are no such cost, because the fit times full all-reduces.
+#
+# If it is too short, the fit contains a cost that these calls do not pay. On GPUs the fit starts each call on an idle
+# GPU, so start and move come one after the other. In a row they run side by side.
+#
+# Of these causes the cell times only the starts, and only on GPUs. Run the cell twice. What differs between the runs
+# is noise.
 # </details>
 #
 # A ring is not always best: its $2(n-1)$ latencies hurt when the tensor is small and the ranks are many. The *explorer*
@@ -620,13 +628,13 @@ lesson.check(exercises.bucket, bucket_bytes)
 # A profiler shows wait and move as **one** bar, named all-reduce. We split it when the last rank arrives: before that
 # moment a rank *waits*, afterwards bytes *move*. The last one is the *straggler*, here rank 1, which sleeps 100 ms longer.
 #
-# A `Layout` arranges ranks as a grid and says how many lie along each axis. Here all lie along `dp`: in *data
-# parallelism* (notebook 01) each rank trains a copy of the model on its own data. `Mesh(layout).dp` is the group along
-# that axis, and its `rank` is this rank's number in it.
+# A `Layout` arranges ranks as a grid. Here all lie along its axis `dp`: in *data parallelism* (notebook 01) each rank
+# trains a copy of the model on its own data. `Mesh(layout).dp` is the group along that axis, and its `rank` is this
+# rank's number in it.
 #
-# The cell runs three cases with 8 MB: all ranks at once, all after a pause of 30 ms, and rank 1 late. It records a
-# *timeline*, the start and end of each event on each rank. The figure shows the last case. In the
-# output below it, a rank's *cost* is its wait plus its move.
+# The next two cells define and run three cases with 8 MB: all ranks at once, all after a pause of 30 ms, and rank 1 late.
+# They record a *timeline*, the start and end of each event on each rank. The figure shows the last case. Below it, a
+# rank's *cost* is its wait plus its move.
 
 # %%
 question = f"Rank 1 of {N} is slow. Which rank has the SHORTEST all-reduce bar?"
@@ -703,28 +711,33 @@ lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", movin
 
 # %% [markdown]
 # Rank 1 slept 100 ms longer, so the others waited <data value="00.bar.rank-1-late.measured-wait">100 ms</data> in an all-reduce. The move, which begins when
-# rank 1 arrives, took <data value="00.bar.rank-1-late.measured-move">636 µs</data>. A replay changes only the move: with published B and typical α it
-# takes <data value="00.replay.ethernet-10-gb.move">9.90 ms</data> on 10 Gb Ethernet and <data value="00.replay.nvlink-4.move">44.7 µs</data> on NVLink 4. The wait stays at <data value="00.replay.ethernet-10-gb.wait">100 ms</data>.
+# rank 1 arrives, took <data value="00.bar.rank-1-late.measured-move">636 µs</data>. Rank 1 itself waits for nobody, so the waits in the tables leave it out.
 #
-# Even "at once" ranks leave the barrier before it at different times. The last to arrive was
-# <data value="00.once.last">rank 2 in 4 of 5 steps</data>. The wait of <data value="00.bar.at-once.measured-wait">32.5 µs</data> was <data value="00.once.wait-is">shorter than</data> the move.
+# With published B and typical α the move takes <data value="00.replay.nvlink-4.move">44.7 µs</data> on NVLink 4 and <data value="00.replay.ethernet-10-gb.move">9.90 ms</data> on 10 Gb Ethernet.
+# The wait stays at <data value="00.replay.ethernet-10-gb.wait">100 ms</data>.
 #
-# The formula says <data value="00.bar.at-once.predicted-move">118 µs</data> for every move. The three cases took <data value="00.bar.at-once.measured-move">191 µs</data>, <data value="00.bar.after-a-pause.measured-move">297 µs</data> and <data value="00.bar.rank-1-late.measured-move">636 µs</data>.
-# We compare two cases by pairing each of the five steps of one with each of the other. Noise alone seldom makes the
-# second move longer in more than 22 of 25 pairs, or in fewer than 3. After the pause it is longer than "at once" in
-# <data value="00.pause.longer">20</data> of <data value="00.pause.pairs">25</data>: <data value="00.pause.words">this run shows no effect of the pause</data>. With rank 1 late it is longer than after the pause in
-# <data value="00.late.longer">25</data> of <data value="00.late.pairs">25</data>: <data value="00.late.words">in this run moves after the late rank are longer</data>.
+# The formula predicts one move for all three cases, <data value="00.bar.at-once.predicted-move">118 µs</data>, and the measured moves differ. To compare two cases,
+# we pair each of the five steps of one with each of the other, and count the pairs in which the second moves longer.
+# Noise alone gives a count above 22 of 25, or below 3, with a probability of 3 % (a rank-sum test). So such a count
+# shows that moves differ, and any other decides nothing.
+#
+# After the pause the move is longer than "at once" in <data value="00.pause.longer">20</data> of <data value="00.pause.pairs">25</data> pairs. With rank 1 late it is longer than after the
+# pause in <data value="00.late.longer">25</data> of <data value="00.late.pairs">25</data>.
 #
 # <details><summary>How long does an 8 MB all-reduce take, then?</summary>
 #
-# The formula counts until the slowest rank is done. So do the <data value="00.calls.1-call-of-8-mb.measured">155 µs</data> of the one call in the previous section
-# and the <data value="00.fit.large">127 µs</data> of 8.4 MB in the fit. A move of the table is a median over ranks and steps, so it may be shorter, and
-# the machine may have been less or more busy than during the fit. A move that is much longer than the fit's time
-# contains something besides the link, because the fit used the same link.
+# Even "at once" ranks leave the barrier at different times. The last to arrive was <data value="00.once.last">rank 2 in 4 of 5 steps</data>, and the wait of
+# <data value="00.bar.at-once.measured-wait">32.5 µs</data> was <data value="00.once.wait-is">shorter than</data> the move.
 #
-# That may be a *cold start*. After a pause, the code that launches a call has left the caches, and GPUs and
-# links may be saving power. This run does not test what it is. Before you blame a link, time the call with and without
-# a pause before it.
+# The formula counts until the slowest rank is done. So do the <data value="00.calls.1-call-of-8-mb.measured">155 µs</data> of the one call in the previous section
+# and the <data value="00.fit.large">127 µs</data> of 8.4 MB in the fit. A move in the table is a median over ranks and steps, and the machine may have
+# been less or more busy than during the fit. A move that is much longer than the fit's time contains something besides
+# the link, because the fit used the same link.
+#
+# One candidate is a *cold start*: after a pause, the code that launches a call has left the caches, and GPUs and links
+# may be saving power. The first count above tests this for a pause of 30 ms. In the last case rank 1 sleeps 130 ms, and
+# the others wait inside the call. The second count tests both together, so it cannot say which of them matters. Before
+# you blame a link, time the call with and without a pause before it.
 # </details>
 #
 # <details><summary>On a laptop</summary>
@@ -741,8 +754,8 @@ lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", movin
 # - DeepSpeed: `deepspeed.comm.log_summary(show_straggler=True)` separates waiting from moving.
 # </details>
 #
-# **Takeaway.** Split every collective when its last rank arrives. Before, ranks wait for the slowest. Afterwards
-# bytes move, and whatever else the call costs is in that part too.
+# **Takeaway.** Split every collective when its last rank arrives. Before, ranks wait for the slowest. Afterwards bytes
+# move, and whatever else the call costs counts as move too.
 #
 # ### Exercise 4: name the straggler
 #
@@ -774,8 +787,8 @@ lesson.check(exercises.straggler, straggler)
 # %% [markdown]
 # ## A deadlock, and how to read it
 #
-# Collectives carry no names: in each group, the first
-# call of one rank meets the first call of every other, and so on. Only order counts:
+# Collectives carry no names. In each group, the first call of one rank meets the first call of every other, and so on.
+# Only order counts:
 #
 # ```text
 #              rank 0                           ranks 1, 2, 3
@@ -792,9 +805,9 @@ lesson.check(exercises.straggler, straggler)
 # second to 1 + 300 = 301. Ranks 1 to 3 take 301 for the sum of gradients, and rank 0 takes 103. Right would be 400.
 # </details>
 #
-# The next cell makes the deadlock. One Layout lays all ranks along `dp`, which gives `gradients`. Another lays the same
-# ranks along `tp`, which gives `metrics`. `comm.all_reduce`
-# is `dist.all_reduce` in a group, on a copy. After 3 seconds the launch stops the ranks and raises a `RankError`.
+# The next cell makes the deadlock. One Layout lays all ranks along `dp`, for `gradients`. Another lays the same ranks
+# along `tp`, for `metrics`. `comm.all_reduce` is `dist.all_reduce` in a group, on a copy. After 3
+# seconds the launch stops the ranks and raises a `RankError`.
 
 
 # %% tags=["raises-exception"]

@@ -18,11 +18,11 @@
 # [![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/hpnb/hpnb/blob/main/notebooks/04_vit_hybrid_parallel.ipynb)
 #
 # **The question.** You know three ways to split a training step: by samples, layers and matrices. Large models use all
-# three at once, and each is then called an *axis*: dp, pp and tp. A *node* is a machine with several GPUs and fast links between them;
-# links between nodes are slow. Which axis needs the fast links, and how do we combine the three so that the result is that of one process?
+# three at once, and each is then called an *axis*: dp, pp and tp. A *node* is a machine with several GPUs and fast links inside;
+# links between nodes are slow. Which axis needs the fast links, and how do we combine the three exactly?
 #
-# **You will be able to** write a hybrid step by hand and with hpnb's `Booster`; compare what the axes ask of a link; predict and
-# record who sends to whom, and place axes on nodes; find swapped process groups behind a falling loss; compute a gradient
+# **You will be able to** write a hybrid step by hand and with `Booster`; compare what the axes ask of a link; record
+# who sends to whom, and place axes on nodes; find swapped process groups behind a falling loss; compute a gradient
 # norm that counts each element once; continue a run on another layout.
 #
 # **You should know** gradient buckets from notebook 01, 1F1B and its bubble from 02, and column- and row-parallel layers
@@ -41,7 +41,7 @@
 # batch. Here h is the hidden size, t the ranks of the group, and ρ the FLOPs that a rank does while it sends a byte.
 # </details>
 #
-# Times on this page are from <data value="04.hardware">4 x NVIDIA H100 80GB HBM3</data>. All else runs on CPU processes.
+# Times on this page, and the bytes beside them, are from <data value="04.hardware">4 x NVIDIA H100 80GB HBM3</data>. All else runs on CPU processes.
 
 # %% tags=["setup"]
 # fmt: off
@@ -99,7 +99,8 @@ replicas = [[rank.placements for rank in ranks] for ranks in (held[:4], held[4:]
 lesson.claim("Both replicas hold the same weights", replicas[0] == replicas[1])
 
 # %% [markdown]
-# In the second figure, a matrix is drawn as in x A, inputs down, outputs across.
+# The second figure draws the A of x A with inputs as rows and outputs as columns. The check compares which parts the replicas hold,
+# not their values.
 #
 # **Takeaway.** The order of the axes decides which groups stay on a node.
 #
@@ -136,10 +137,9 @@ lesson.check(exercises.coordinates, coordinates)
 # %% [markdown]
 # ## A hybrid step, by hand and by Booster
 #
-# First, *tp* shards the blocks' matrices, and *pp* keeps this rank's stage. Between two blocks, hidden
-# states are complete on every tp rank, which sends them to the rank of the next stage with the same tp
-# coordinate. *dp* comes last, because it averages
-# the gradients of whatever shards this rank has.
+# First, *tp* shards the blocks' matrices, and *pp* keeps this rank's stage. Between two blocks, every tp rank has the complete hidden
+# states. It sends them to the rank of the next stage with the same tp coordinate. *dp* comes last, because it averages
+# the gradients of this rank's shards.
 #
 # ```text
 #                  replica 0: half of the samples       replica 1: the other half
@@ -238,7 +238,8 @@ def by_booster(samples, mesh):
 
 
 # %% [markdown]
-# Do all three give the gradients of one process? Each rank compares its shards, in float64: a *relative distance* is the difference's length over the right gradient's.
+# Do all three give the gradients of one process? Each rank compares its shards in float64. A *relative distance* is the length of the
+# difference over the length of the right gradient.
 
 
 # %%
@@ -283,8 +284,8 @@ lesson.claim("A hybrid step is exact in all three ways", exact.equal)
 #
 # ## What each axis asks of a link
 #
-# For each axis, notebooks 01 to 03 derived the time to compute over the time to send. For dp we count the backward only,
-# because its all-reduces can overlap only with that. ρ is the FLOPs that a rank does while it sends a byte, and T the tokens of a replica.
+# For each axis, notebooks 01 to 03 derived the time to compute over the time to send. For dp only the
+# backward counts. ρ is the FLOPs that a rank does while it sends a byte, and T the tokens of a replica.
 #
 # | axis | sends | can overlap with | compute over communication |
 # |---|---|---|---|
@@ -301,12 +302,15 @@ lesson.claim("A hybrid step is exact in all three ways", exact.equal)
 # | pp | 62 | 6.9 | 1.7 |
 # | tp | 0.74 | 0.082 | 0.021 |
 #
-# Below 1, sending takes longer than the compute that it can overlap with. dp's ratio stays above 1 over InfiniBand, pp's even over Ethernet. By formula, where the ratio is above 1, a dp step is longer than its compute only by its last bucket's all-reduce, and a pp step only by its bubble.
+# For dp and pp, a ratio below 1 means that sending takes longer than the compute that it can overlap with. dp's ratio stays above 1
+# over InfiniBand, pp's even over Ethernet. Above 1, by formula, a step of dp alone adds only its last bucket's all-reduce to its
+# compute. A step of pp alone adds only its bubble.
 #
-# For tp, 1 is no threshold. If nothing overlaps, a step takes 1 + 1/ratio times its compute: over NVLink 2.35 times on eight ranks, over InfiniBand 13 times.
+# For tp, the ratio counts all compute, not only weight gradients, so 1 is no threshold. If nothing overlaps, a step takes
+# 1 + 1/ratio times its compute. On eight ranks, that is 2.35 times over NVLink and 13 times over InfiniBand.
 #
-# A pipeline makes it harder for dp. A gradient is complete only in the backward of the last of m microbatches, so dp can overlap with
-# 1/m of the backward. With m = 16, dp's 1.8 over InfiniBand becomes 0.11.
+# A pipeline makes it harder for dp. A gradient is complete only in the backward of the last of m microbatches. So dp can overlap with
+# 1/m of the backward, and its ratio is divided by m: with m = 16, 1.8 becomes 0.11.
 #
 # <details><summary>Does this hold on a mesh?</summary>
 #
@@ -373,67 +377,89 @@ lesson.claim("Yet dp's step is shorter", (measured["dp"], "<", measured["pp"]))
 vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 
 # %% [markdown]
-# On a hundredth of the bandwidth, the simulated step along tp takes <data value="04.added.tp">8.87 s</data> longer than on this link, along dp <data value="04.added.dp">206 ms</data> and along pp <data value="04.added.pp">120 ms</data>. On a tenth, these are <data value="04.tenth-added.tp">807 ms</data>, <data value="04.tenth-added.dp">3.15 ms</data> and <data value="04.tenth-added.pp">8.40 ms</data>. Each curve keeps one recorded compute on all links,
-# so the added seconds come from messages alone.
+# A slower link adds these times to the simulated steps, from messages alone:
 #
-# Bytes alone do not decide. pp sends fewest, but on this link its step takes longer than dp's: <data value="04.axes.pp.measured">170 ms</data> against <data value="04.axes.dp.measured">119 ms</data>. Where do pp and tp spend their time? Predicted compute is one rank's with 1/N of the batch.
+# | bandwidth | dp adds | pp adds | tp adds |
+# |---|---|---|---|
+# | a tenth | <data value="04.tenth-added.dp">3.15 ms</data> | <data value="04.tenth-added.pp">8.40 ms</data> | <data value="04.tenth-added.tp">807 ms</data> |
+# | a hundredth | <data value="04.added.dp">206 ms</data> | <data value="04.added.pp">120 ms</data> | <data value="04.added.tp">8.87 s</data> |
+#
+# tp, which sends most, is hit hardest. But bytes alone do not decide: pp sends fewest, and on this link its step takes longer than
+# dp's. Where do pp and tp spend their time on this link?
 #
 # | a step | compute of the busiest rank | the rest | together |
 # |---|---|---|---|
 # | pp, predicted | <data value="04.predicted.share">113 ms</data> | <data value="04.rest.pp.predicted.rest">43.1 ms</data> | <data value="04.rest.pp.predicted.step">156 ms</data> |
-# | pp, simulated on this link | <data value="04.busy.pp">129 ms</data> | <data value="04.rest.pp.simulated.rest">40.1 ms</data> | <data value="04.rest.pp.simulated.step">170 ms</data> |
+# | pp, simulated | <data value="04.busy.pp">129 ms</data> | <data value="04.rest.pp.simulated.rest">40.1 ms</data> | <data value="04.rest.pp.simulated.step">170 ms</data> |
 # | pp, <data value="04.source">measured</data> | <data value="04.busy.pp">129 ms</data> | <data value="04.rest.pp.measured.rest">40.8 ms</data> | <data value="04.axes.pp.measured">170 ms</data> |
 # | tp, predicted | <data value="04.predicted.share">113 ms</data> | <data value="04.rest.tp.predicted.rest">97.4 ms</data> | <data value="04.rest.tp.predicted.step">211 ms</data> |
-# | tp, simulated on this link | <data value="04.busy.tp">205 ms</data> | <data value="04.rest.tp.simulated.rest">108 ms</data> | <data value="04.rest.tp.simulated.step">314 ms</data> |
+# | tp, simulated | <data value="04.busy.tp">205 ms</data> | <data value="04.rest.tp.simulated.rest">108 ms</data> | <data value="04.rest.tp.simulated.step">314 ms</data> |
 # | tp, <data value="04.source">measured</data> | <data value="04.busy.tp">205 ms</data> | <data value="04.rest.tp.measured.rest">46.0 ms</data> | <data value="04.axes.tp.measured">251 ms</data> |
 #
-# Along pp the rest is the bubble, sending and waiting. The bubble is predicted as (N-1)/m of the predicted compute, <data value="04.rest.bubble">42.5 ms</data>. Along tp the rest is exposed all-reduces and waiting.
+# Along pp the rest is the bubble, sending and waiting; the bubble is predicted as (N-1)/m of compute, <data value="04.rest.bubble">42.5 ms</data>. Along tp the
+# rest is exposed all-reduces and waiting. As <data value="04.source">measured</data>, it takes <data value="04.rest.tp.measured.rest">46.0 ms</data>, and compute is <data value="04.rest.tp.off.compute">91.8 ms</data> off its prediction. A faster
+# link can shorten the rest, but no arithmetic.
 #
 # <details><summary>Why the curves differ</summary>
 #
-# tp's curve rises from the start, because in the simulation nothing overlaps with its all-reduces. dp's
-# last bucket is full when the backward ends, so its all-reduce is always exposed, and dp's curve rises a little. Once its
-# all-reduces together take longer than the backward, the curve bends, and every byte counts. pp sends fewest bytes, partly during other microbatches. So far beyond dp's bend pp's curve rises least; before it, either of
-# the two may rise less.
+# tp's curve rises from the start, because in the simulation nothing overlaps with its all-reduces.
+#
+# dp's last bucket is full when the backward ends. So its all-reduce is always exposed, and dp's curve rises a little. Once all of
+# dp's all-reduces take longer than the backward, the curve bends, and every byte counts.
+#
+# pp sends fewest bytes, partly during other microbatches. So far beyond dp's bend, pp's curve rises least. Before the bend, either
+# of the two may rise less.
 # </details>
 #
 # <details><summary>How far to trust the curves</summary>
 #
-# Bytes are predicted exactly, times are not. As <data value="04.source">measured</data>, the step is <data value="04.ratio.tp:.2f">1.19</data> times the predicted one for tp, <data value="04.ratio.dp:.2f">1.04</data> for dp and
-# <data value="04.ratio.pp:.2f">1.09</data> for pp. A ratio contains two errors, of predicted compute and of the predicted rest. <data value="04.rest.signs">Compute takes 91.8 ms longer along tp and 16.0 ms longer along pp. The rest takes 51.4 ms less along tp and 2.27 ms less along pp. Along tp and pp the two errors partly cancel in the ratio.</data>
-# The prediction leaves out fixed costs, such as calling an operation, which come with every microbatch and shard. On a CPU it also leaves out
-# that ranks send with the cores that compute. Where the rest is shorter than predicted, messages took less time than the link's latency and bandwidth say, or some ran beside computing, or the recorded compute contains waits.
+# Bytes are predicted exactly. Along pp they are a mean of the ranks, because inner stages send both ways and end stages one way.
 #
-# Compared with a step that sends nothing, the busiest rank computes <data value="04.longer.pp:.2f">1.14</data> times as long along pp, <data value="04.longer.tp:.2f">1.81</data> times along tp and <data value="04.longer.dp:.2f">1.04</data> times along dp.
-# Compute longer than predicted can have several causes. Along pp a rank computes in small microbatches. Along tp
-# all ranks repeat the norms. Each operation has a fixed cost, and on a GPU compute contains waits for the host. <data value="04.fewer">With a quarter of the images, the busiest rank computes 0.58 times as long along dp, 0.86 times as long along pp and 0.59 times as long along tp. If compute has a fixed part and a part that grows with the images, the fixed part is 44 % along dp, 82 % along pp and 46 % along tp: fixed costs of operations, such as waits for the host, which launches them. Along pp that is more than half, so the ratio to the prediction says little about the arithmetic.</data> Fixed costs do not shrink with the batch, so they weigh most in small microbatches. This page does not separate the causes.
+# Times are not exact. As <data value="04.source">measured</data>, a step over its prediction is <data value="04.ratio.dp:.2f">1.04</data> for dp, <data value="04.ratio.pp:.2f">1.09</data> for pp
+# and <data value="04.ratio.tp:.2f">1.19</data> for tp. Such a ratio contains two errors, of predicted compute and of the predicted rest. <data value="04.rest.signs">Compute takes 91.8 ms longer along tp and 16.0 ms longer along pp. The rest takes 51.4 ms less along tp and 2.27 ms less along pp. Along tp and pp the two errors partly cancel in the ratio.</data>
+#
+# **Compute** can be longer than predicted for several reasons, which this page does not separate. Operations have fixed costs. The
+# prediction counts them once, although they come with every microbatch and shard. Along pp a rank computes in small microbatches. Along
+# tp all ranks repeat the norms. On a GPU, recorded compute can contain waits for the CPU, which launches operations. On a CPU,
+# ranks send with the cores that compute.
+#
+# <data value="04.fewer:.145">With a quarter of the images, the busiest rank computes 0.58 times as long along dp, 0.86 times as long along pp and 0.59 times as long along tp.</data> If compute only
+# grew with the images, it would be 0.25 times. A GPU computes while the CPU launches, and the longer of the two counts. So launching
+# can set the time of a small step, which does not say how much of a full step is launching. On a CPU, the two add up.
+#
+# **The rest** can be shorter than predicted or simulated. Then messages took less time than the link's latency and bandwidth say,
+# or they ran beside computing, or the recorded compute contains waits. The simulation of tp
+# lets nothing overlap.
+#
+# The rest can also be longer, because ranks that come first wait for the last. The prediction lets all ranks compute equally fast, so
+# it has no such waits. Ranks also pause between operations, which the simulation of pp leaves out.
+#
+# **The curves** need not begin at their dots. On this link, simulated over <data value="04.source">measured</data> is <data value="04.near.dp:.2f">0.96</data> for dp, <data value="04.near.pp:.2f">1.00</data> for pp and <data value="04.near.tp:.2f">1.25</data> for tp.
+# Along dp, simulation and prediction start from the same step that sends nothing, so they are near each other. The shortest step
+# here is along <data value="04.near.fastest">dp</data>. On a tenth of the bandwidth, the shortest step simulated is along <data value="04.tenth">dp</data>. Do not ask the figure which of two
+# close curves is lower.
 #
 # Each step is the median of three, recorded in turn. "This link" is <data value="04.link.from">measured as in notebook 00</data>. Its latency is <data value="04.link.latency">13.6 µs</data> and its bandwidth <data value="04.link.bandwidth">332 GB/s</data>.
-# Along dp, simulation and prediction start from the same step that sends nothing, not from the recorded step, so they are near each other on this link. Along pp and tp the simulated step contains the
-# compute recorded along its axis, and waiting: at each all-reduce or message, ranks that come first wait for the last. The prediction has no such waiting, because it lets all ranks compute equally fast.
-# So on this link the rest can be longer simulated than predicted.
-#
-# A curve need not begin at its dot either. Where the table's rest is longer simulated than <data value="04.source">measured</data>, messages took less time than the link's latency and bandwidth say, or ran beside computing, which tp's simulation does not allow, or the recorded compute already contains waits. Where it is shorter, messages took more time, or a rank paused between operations, which pp's simulation leaves out. On this link, simulated over <data value="04.source">measured</data>
-# is <data value="04.near.tp:.2f">1.25</data> for tp, <data value="04.near.dp:.2f">0.96</data> for dp and <data value="04.near.pp:.2f">1.00</data> for pp. The shortest step here
-# is along <data value="04.near.fastest">dp</data>; on a tenth of the bandwidth the shortest step simulated is along <data value="04.tenth">dp</data>.
-# Do not ask the figure which of two close curves is lower.
 # </details>
 #
 # <details><summary>On a laptop or a shared GPU</summary>
 #
-# Ranks of a CPU share memory bandwidth, so measured times vary from run to run. Ranks that share a GPU compute by turns, so there dp's step is not timed (we add the time of dp's all-reduces to the step that sends nothing), and
-# each of tp's many turns starts on an idle GPU, so launches count in full. The seconds that a slower link adds contain none of this.
+# Ranks of a CPU share memory bandwidth, so measured times vary from run to run. Ranks that share a GPU compute by turns: dp's step is
+# not timed there but computed, the step that sends nothing plus dp's all-reduces, and tp's many turns each start on an idle GPU, so
+# launches count in full. The times that a slower link adds contain neither launches nor turns.
 # </details>
 #
-# **Takeaway.** tp needs the fastest links. On the slowest link here, the step along <data value="04.added-least">pp</data> grows least. On every link, a pipeline pays for its bubble and its small microbatches. dp's step hardly grows while its all-reduces fit into the backward, so it needs enough tokens per rank.
+# **Takeaway.** tp needs the fastest links. On the slowest link here, the step along <data value="04.added-least">pp</data> grows least. A pipeline pays for its bubble on every link.
+# dp's step hardly grows while its all-reduces fit into the backward, so dp needs enough tokens per rank.
 #
 # ## Who sends to whom
 #
 # Which links an axis uses depends on where its ranks are. So
-# `record.traffic` notes axis, bytes and ranks of every message. We count a collective's bytes as if each rank sent them to the
-# next of its group, as in a ring. A *traffic atlas* then has a square for each sender and receiver.
+# `record.traffic` notes axis, bytes and ranks of every message. We count a collective's bytes as in a ring, from
+# each rank to the next of its group. A *traffic atlas* then has a square for each sender and receiver, darker for more bytes.
 #
-# We treat eight ranks as two nodes of four and nest the axes in three orders. The outermost one lies between nodes. The rule of thumb is the default order: dp sends fewest, tp most.
+# We treat eight ranks as two nodes of four and nest the axes in three orders. The outermost one lies between nodes. The
+# rule of thumb reads hpnb's default order, dp > pp > tp, as an order by bytes.
 #
 # <details><summary>The bytes that we expect</summary>
 #
@@ -443,7 +469,7 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 # - along pp: 4 pipelines x 2 directions x 2 microbatches x message,
 # - along tp: 8 ranks x 1 block x 4 all-reduces x 2 microbatches x message,
 # - along dp: the gradients of 8 ranks. Those of the first stage are more, because it also has the embeddings.
-#   So dp has two shades in the atlas.
+#   So dp has two shades in the atlas, which differ little.
 # </details>
 
 # %%
@@ -496,25 +522,28 @@ for axis in ("dp", "pp"):
 # Of <data value="04.total">5.42 MB</data> in a step, between nodes go
 # <data value="04.sent.tp.counted">3.34 MB</data> with tp outermost, <data value="04.sent.dp.counted">1.25 MB</data> with dp, and <data value="04.sent.pp.counted">836 kB</data> with pp.
 #
-# Fewer bytes need not give a shorter step, because dp's all-reduces can overlap with the backward. If the last
-# microbatch's backward is longer than these all-reduces, only the last bucket is exposed. So hpnb nests dp outermost by
-# default. With many microbatches that backward is short, and on a slow link the all-reduces are long; then pp outermost can win.
+# Fewer bytes need not give a shorter step. If the last microbatch's backward is longer than dp's all-reduces, only the last bucket
+# is exposed. So hpnb nests dp outermost by default. With many microbatches that backward is short, and on a slow link all-reduces are
+# long. Then pp outermost can win.
 #
-# The *explorer*, the figure with knobs above, counts bytes between nodes and simulates the step, for a model of 6.4 billion parameters, 500,000 tokens a step
-# and 16 microbatches.
+# The *explorer*, the figure with knobs above, counts bytes between nodes and simulates the step of a model with 6.4 billion parameters,
+# 500,000 tokens and 16 microbatches.
 #
 # **Challenge.** Take 32 ranks on nodes of 8, NVLink 4 inside, 100 Gb Ethernet between, and at most 16 GB of weights, gradients and
 # optimizer state per rank, at 16 bytes a parameter. Reach a step of at most 1.3 times its compute. Why is the same layout with dp outermost too slow?
 #
 # <details><summary>Answer</summary>
 #
-# dp 4 x pp 4 x tp 2 with pp outermost takes 1.27 times its compute. No other sizes reach 1.3, and with these sizes only pp
-# outermost does. pp sends 49 GB between nodes; dp and tp stay inside. With dp outermost 77 GB are sent. A replica has T = 125,000 tokens, so dp's
-# ratio is 125,000/(32,000 x 3/4) = 5.2. But dp can overlap only with the last of 16 microbatches, so the ratio that counts is 5.2/16 = 0.33. That is, dp's all-reduces take three times as long as that backward. The bar of
-# dp > pp > tp in the figure shows it: 0.09 of the compute are exposed along dp, and the step takes 1.34 times its compute.
+# dp 4 x pp 4 x tp 2 with pp outermost takes 1.27 times its compute. We tried all sizes in the explorer: no others that fit reach 1.3.
+# With these sizes only pp outermost does.
+#
+# pp outermost sends 49 GB between nodes, dp outermost 77 GB. A replica has T = 125,000 tokens, so dp's
+# ratio is 125,000/(32,000 x 3/4) = 5.2. But dp can overlap only with the last of 16 microbatches, so the ratio that counts is
+# 5.2/16 = 0.33: dp's all-reduces take three times as long as that backward. The bar of dp > pp > tp in the figure shows it. The
+# exposed part along dp is 0.09 of the compute, and the step takes 1.34 times its compute.
 #
 # Over InfiniBand NDR the ratio that counts is 1.3, so only the last bucket is exposed. The two orders tie: <data value="04.infiniband.dp:.3f">1.248</data> times the compute with dp outermost,
-# <data value="04.infiniband.pp:.3f">1.252</data> with pp outermost, although dp sends more bytes.
+# <data value="04.infiniband.pp:.3f">1.252</data> with pp outermost. So fewer bytes do not help there.
 # </details>
 #
 # <details><summary>In your tools: the order of the axes</summary>
@@ -639,9 +668,9 @@ lesson.claim("They stay equal along tp", (apart["tp"], "==", 0))
 vit_hybrid.add_to_field_guide()
 
 # %% [markdown]
-# The swapped model learns. Averaged over 8 steps, its loss falls from <data value="04.run.swapped.loss-first-8-steps:.2f">1.12</data> to <data value="04.run.swapped.loss-last-8:.2f">0.87</data>. Its saved weights combine shards that saw different images, and classify
-# <data value="04.run.swapped.accuracy">59.4 %</data> of the validation images correctly; guessing the most common class gives <data value="04.guess">33.8 %</data>. Nothing looks wrong until you know that the
-# correct run reaches <data value="04.run.correct.loss-last-8:.2f">0.72</data> and <data value="04.run.correct.accuracy">67.7 %</data>.
+# The swapped model learns. Averaged over 8 steps, its loss falls from <data value="04.run.swapped.loss-first-8-steps:.2f">1.12</data> to <data value="04.run.swapped.loss-last-8:.2f">0.87</data>. Its saved weights combine shards
+# that saw different images. They classify <data value="04.run.swapped.accuracy">59.4 %</data> of the validation images correctly, and guessing the most common class <data value="04.guess">33.8 %</data>.
+# Nothing looks wrong until you know the correct run: its loss reaches <data value="04.run.correct.loss-last-8:.2f">0.72</data>, its accuracy <data value="04.run.correct.accuracy">67.7 %</data>.
 #
 # <details><summary>Why does it learn at all?</summary>
 #
@@ -651,9 +680,11 @@ vit_hybrid.add_to_field_guide()
 #
 # The table above is the *field guide*, the series' table of symptoms. Row 04 is this page's.
 #
-# Two instruments need no correct run. Copies should have distance 0. Along tp it is <data value="04.apart.tp">0</data>, but along dp they end
-# <data value="04.apart.dp:.2f">0.35</data> of their norm apart, because these ranks saw different samples and nobody averages their gradients. And the traffic atlas has dark squares of dp between the
-# nodes. A label names the group that carried the messages: here dp's groups carry the all-reduces inside blocks, tp's the gradients.
+# Two instruments need no correct run. The first is the distance of copies, which should be 0. Along tp it is <data value="04.apart.tp">0</data>. Along dp it ends
+# at <data value="04.apart.dp:.2f">0.35</data> of their norm, because these ranks saw different samples and nobody averages their gradients.
+#
+# The second is the traffic atlas, which has dark squares of dp between the nodes: dp's groups carry the all-reduces inside blocks,
+# and tp's groups the gradients.
 #
 # **Takeaway.** A falling loss proves little. Check who has which samples, which copies are equal, and who communicates how often.
 #
@@ -706,8 +737,8 @@ lesson.check(exercises.diagnose, diagnose)
 # | a matrix of a block | equal | on one stage | shards |
 # | a LayerNorm, an embedding, the head | equal | on one stage | equal |
 #
-# If we add up the squares of all ranks, equal gradients count several times. If each rank adds only its own, each clips by
-# another factor, and copies diverge. `placement_of(p).axes` names the axes along which ranks hold different parts of p. pp is always
+# If we add up the squares of all ranks, equal gradients count several times. If each rank adds only its own, ranks clip by
+# different factors, and copies diverge. `placement_of(p).axes` names the axes along which ranks hold different parts of p. pp is always
 # among them. The library's `total_norm` uses it. We compare it with three sums that ignore placement.
 
 
@@ -735,9 +766,11 @@ lesson.claim("Each element once is exact", (abs(once - 1), "<", 1e-12))
 lesson.claim("The sum over pp and tp is too large", (twice, ">", 1.01))
 
 # %% [markdown]
-# The sum over pp and tp looks right, because it leaves out dp, along which gradients are equal. But it counts twice what tp does not shard, above all LayerNorms, embeddings and the head. It is <data value="04.norm.squares-summed-over-pp-and-tp.measured:.2f">1.29</data> times the true gradient norm. So every clipped gradient is too small.
+# The sum over pp and tp looks right, because gradients are equal along dp. But it counts twice what tp does not
+# shard, above all LayerNorms, embeddings and the head. The norm is <data value="04.norm.squares-summed-over-pp-and-tp.measured:.2f">1.29</data> times the true one, so every clipped gradient is
+# too small.
 #
-# **Takeaway.** What is equal on c ranks counts 1/c on each of them.
+# **Takeaway.** Where a gradient is equal on c ranks, its square counts 1/c on each of them.
 #
 # ### Exercise 4: a norm counted once
 #
@@ -753,7 +786,7 @@ lesson.claim("The sum over pp and tp is too large", (twice, ">", 1.01))
 #
 # <details><summary>Hint</summary>
 #
-# Let what is equal on c ranks count 1/c on each. Then a plain sum over all ranks is right.
+# Where a gradient is equal on c ranks, let its square count 1/c on each. Then a plain sum over all ranks is right.
 # </details>
 
 
@@ -794,8 +827,9 @@ lesson.check(exercises.global_norm, norm)
 # rank 1 writes [96:192, :]   -- checkpoint -->
 # ```
 #
-# We train the small ViT for three epochs, with other settings than in the autopsy. After the first, the run continues on four ranks with ZeRO 2 of notebook 05, which shards optimizer state
-# and gradients over dp. After the second, on two ranks with ZB-H1 of notebook 02, which computes weight gradients in the bubble.
+# We train the small ViT for three epochs. The second epoch runs on four ranks with ZeRO 2 of
+# notebook 05, which shards optimizer state and gradients over dp. The third runs on two ranks with ZB-H1 of notebook 02, which
+# computes weight gradients in the bubble.
 
 
 # %%
@@ -853,7 +887,9 @@ lesson.ledger.show()
 #
 # <details><summary>What do its columns mean?</summary>
 #
-# *States* are weights, gradients and optimizer state, and *kept* counts stored activations. This page's rows time steps without an optimizer update.
+# Brackets have measured over predicted, where there is a prediction. *States* are weights, gradients and optimizer state, *peak* is the
+# most memory at once, and *kept* counts stored activations. Rows and columns of later
+# notebooks are there if those ran before, and are explained there. This page's rows time steps without an optimizer update.
 # </details>
 #
 # <details><summary>In your tools: checkpoints that change layouts</summary>
@@ -874,9 +910,10 @@ lesson.ledger.show()
 #
 # ### Exercise 5: reshard a tensor
 #
-# *Extra. Implement, 20 minutes.* The n rows of a tensor are sharded over ranks 0 to old-1 as evenly
-# as possible: `comm.split_sizes(n, old)`, where the first ranks get one more. They are to be sharded over ranks 0 to new-1. Return
-# the messages, a list of `(source, target, start, stop)`: rows of the full tensor that source has and target lacks. No row may be sent without need.
+# *Extra. Implement, 20 minutes.* The n rows of a tensor are sharded over ranks 0 to old-1 by
+# `comm.split_sizes(n, old)`: as evenly as possible, and the first ranks get one more. Now shard them over ranks 0 to new-1. Return
+# the messages, a list of `(source, target, start, stop)`: rows of the full tensor that source has and target lacks. Send no row
+# without need.
 #
 # <details><summary>Hint</summary>
 #
@@ -914,7 +951,7 @@ lesson.check(exercises.reshard, moves)
 #
 # - tp all-reduces four times a block in each microbatch, so keep it inside a node. Put dp between nodes if the last microbatch's backward is longer than dp's all-reduces. Otherwise try pp there.
 # - Swapped groups of equal size raise no error, and the model still learns. Look at samples, copies and collectives.
-# - In a norm, what is equal on c ranks counts 1/c on each of them.
+# - In a norm, the square of what is equal on c ranks counts 1/c on each of them.
 #
 # **When not to use this.** If one axis is enough, use one: each further axis adds messages. If the model fits on
 # a GPU and tokens are many, use dp alone.

@@ -240,9 +240,9 @@ def record_fewer(
     steps: AxisSteps,
     buckets: int,
 ) -> None:
-    """Record in words how much of the compute along each axis depends on the images, by timing a quarter.
+    """Record in words what compute along each axis takes with a quarter of the images.
 
-    04.fewer is two or three sentences.
+    04.fewer is a sentence, on a CPU followed by what it says of fixed costs. The page tells the first one.
 
     Args:
         card: says whether the ranks are GPUs.
@@ -262,19 +262,20 @@ def fewer_in_words(share: Mapping[str, float], device: str = "cuda") -> str:
 
     Args:
         share: {axis: compute with a quarter of the images, over compute with all}.
-        device: on a "cpu" fixed costs of operations and waits for cores look alike.
+        device: on a "cpu" launching and computing add up, so two times give the fixed part. On a GPU the
+            longer of the two counts: a small step may only have reached the time to launch it, and says
+            nothing of the fixed part of a full one.
     """
     *parts, last = (f"{took:.2f} times as long along {axis}" for axis, took in share.items())
     took = f"With a quarter of the images, the busiest rank computes {', '.join(parts)} and {last}."
+    if device != "cpu":
+        return took
     # f + v = 1 and f + v / 4 = share, where f is fixed and v grows with the images
     fixed = {axis: min(max((4 * ratio - 1) / 3, 0.0), 1.0) for axis, ratio in share.items()}
     *parts, last = (f"{100 * part:.0f} % along {axis}" for axis, part in fixed.items())
-    why = "fixed costs of operations, or waits for cores"
-    if device != "cpu":
-        why = "fixed costs of operations, such as waits for the host, which launches them"
     said = (
         f"{took} If compute has a fixed part and a part that grows with the images, the fixed part is"
-        f" {', '.join(parts)} and {last}: {why}."
+        f" {', '.join(parts)} and {last}: fixed costs of operations, or waits for cores."
     )
     if bound := [axis for axis, part in fixed.items() if part > 1 / 2]:
         said += (

@@ -386,6 +386,16 @@ def test_the_last_cut_shows_every_repeat_and_who_cuts_where() -> None:
     assert lines["each repeat"] == [3.0, 3.4, 3.1, 2.0, 2.2, 4.0]
 
 
+def test_labels_of_neighbouring_cuts_do_not_overlap() -> None:
+    runs = {blocks: [1.0 + blocks, 1.1 + blocks] for blocks in (3, 6, 7, 10, 11, 12, 20)}
+    marks = {"uniform": 12, "by flops": 10, "by time": 6}
+    fig = figures.last_cut(runs, [1.0] * len(runs), marks)
+    fig.canvas.draw()
+    boxes = [text.get_window_extent() for text in fig.axes[0].texts if text.get_text() in marks]
+    assert len(boxes) == 3
+    assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
+
+
 # --- exercises ---------------------------------------------------------------------------------------------
 
 

@@ -203,8 +203,16 @@ def last_cut(
         if positions[0] <= position <= positions[-1]:
             at.setdefault(position, []).append(name)
     foot = (fastest - 0.06 * room - bottom) / (top - bottom)  # beneath everything that is drawn
+    low, high = ax.get_xlim()
+    inch = ax.get_position().width * fig.get_figwidth() / (high - low)  # of a block
+    taken: list[tuple[float, float, int]] = []  # left, right and top of each label, in inches and lines
     for position, ways in at.items():
         ax.axvline(position, 0, foot, color=SOFT, linestyle=":", linewidth=1.0, zorder=1.8)
         on_right = position > (positions[0] + positions[-1]) / 2
-        note(ax, "\n".join(ways), position, 0, (-3 if on_right else 3, 3), "right" if on_right else "left")
+        wide = max(text_inches(way, SMALL) for way in ways) + 0.1
+        left = position * inch - wide * on_right
+        line = max((top for start, end, top in taken if start < left + wide and left < end), default=0)
+        taken.append((left, left + wide, line + len(ways)))
+        offset = (-3 if on_right else 3, 3 + 12 * line)
+        note(ax, "\n".join(ways), position, 0, offset, "right" if on_right else "left")
     return fig

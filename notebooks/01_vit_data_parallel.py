@@ -70,8 +70,10 @@ lesson.record("01.page", {"ranks": N, "tokens": SIZE.tokens, "image": SIZE.image
 #
 # A ViT (vision transformer) cuts an image into patches. Each patch becomes one *token*, a vector of h numbers, which
 # passes through *blocks* of attention and an MLP. We time the ViT `SIZE` of the banner on random images of <data value="01.page.image">224</data> x
-# <data value="01.page.image">224</data> pixels, which make <data value="01.page.tokens">197</data> tokens each. Quick checks use `SMALL`, 8 blocks of width 64. Its images of 32 x 32 pixels,
-# 16 patches of 8 x 8 and one token for the class, show bean leaves of three classes.
+# <data value="01.page.image">224</data> pixels, which make <data value="01.page.tokens">197</data> tokens each, one of them for the class.
+#
+# Quick checks use `SMALL`, 8 blocks of width 64. Its images of 32 x 32 pixels show bean leaves of three classes,
+# photographed or drawn as the banner says.
 #
 # Two numbers describe the cost:
 #
@@ -114,9 +116,8 @@ lesson.record("01.few", {"images": sizes.few, "tokens": sizes.few * SIZE.tokens}
 # %% [markdown]
 # The states take <data value="01.cost.model-states.counted">4.85 GB</data>, as 16 bytes per parameter say.
 #
-# The backward frees activations and leaves gradients behind. The peak of
-# <data value="01.memory.peak">14.5 GB</data> comes where the backward begins and all activations are alive. The banner
-# estimates it on GPUs. Recording slows this step.
+# The backward frees activations and leaves gradients behind. The peak of <data value="01.memory.peak">14.5 GB</data> comes where the backward begins
+# and all activations are alive. On GPUs you can compare it with the banner's estimate, under *sizes*.
 #
 # **Takeaway.** States grow with the parameters, activations with the tokens. Data parallelism divides the tokens.
 #
@@ -165,9 +166,9 @@ def train(policy, batch, parts, wrap=lambda model: model, reduce=lambda model: N
 
 
 # %% [markdown]
-# Sums depend on their order. So we need a yardstick: one process trains on the
-# full batch, and again on the batch in d parts. Only rounding separates these two. The
-# table has distances to the run on the full batch, $\lVert a - b \rVert / \lVert b \rVert$ over all tensors.
+# Sums depend on their order, so we need a yardstick: one process trains on the full batch, and again on the batch in d
+# parts. Only rounding separates these two. The table has distances to the run on the full batch,
+# $\lVert a - b \rVert / \lVert b \rVert$ over all tensors.
 
 
 # %%
@@ -250,8 +251,8 @@ lesson.check(exercises.ragged_mean, ragged_loss)
 # ## Send gradients during the backward
 #
 # Gradients become final one by one, from the last layer to the first. Autograd calls a *hook* whenever the gradient of a
-# parameter is complete, so we can send it while the backward goes on. Each message costs a latency, so we collect gradients in *buckets*, and send
-# full ones:
+# parameter is complete, so we can send it while the backward goes on. Each message costs a latency. So we collect
+# gradients in *buckets*, and send full ones:
 #
 # ```text
 # backward     block 7          block 6          block 5    …    block 0
@@ -325,12 +326,15 @@ lesson.show(buckets, title="Buckets give the same gradients")
 lesson.reveal("01.step-bytes", sent[0].bytes["dp"] / 3, "B", expected, source="counted")
 
 # %% [markdown]
-# Counted as a ring, each rank sent <data value="01.step-bytes">4.96 MB</data> per step, 2(d-1)/d times the
-# gradient's <data value="01.step-bytes.rule-of-thumb">3.31 MB</data>. With d = <data value="01.page.ranks">4</data> this factor is <data value="01.factor:g">1.5</data>.
+# Counted as a ring, each rank sent <data value="01.step-bytes">4.96 MB</data> per step, 2(d-1)/d times the gradient's <data value="01.step-bytes.rule-of-thumb">3.31 MB</data>. With d = <data value="01.page.ranks">4</data> this
+# factor is <data value="01.factor:g">1.5</data>.
 #
 # We record a forward and backward of `SIZE` in three versions. A sends every tensor alone after the backward, B sends
-# buckets after it, and C sends buckets during it. To predict them, we time a step without messages, note when each bucket
-# is full, and add all-reduces that take what α and B say. Each rank has <data value="01.few.images">64</data> images, or <data value="01.few.tokens">12,608</data> tokens, and a bucket at most <data value="01.bucket">25.0</data> MiB.
+# buckets after it, and C sends buckets during it. Each rank has <data value="01.few.images">64</data> images, or <data value="01.few.tokens">12,608</data> tokens, and a bucket has at
+# most <data value="01.bucket">25.0</data> MiB.
+#
+# To predict them, we time a step without messages, note when each bucket is full, and add all-reduces that take what α
+# and B say.
 
 # %%
 # (MiB of a bucket, reduce during the backward); a bucket of 1 byte holds one tensor
@@ -350,12 +354,12 @@ def record_versions():
 
 
 # %% [markdown]
-# A *round* times A, B and C once, and we divide within each round, so that a busy moment of the machine hits all three.
-# We give the median of nine rounds and a *range*, from the second lowest to the second highest. The *verdict* on a
-# ratio is *slower* if its range lies above 1, *faster* if below, and otherwise *cannot tell*.
-# Every ratio of two measured steps here is such a median, so quotients of medians in seconds may differ.
+# A *round* times A, B and C once. We divide within each round, because a busy moment of the machine hits all three. We
+# give the median of nine rounds and a *range*, from the second lowest to the second highest. The *verdict* on a ratio is
+# *slower* if its range lies above 1, *faster* if below, and otherwise *cannot tell*, or undecided. Printed ranges are
+# rounded, verdicts are not.
 #
-# The first figure is the prediction, the second the round nearest to the median times of A, B and C.
+# The first figure is the prediction. The second is one round, the nearest to the medians in the table.
 
 # %%
 alone, rounds = pool.run(record_versions)[0]
@@ -387,6 +391,8 @@ lesson.record("01.launch", figures.describe_launches(launches, here.device))
 # %% [markdown]
 # <details><summary>How to read the figures</summary>
 #
+# Every ratio of two measured steps here is a median over rounds, so quotients of medians in seconds may differ.
+#
 # If rounds are independent, the true median lies in the range with 95 % confidence. The rule of thumb of the question is a
 # C that exposes nothing.
 #
@@ -401,17 +407,25 @@ lesson.record("01.launch", figures.describe_launches(launches, here.device))
 # nothing about a link.
 # </details>
 #
-# **Buckets.** Every all-reduce pays 2(d-1) α. A sends <data value="01.versions.messages.a">392</data> messages and B <data value="01.versions.messages.b">26</data>. B takes <data value="01.b-over-a.median:.2f">0.55</data> times as long as A, with the
+# **Buckets.** Every all-reduce pays 2(d-1) α. A sends <data value="01.versions.messages.a">392</data> messages and B <data value="01.versions.messages.b">26</data>. B takes <data value="01.b-over-a.median:.2f">0.55</data> times as long as A,
 # range <data value="01.b-over-a.low:.2f">0.53</data> to <data value="01.b-over-a.high:.2f">0.58</data>: the verdict is *<data value="01.b-over-a.verdict">faster</data>*. We predicted <data value="01.b-over-a.predicted:.2f">0.68</data>, without the work for messages, dark grey in the
-# second figure: in that round the slowest rank starts and handles them for <data value="01.versions.handling.a">55.3 ms</data> in A and <data value="01.versions.handling.b">822 µs</data> in B.
+# second figure. In that round the slowest rank works on them for <data value="01.versions.handling.a">55.3 ms</data> in A and <data value="01.versions.handling.b">822 µs</data> in B.
 #
 # **Overlap.** C takes <data value="01.overlap:.3f">0.999</data> times as long as B (<data value="01.c-over-b.low:.3f">0.982</data> to <data value="01.c-over-b.high:.3f">1.036</data>): the verdict is *<data value="01.c-over-b.verdict">cannot tell</data>*. The prediction of
-# <data value="01.overlap.predicted:.3f">0.929</data> lies <data value="01.c-over-b.predicted-is">below this range</data>. It leaves
-# out that C's backward also fills the buckets, and that an all-reduce beside it may slow it. The next section measures both.
+# <data value="01.overlap.predicted:.3f">0.929</data> lies <data value="01.c-over-b.predicted-is">below this range</data>. It leaves out that C's backward also fills the buckets, and that an all-reduce beside
+# it may slow it. The next section measures both, on a wider model.
 #
 # **Late ranks.** Ranks with equal work do not keep step, and the prediction leaves this out too. In C the last rank begins
-# its backward <data value="01.versions.late.seconds">2.23 ms</data> after the first, in the median round; the last is <data value="01.versions.late.last">rank 3 in 4 of 9 rounds</data>. The others wait for it. Without messages a step takes <data value="01.launch.fastest">62.7 ms</data> on the fastest rank and <data value="01.launch.slowest">66.3 ms</data> on the
-# slowest, <data value="01.launch.rank">rank 0</data>. On GPUs we also time its *launches*, the calls that start a GPU's kernels; here <data value="01.launch.words">its process has launched the step after 54.5 ms, so launches do not set the time there</data>.
+# its backward <data value="01.versions.late.seconds">2.23 ms</data> after the first, in the median round. Messages of early ranks wait for it. Meanwhile these ranks
+# compute in C, and idle in B. A rank that is slow by itself would be last in every round: here the most frequent one is
+# <data value="01.versions.late.last">rank 3 in 4 of 9 rounds</data>.
+#
+# <details><summary>How long does a step without messages take on each rank?</summary>
+#
+# The end of the cell times it by the clock of each process, so compare these times only with each other. The fastest rank
+# takes <data value="01.launch.fastest">62.7 ms</data> and the slowest, <data value="01.launch.rank">rank 0</data>, takes <data value="01.launch.slowest">66.3 ms</data>. On GPUs we also time *launches*, the calls that start a
+# GPU's kernels. On the slowest rank we see this: <data value="01.launch.words">its process has launched the step after 54.5 ms, so launches do not set the time there</data>.
+# </details>
 #
 # <details><summary>In your tools: overlap</summary>
 #
@@ -424,7 +438,8 @@ lesson.record("01.launch", figures.describe_launches(launches, here.device))
 # ```
 # </details>
 #
-# **Takeaway.** Buckets save latencies. Overlap can slow the backward, so compare full steps, not exposed time.
+# **Takeaway.** Buckets save latencies and the work of starting messages. Overlap can slow the backward, so compare full
+# steps, not exposed time.
 #
 # ### Exercise 2: a bucketed reducer
 #
@@ -494,11 +509,11 @@ lesson.check(exercises.reducer, reducer)
 #
 # We call this inequality *the law*, and the smallest such T the *law's knee*. The size of the model cancels.
 #
-# A step is *free* if communication makes it less than 1.1 times as long as the step alone. By the law that happens from
-# 0.87 of the law's knee on if the step reduces during the backward, and from 6.7 times this knee on if it reduces *after* it.
+# A step is *free* if communication makes it less than 1.1 times as long as the step alone. By the law a step that reduces
+# *during* the backward is free from 0.87 of the law's knee on. One that reduces *after* it is free from 6.7 knees on.
 #
-# A measured size is free if its range of step / step alone, and that of every larger size, lies below 1.1. It is not free
-# if its range lies above 1.1. Otherwise it is undecided.
+# A measured size is *free* if its range of step / step alone lies below 1.1, and that of every larger size too. It is *not
+# free* if its range lies above 1.1, and otherwise undecided.
 #
 # <details><summary>The law's two curves, which the next figure has as lines</summary>
 #
@@ -510,8 +525,9 @@ lesson.check(exercises.reducer, reducer)
 # A step that is not free can still pay: at 1.25 times the time, two ranks train 1.6 times as fast.
 # </details>
 #
-# The model is now `wide`, with depth <data value="01.wide.blocks">6</data>, width <data value="01.wide.width:,">4,096</data>, <data value="01.wide.parameters:,">1,212,260,355</data> parameters and gradients of <data value="01.wide.gradient">2.42 GB</data>. At each batch size we run nine rounds. A round times a step alone, one that reduces after
-# the backward, one that reduces during it, and an all-reduce by itself.
+# The model is now `wide`, with depth <data value="01.wide.blocks">6</data>, width <data value="01.wide.width:,">4,096</data>, <data value="01.wide.parameters:,">1,212,260,355</data> parameters and gradients of <data value="01.wide.gradient">2.42 GB</data>. At each batch
+# size we run nine rounds. A round times a step alone, one that reduces after the backward, one that reduces during it,
+# and an all-reduce by itself.
 
 # %%
 law_knee = theory.dp_tokens_to_hide(card.rho, N, DTYPE.itemsize)
@@ -568,29 +584,43 @@ lesson.record("01.middle", during[middle]._asdict())
 lesson.record("01.extra", figures.cost_of_overlap(times[middle]))
 
 # %% [markdown]
-# **When is it free here?** In tokens per rank, steps that reduce during the backward are <data value="01.measured.during">not free at 197, 788 and 3,152, undecided at 12,608</data>; by the law they are free from <data value="01.law.during:,.0f">1,471</data> on.
-# Steps that reduce after it are <data value="01.measured.after">not free at 197, 788 and 3,152, free from 12,608 on</data>; by the law they are free from <data value="01.law.after:,.0f">11,275</data> on. <data value="01.measured.score">No size is surely free with overlap, so the answer is more than 3,152 tokens and is not scored</data>.
+# **When is it free here?** Sizes are tokens per rank.
 #
-# Overlap, against reducing after the backward, is <data value="01.measured.overlap">faster at 3,152, slower at 788, undecided at 197 and 12,608</data>.
+# - Reduced during the backward, a step is <data value="01.measured.during">not free at 197, 788 and 3,152, undecided at 12,608</data>. By the law it is free from <data value="01.law.during:,.0f">1,471</data> on.
+# - Reduced after it, a step is <data value="01.measured.after">not free at 197, 788 and 3,152, free from 12,608 on</data>. By the law it is free from <data value="01.law.after:,.0f">11,275</data> on.
+# - Overlap, against reducing after the backward, is <data value="01.measured.overlap">faster at 3,152, slower at 788, undecided at 197 and 12,608</data>.
 #
-# The law's lines are for a step that computes at R; a slower step lowers the ratio. With <data value="01.slow.tokens:,">197</data> tokens the step alone
-# takes <data value="01.slow.times:.1f">8.5</data> times as long as at R. About the launches of <data value="01.slow.rank">rank 0</data>, the slowest there: <data value="01.slow.words">its process needs 16.3 ms only to launch the step, so launches set the time there</data>.
+# The answer to the question lies above the largest size that is not free. <data value="01.measured.score">No size is surely free with overlap, so the answer is more than 3,152 tokens and is not scored</data>.
+#
+# A measured ratio can leave the law's line in both directions. A step that computes slower than R lowers it. Costs that
+# the law leaves out, such as latencies and late ranks, raise it. With <data value="01.slow.tokens:,">197</data> tokens the step alone takes <data value="01.slow.times:.1f">8.5</data> times as long
+# as at R.
 #
 # By the law a step with overlap and <data value="01.law.tokens:,">3,152</data> tokens takes <data value="01.law.middle:.2f">1.00</data> times as long as alone. We measure <data value="01.middle.median:.2f">1.22</data>
-# (<data value="01.middle.low:.2f">1.22</data> to <data value="01.middle.high:.2f">1.23</data>). Within rounds it takes <data value="01.extra.during">8.74 ms</data> longer than alone, and the step that reduces after
-# the backward <data value="01.extra.after">15.4 ms</data>, by the medians. The all-reduce by itself takes <data value="01.extra.all-reduce">10.3 ms</data>, the most that overlap can save. The step with overlap
-# takes <data value="01.extra.compared">1.58 ms less than</data> the step alone plus the all-reduce by itself.
+# (<data value="01.middle.low:.2f">1.22</data> to <data value="01.middle.high:.2f">1.23</data>).
+#
+# | with <data value="01.law.tokens:,">3,152</data> tokens | median |
+# |---|---|
+# | the step alone takes | <data value="01.alone">39.4 ms</data> |
+# | reducing after the backward adds | <data value="01.extra.after">15.4 ms</data> |
+# | reducing during the backward adds | <data value="01.extra.during">8.74 ms</data> |
+# | an all-reduce of all gradients in one message takes | <data value="01.extra.all-reduce">10.3 ms</data> |
+#
+# Overlap can save at most what reducing after the backward adds. Besides the bytes, that is the latency of every bucket,
+# the filling of buckets, and waits for late ranks.
 #
 # <details><summary>The law's times and the measured ones</summary>
 #
-# The law takes its times from B and R alone. By them the all-reduce takes <data value="01.wide.by-bandwidth">11.0 ms</data> and the step alone
-# <data value="01.wide.at-rate">30.8 ms</data>. Measured, they take <data value="01.extra.all-reduce">10.3 ms</data> and <data value="01.alone">39.4 ms</data>.
+# The law takes its times from B and R alone. By them the all-reduce takes <data value="01.wide.by-bandwidth">11.0 ms</data> and the step alone <data value="01.wide.at-rate">30.8 ms</data>. Measured,
+# they take <data value="01.extra.all-reduce">10.3 ms</data> and <data value="01.alone">39.4 ms</data>. The step with overlap takes <data value="01.extra.compared">1.58 ms less than</data> the two measured times together.
+#
+# With <data value="01.slow.tokens:,">197</data> tokens, do launches make the step slower than at R? On its slowest rank, <data value="01.slow.rank">rank 0</data>, we see this:
+# <data value="01.slow.words">its process needs 16.3 ms only to launch the step, so launches set the time there</data>.
 # </details>
 #
-# The law assumes that the backward keeps its
-# speed while an all-reduce runs, and that filling buckets takes no time. To test the first, we run a step beside an
-# *unrelated* all-reduce of as many bytes, and stop the clock when its backward is done. To test the second, we
-# make each rank a data-parallel group of one, which fills buckets and sends nothing.
+# The law assumes that the backward keeps its speed while an all-reduce runs, and that filling buckets takes no time. To
+# test the first, we run a step beside an *unrelated* all-reduce of as many bytes, and stop the clock when its backward is
+# done. To test the second, we make each rank a data-parallel group of one, which fills buckets and sends nothing.
 
 
 # %%
@@ -620,9 +650,9 @@ lesson.record("01.together", figures.explain_step(causes, last, during[middle]))
 lesson.record("01.wide", figures.describe_wide(wide.size, DTYPE, card))
 
 # %% [markdown]
-# The last bucket, which no backward can overlap, takes <data value="01.together.last-bucket">200 µs</data> by α and B, or <data value="01.together.share:.3f">0.005</data> of the step
-# alone, <data value="01.together.alone">40.9 ms</data>. Together the costs make <data value="01.cause.beside-an-unrelated-all-reduce.step-step-alone:.3f">1.093</data> x <data value="01.cause.with-buckets-nothing-sent.step-step-alone:.3f">1.069</data> + <data value="01.together.share:.3f">0.005</data> = <data value="01.together.ratio:.2f">1.17</data>. The
-# sweep's range was <data value="01.middle.low:.2f">1.22</data> to <data value="01.middle.high:.2f">1.23</data>. <data value="01.together.lies">The result lies below this range, but the ranges of the factors reach it, so this run cannot decide</data>.
+# The last bucket, which no backward can overlap, takes <data value="01.together.last-bucket">200 µs</data> by α and B. That is <data value="01.together.share:.3f">0.005</data> of the step alone. The two
+# factors and this share make <data value="01.cause.beside-an-unrelated-all-reduce.step-step-alone:.3f">1.093</data> x <data value="01.cause.with-buckets-nothing-sent.step-step-alone:.3f">1.069</data> + <data value="01.together.share:.3f">0.005</data> = <data value="01.together.ratio:.2f">1.17</data>. The sweep's range was <data value="01.middle.low:.2f">1.22</data> to <data value="01.middle.high:.2f">1.23</data>.
+# <data value="01.together.lies">The result lies below this range, but the ranges of the factors reach it, so this run cannot decide</data>.
 #
 # <details><summary>Why we divide within rounds</summary>
 #
@@ -644,7 +674,8 @@ lesson.record("01.wide", figures.describe_wide(wide.size, DTYPE, card))
 # its memory, which their backwards need as well.
 # </details>
 #
-# **Takeaway.** In this run <data value="01.measured.free">a measured size is surely free only without overlap</data>; <data value="01.measured.versus-law">with overlap a free step needs more tokens than the law says</data>.
+# **Takeaway.** Communication weighs less with more tokens. In this run, <data value="01.measured.versus-law">with overlap a free step needs more tokens than the law says</data>.
+# Whether a step is free and whether overlap pays are two questions, so measure both.
 #
 # **Challenge.** The explorer simulates a ViT-L/16 on 64 ranks with Ethernet 100 Gb. Expose
 # less than 6.5 % of the step with at most 50,000 tokens per rank.
@@ -663,6 +694,8 @@ lesson.record("01.wide", figures.describe_wide(wide.size, DTYPE, card))
 # buckets of 24.1 MiB, about d α B, so half of their time is latency. Together they need 186 ms on the link, and the
 # backward takes 152 ms. 15 buckets of 38.6 MiB take 152 ms. With much larger buckets the last one is long, and nothing is
 # left to overlap it: with 160 MiB, 11 % is exposed.
+#
+# The explorer's buckets are equal. Tensors of a real model do not divide so evenly, and need a few buckets more.
 # </details>
 
 # %%
@@ -762,10 +795,10 @@ lesson.field_guide.add(
 lesson.field_guide.show()
 
 # %% [markdown]
-# The wrong run looks healthy. Its mean loss falls from <data value="01.drift.first:.2f">1.11</data> in the first six steps to
-# <data value="01.drift.last:.2f">0.83</data> in the last six. But <data value="01.drift.overflows">5</data> overflows happened on some ranks only, and the replicas end
-# <data value="01.drift.distance:.0e">4e-02</data> apart. A rank that skipped lacks an update, and has halved its scale. Weights and Adam's moments then
-# stay different, because replicas never exchange them.
+# The wrong run looks healthy. Its mean loss falls from <data value="01.drift.first:.2f">1.11</data> in the first six steps to <data value="01.drift.last:.2f">0.83</data> in the last six. But
+# <data value="01.drift.overflows">5</data> overflows, dotted in the figure, happened on some ranks only, and the replicas end <data value="01.drift.distance:.0e">4e-02</data> apart. A rank that
+# skipped lacks an update, and has halved its scale. Weights and Adam's moments then stay different, because replicas
+# never exchange them.
 #
 # <details><summary>If the distance falls at a later overflow</summary>
 #
@@ -861,9 +894,10 @@ lesson.record("01.zero", {name: sum(p.values()) for name, p in kept.items()}, "B
 lesson.claim("stage 1 sends no more", (sent["stage 1"] - sent["stage 0"], "==", 0))
 
 # %% [markdown]
-# Stage 0, plain data parallelism, keeps <data value="01.zero.stage-0">6.65 MB</data> of states on each rank, and stage 3 <data value="01.zero.stage-3">1.66 MB</data>. Stages 1 and 2 send
-# <data value="01.zero-sent.stage-1.counted">1.25 MB</data>, as many bytes as stage 0, because an all-reduce consists of the same two halves. Stage 3 sends
-# <data value="01.zero-sent.stage-3.counted">1.85 MB</data>, about three such halves: it gathers weights twice and reduce-scatters gradients once.
+# Stage 0, plain data parallelism, keeps <data value="01.zero.stage-0">6.65 MB</data> of states on each rank. Stage 3 keeps <data value="01.zero.stage-3">1.66 MB</data>.
+#
+# Stages 1 and 2 send <data value="01.zero-sent.stage-1.counted">1.25 MB</data>, as many bytes as stage 0, because an all-reduce consists of the same two halves. Stage 3
+# sends <data value="01.zero-sent.stage-3.counted">1.85 MB</data>, about three such halves: it gathers weights twice and reduce-scatters gradients once.
 #
 # <details><summary>In your tools: ZeRO</summary>
 #

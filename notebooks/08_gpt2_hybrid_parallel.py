@@ -17,8 +17,8 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/hpnb/hpnb/blob/main/notebooks/08_gpt2_hybrid_parallel.ipynb)
 # [![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/hpnb/hpnb/blob/main/notebooks/08_gpt2_hybrid_parallel.ipynb)
 #
-# **The question.** You have a model, a batch and eight ranks. Replicas, pipeline stages and split matrices (dp, pp and tp)
-# combine in dozens of ways, each with options from 05 to 07: ZeRO, recomputation, sequence parallelism, a schedule. Can we rank them
+# **The question.** You have a model, a batch and eight ranks. Data, pipeline and tensor parallelism (dp, pp and tp) combine
+# in dozens of ways, each with options: ZeRO, recomputation, sequence parallelism, a schedule. Can we rank them
 # from what *one* rank does alone?
 #
 # **You will be able to** write a training step on dp x pp x tp; predict its time, bytes and memory; say which part of
@@ -26,7 +26,7 @@
 #
 # **You should know** notebooks 04 to 07.
 #
-# **Time.** 35 minutes to read, under 2 minutes to run, 45 minutes for the core exercises and 35 for the extra ones.
+# **Time.** 35 minutes to read, under 2 to run, 45 for the core exercises and 35 for the extra ones.
 #
 # **Two questions to recall.** From 04: why does tp get the fastest link? From 02: how long is a step of m microbatches
 # through stages that take t₀, t₁, ... seconds?
@@ -37,7 +37,7 @@
 # takes about Σ t + (m-1) max t.
 # </details>
 #
-# All numbers on this page are from one run, on <data value="08.hardware">4 x NVIDIA H100 80GB HBM3</data>.
+# Times on this page are from one run, on <data value="08.hardware">4 x NVIDIA H100 80GB HBM3</data>.
 
 # %% tags=["setup"]
 # fmt: off
@@ -205,11 +205,10 @@ lesson.claim("The hybrid step is exact up to rounding", exact.equal)
 # | computing | m (L (c + k r/t) + ends)/p, where the ends are embedding, head and loss |
 # | exposed tp | (4 L + 2) m/p all-reduces: four for each block, one for embedded tokens, one for the gradient of the head's input |
 # | bubble | the pipeline's length, Σ tᵢ + (m-1) max tᵢ plus sends, less computing and exposed tp; tᵢ is stage i's time for one microbatch |
-# | exposed dp | what remains of the gradients' all-reduce when the backward has ended, on the first stage, which ends last. With stages, the time to sum `wte`'s gradient is added |
+# | exposed dp | what remains of the gradients' all-reduce after the last backward, on the first stage; with stages, also the time to sum `wte`'s gradient |
 # | optimizer | AdamW on the parameters that the rank updates, a d-th with ZeRO |
 #
-# With stages, a microbatch has <data value="08.few">2 samples</data>. Without stages, a replica's whole batch is one
-# microbatch.
+# With stages, a microbatch has <data value="08.few">2 samples</data>. Without, a replica's batch is one microbatch.
 #
 # <details><summary>What options change</summary>
 #
@@ -287,8 +286,8 @@ lesson.show(figures.waterfall({name: parts[name] for name in order}, predicted,
             f"{runs['dp 8'].source}, {LINK.name}: {order[0]} first, {order[-1]} last"))
 
 # %% [markdown]
-# Computing and the optimizer are measured, each action alone. Exposed tp and dp are modelled from recorded bytes and say nothing
-# about a real network. The bubble has measured actions and modelled sends.
+# Computing and the optimizer are measured, each action alone. Exposed tp and dp are modelled
+# from recorded bytes. The bubble has measured actions and modelled sends.
 #
 # <details><summary>On a laptop</summary>
 #
@@ -327,30 +326,27 @@ idle = {way: bubble[way] / took[name] for way, name in named.items()}
 lesson.claim("zb-h1 idles a smaller share than 1F1B", idle["zb-h1"] < idle["1f1b"])
 
 # %% [markdown]
-# **Can we rank layouts from one rank? Mostly.** Of the <data value="08.pairs.all">66</data> pairs of layouts, the prediction has <data value="08.pairs.right">41</data> in the right order. In
-# the others, the layout predicted to be faster takes at most <data value="08.pairs.gap">235 %</data> longer. To the fastest, the prediction's first
-# choice loses <data value="08.cost.prediction">130 %</data>, and replicas alone lose <data value="08.cost.replicas">0 %</data>. <data value="08.pairs.last">dp 2 x pp 2 x tp 2</data> is slowest in the race, and
-# <data value="08.pairs.predicted-last">pp 8</data> in the prediction. Times are less exact: without tp a step took <data value="08.short.no-tp.least:.2f">0.74</data> to
-# <data value="08.short.no-tp.most:.2f">1.71</data> times as long as predicted, with tp <data value="08.short.with-tp.least:.2f">1.57</data> to <data value="08.short.with-tp.most:.2f">2.52</data> times.
+# **Can we rank layouts from one rank alone?** Of <data value="08.pairs.all">66</data> pairs, the prediction has <data value="08.pairs.right">41</data> in the right order. A coin would
+# have half; we asked for two thirds. The first choice, <data value="08.fastest.predicted">dp 4 x tp 2</data>, takes <data value="08.cost.prediction">130 %</data> longer than the fastest.
+# The rule of thumb, replicas alone, loses <data value="08.cost.replicas">0 %</data>.
 #
-# Repeats of one layout differ by up to <data value="08.ties.spread">11.3 %</data>. Steps that
-# differ by no more are *tied*: <data value="08.ties.first">no layout is tied with the first</data>. The second, <data value="08.ties.second">dp 4 x pp 2, ZeRO 1</data>, takes <data value="08.ties.longer">63.1 %</data> longer
-# than the first. Of the <data value="08.ties.decided">58</data> pairs that are not tied, the prediction has <data value="08.ties.order">34</data> in the right order.
+# Steps are *tied* if they differ by no more than repeats of one layout, up to <data value="08.ties.spread">11.3 %</data>: <data value="08.ties.first">no layout is tied with the first</data>. Of the
+# <data value="08.ties.decided">58</data> pairs that are not tied, <data value="08.ties.order">34</data> are predicted in the right order.
 #
-# Where does the time of the fastest, <data value="08.fastest">dp 8</data>, go? Computing takes <data value="08.winner.share.computing">86.1 %</data> of its step, the bubble
-# <data value="08.winner.share.bubble">0 %</data>, exposed tp <data value="08.winner.share.exposed-tp">0 %</data> and exposed dp <data value="08.winner.share.exposed-dp">0.779 %</data>. Its bubble takes <data value="08.bubble.winner">0 s</data>; that of dp 2 x pp 4 takes
-# <data value="08.bubble.1f1b">54.6 ms</data> under 1F1B and <data value="08.bubble.zb-h1">41.1 ms</data> under zb-h1. But a short bubble alone does not decide: computing, predicted to be equal, takes
-# <data value="08.missing.dp-2-x-pp-4.computing-ratio:.2f">0.83</data> times as long as predicted under 1F1B, <data value="08.missing.dp-2-x-pp-4-zb-h1.computing-ratio:.2f">0.93</data> times under zb-h1.
+# With tp, steps take <data value="08.short.with-tp.least:.2f">1.57</data> to <data value="08.short.with-tp.most:.2f">2.52</data> times as long as predicted; without, <data value="08.short.no-tp.least:.2f">0.74</data> to <data value="08.short.no-tp.most:.2f">1.71</data> times. The
+# prediction charges an all-reduce for its message alone. A rank also pays for each call, whatever its size. Where
+# matrices are small, this can outweigh the arithmetic, and the order misleads.
 #
-# <data value="08.pairs.last">dp 2 x pp 2 x tp 2</data> loses most by *<data value="08.by.part">computing</data>*, <data value="08.by.share">74.2 %</data> of its step.
+# Computing takes <data value="08.winner.share.computing">86.1 %</data> of the fastest step, that of <data value="08.fastest">dp 8</data>. The slowest, <data value="08.pairs.last">dp 2 x pp 2 x tp 2</data>, loses
+# most by *<data value="08.by.part">computing</data>*, <data value="08.by.share">74.2 %</data> of its step.
 #
-# ### What the prediction lacks
+# ### Where the prediction misses
 #
-# The first table below shows what each part lacks. Under tp, three suspects may explain a
-# part of computing's excess. A collective costs its rank CPU time to launch, pack and copy; the prediction
-# counts only the transfer. Each rank computes norms and residual additions for all tokens. And a matmul with a t-th of
-# the columns may take more than a t-th of the time. On CPUs the race recorded the first; we now time the others. What no
-# suspect explains is the *rest*.
+# The first table below shows how far each part is from its prediction. The second explains the *excess*, by how much
+# computing takes longer. Under tp there are three suspects. A collective costs its rank CPU time to launch, pack and copy.
+# Each rank computes norms and residual additions for all tokens. And a matmul with a t-th of the columns may take more
+# than a t-th of the time. We now time the last two. On CPUs the race timed the first; on GPUs nobody did, and its column
+# says 0 s. What no timed suspect explains is the *rest*, on GPUs with the collectives.
 
 # %%
 misses = {part: {n: round(parts[n][part] - predicted[n][part], 9) for n in order}
@@ -390,20 +386,25 @@ lesson.record("08.collectives", words.collectives_in_words(in_calls, here.device
 # which has no tp. We did not trace these rests. On `dp 8` nothing is thin, so its time for thin matmuls is noise.
 #
 # Recomputation repeats a forward, for which we assumed a third of a block's time. On dp 2 x pp 4 forwards take <data value="08.forward">42.7 %</data> of forward and backward together, so we would
-# expect recomputation to add about as much. It made computing <data value="08.again">103 %</data> longer. We did not trace the difference.
+# expect recomputation to add these <data value="08.forward">42.7 %</data>. It made computing <data value="08.again">103 %</data> longer. We did not trace the difference, nor the
+# <data value="08.missing.dp-8-zero-3-recomputation-full.computing">54.5 ms</data> by which computing misses on dp 8 with ZeRO 3, which recomputes, too.
 #
-# On dp 8 with ZeRO 3 the difference from the prediction is <data value="08.missing.dp-8-zero-3-recomputation-full.computing">54.5 ms</data> for computing and
-# <data value="08.missing.dp-8-zero-3-recomputation-full.exposed-dp">-26.4 µs</data> for exposed dp. Errors of opposite sign partly cancel in the step, so a step
-# that is right does not prove that its parts are. We did not trace these two.
+# On dp 2 x pp 4 the bubble takes <data value="08.bubble.1f1b">54.6 ms</data> under 1F1B, and <data value="08.bubble.zb-h1">41.1 ms</data> under zb-h1. What zb-h1 saves there, it can
+# lose in computing. Both are predicted to compute equally long. 1F1B takes <data value="08.missing.dp-2-x-pp-4.computing-ratio:.2f">0.83</data> of
+# this time, zb-h1 <data value="08.missing.dp-2-x-pp-4-zb-h1.computing-ratio:.2f">0.93</data>.
 #
-# While a rank waits in the bubble, other stages compute, so the bubble inherits the error of computing. zb-h1's formula also
-# assumes that forward, input gradient and weight gradient take equally long. The optimizer takes up to <data value="08.optimizer:.1f">2.5</data> times as long
-# as predicted, at most <data value="08.most.optimizer">9.71 ms</data> longer.
+# Errors of opposite sign cancel in the step, so a step that is right does not prove that its parts are. Look at each part:
+# under zb-h1 computing misses by <data value="08.missing.dp-2-x-pp-4-zb-h1.computing">-3.86 ms</data>, the bubble by
+# <data value="08.missing.dp-2-x-pp-4-zb-h1.bubble">5.21 ms</data>, and the optimizer by <data value="08.missing.dp-2-x-pp-4-zb-h1.optimizer">-2.77 ms</data>.
+#
+# While a rank waits in the bubble, other stages compute, so errors of computing reach the bubble, too. zb-h1's formula also
+# assumes that forward, input gradient and weight gradient take equally long. The optimizer takes at most <data value="08.optimizer:.1f">2.5</data> times as
+# long as predicted. Its largest error, too long or too short, is <data value="08.most.optimizer">9.71 ms</data>.
 # </details>
 #
-# So we assume that what tp adds to the excess comes from its collectives, and that each of these *calls* costs the same time. We fit this cost to two layouts:
-# it is the excess of `dp 4 x tp 2` less that of `dp 8`, divided by the 4 L + 2 calls of `dp 4 x tp 2`. The excess of `dp 8`,
-# <data value="08.why.dp-8.excess">-10.2 ms</data>, stays unexplained, on `dp 4 x tp 2` as well. Then we predict the others.
+# Can one number mend the order? As a simplification we charge all that tp adds to the excess to its collectives, or
+# *calls*, and let each cost the same. The cost of a call is the excess of `dp 4 x tp 2` less that of `dp 8`, divided by
+# 4 L + 2 calls. So both layouts keep the excess of `dp 8`, <data value="08.why.dp-8.excess">-10.2 ms</data>, as an error.
 
 # %%
 calls = 4 * SIZE.layers + 2
@@ -434,11 +435,15 @@ lesson.claim("With calls, computing on 2 x 2 x 2 is nearer",
 # %% [markdown]
 # A call costs <data value="08.call">1.07 ms</data>. On 2 x 2 x 2 a rank has half the blocks but four microbatches, hence twice as
 # many calls. Computing there took <data value="08.cube-ratio.before:.2f">2.32</data> times as long as predicted without calls, and <data value="08.cube-ratio.after:.2f">0.94</data> times with them.
-# With calls the steps of all twelve take <data value="08.with-calls.least:.2f">0.74</data> to <data value="08.with-calls.most:.2f">1.71</data> times as long as predicted.
 #
-# ### Another interconnect, another winner
+# **With the cost of a call, the prediction chooses <data value="08.links.1-x-bandwidth.fastest-predicted">dp 8</data>.** This takes
+# <data value="08.links.1-x-bandwidth.prediction-costs">0 %</data> longer than the fastest. The choice without calls took <data value="08.cost.prediction">130 %</data> longer.
+# The fit needed runs of two layouts, and it mends tp alone: with calls, all steps take
+# <data value="08.with-calls.least:.2f">0.74</data> to <data value="08.with-calls.most:.2f">1.71</data> times as long as predicted.
 #
-# We replay the recorded actions with ten times the bandwidth, and with a tenth.
+# ### Another interconnect
+#
+# We replay the recorded actions with ten times the bandwidth, and with a tenth. The prediction now has calls.
 
 # %%
 rules = {"dp 8": "dp 8", "2 x 2 x 2": "dp 2 x pp 2 x tp 2"}  # of thumb
@@ -453,10 +458,11 @@ lesson.claim("The slow link's winner sends no more", sends["slow"] <= sends["fas
 lesson.claim("pp 8 sends least", min(runs, key=lambda n: runs[n].bytes) == "pp 8")
 
 # %% [markdown]
-# With ten times the bandwidth <data value="08.links.10-x-bandwidth.fastest-replayed">dp 8</data> is fastest, whose ranks send <data value="08.sends.fast">889 MB</data> on average. With a tenth,
-# <data value="08.links.0.1-x-bandwidth.fastest-replayed">dp 8</data> is, with <data value="08.sends.slow">889 MB</data>. There, replicas alone lose <data value="08.links.0.1-x-bandwidth.dp-8-costs">0 %</data> to the fastest, and the
-# prediction's choice, <data value="08.links.0.1-x-bandwidth.fastest-predicted">dp 8</data>, loses <data value="08.links.0.1-x-bandwidth.prediction-costs">0 %</data>. No layout sends less than pp 8:
-# activations, their gradients and `wte`'s gradient.
+# A slower link changes the winner only if it costs the winner more time than its lead. With ten times the bandwidth the fastest is
+# <data value="08.links.10-x-bandwidth.fastest-replayed">dp 8</data>; with a tenth, <data value="08.links.0.1-x-bandwidth.fastest-replayed">dp 8</data>. There, replicas alone lose
+# <data value="08.links.0.1-x-bandwidth.dp-8-costs">0 %</data>, and the prediction's choice loses
+# <data value="08.links.0.1-x-bandwidth.prediction-costs">0 %</data>. pp 8 sends least: activations, their gradients and `wte`'s
+# gradient.
 #
 # ### The fastest that fits
 #
@@ -491,13 +497,15 @@ lesson.explorers.layout_choice()
 
 # %% [markdown]
 # Bytes are off by <data value="08.error.bytes">0.811 %</data> at most, because norms and biases are whole on every rank of tp. The worst peak, that of
-# <data value="08.worst">dp 2 x pp 4, zb-h1</data>, is off by <data value="08.error.memory">10.7 %</data>. The layouts that fit are <data value="08.fit.words">the predicted ones</data>. The fastest of them, <data value="08.choice">dp 8, ZeRO 3, recomputation full</data>, takes <data value="08.fit.memory">148 %</data> longer than the fastest of all. The
-# prediction chose <data value="08.choice.predicted">dp 8, ZeRO 3, recomputation full</data>, which loses <data value="08.fit.ours">0 %</data> to the fastest that fits.
+# <data value="08.worst">dp 2 x pp 4, zb-h1</data>, is off by <data value="08.error.memory">10.7 %</data>. The layouts that fit are <data value="08.fit.words">the predicted ones</data>.
 #
-# **Takeaway.** Use replicas if they fit and the link is fast; else ZeRO for states, recomputation for activations. On a
-# slow link use stages.
+# The fastest that fits, <data value="08.choice">dp 8, ZeRO 3, recomputation full</data>, takes <data value="08.fit.memory">148 %</data> longer than the fastest of all. The
+# prediction without calls chose <data value="08.choice.predicted">dp 8, ZeRO 3, recomputation full</data>, which loses <data value="08.fit.ours">0 %</data> to it.
 #
-# **Challenge.** The explorer above predicts GPT-2 XL on many layouts. Its knob *cap* is the memory of a GPU in GB. Its second picture adds ranks along dp alone.
+# **Takeaway.** Bytes and peaks follow from arithmetic; times under tp also need the cost of a call. If replicas don't fit,
+# ZeRO shards states and recomputation saves activations. If sending the gradient takes too long, stages send least.
+#
+# **Challenge.** The explorer above predicts GPT-2 XL. Its knob *cap* is a GPU's memory in GB. Its second picture adds ranks along dp alone.
 # On 32 ranks or more of 16 GB, in nodes of 8 with NVLink inside and 100 Gb/s Ethernet between them, fit
 # GPT-2 XL and reach a *FLOP utilisation* of 45 %. It is the model's FLOP/s on a GPU, without recomputation, divided by an assumed limit of 400 TFLOP/s. A step has 128 x 1,024 tokens.
 #
@@ -671,8 +679,7 @@ lesson.field_guide.add(  # symptoms, and what finds their cause
 
 # %% [markdown]
 # Both losses fall. The second run is wrong because pp and tp doubled its learning rate, but not its batch.
-# Do not judge by the scores: accuracies are <data value="08.apart:.3f">0.026</data> apart, and each is
-# uncertain by <data value="08.noise:.3f">0.022</data>.
+# Do not judge by the scores: accuracies are <data value="08.apart:.3f">0.026</data> apart, each uncertain by <data value="08.noise:.3f">0.022</data>.
 #
 # <details><summary>The scores</summary>
 #
@@ -864,8 +871,8 @@ lesson.claim("The prediction is nearer than the rule of thumb",
              abs(ran.seconds / sum(called.values()) - 1) < abs(ran.seconds / naive - 1))
 
 # %% [markdown]
-# We predicted <data value="08.cube.predicted">325 ms</data> a step, and replayed it takes <data value="08.cube">314 ms</data>. The rule of thumb said <data value="08.cube.rule-of-thumb">5.43 ms</data>.
-# Only computing and the bubble are tested: tp's and dp's messages are modelled in both, on the same link.
+# We predicted <data value="08.cube.predicted">325 ms</data> a step, and replayed it takes <data value="08.cube">314 ms</data>. The rule of thumb, FLOPs alone, said <data value="08.cube.rule-of-thumb">5.43 ms</data>.
+# Where ranks share cores or GPUs, both times have modelled messages, so only the rest is tested.
 # The loss fell from <data value="08.cube.loss.first:.2f">11.12</data> to <data value="08.cube.loss.last:.2f">6.80</data> in <data value="08.cube.loss.steps">6</data> steps of text.
 #
 # <details><summary>Part by part</summary>
@@ -895,10 +902,10 @@ lesson.claim("Predictions hold more often than rules of thumb",
 #
 # ## What to remember
 #
-# - One rank predicts most of the order of layouts: <data value="08.pairs.right">41</data> of <data value="08.pairs.all">66</data> pairs. tp needs the cost of a call,
-#   from a run of several ranks.
-# - To choose a layout, first fit one replica, by its peak. Then reach the batch, with dp and microbatches. Then compare
-#   speeds, by bubble and exposed communication.
+# - From one rank alone, <data value="08.pairs.right">41</data> of <data value="08.pairs.all">66</data> pairs were in order, and the first choice lost <data value="08.cost.prediction">130 %</data>. With the cost
+#   of a call, from runs of several ranks, it lost <data value="08.links.1-x-bandwidth.prediction-costs">0 %</data>.
+# - To choose a layout, fit one replica, by its peak. Reach the batch, with dp and microbatches. Then compare
+#   speeds: computing with its calls, the bubble, exposed communication.
 #
 # **The series on one page**, with the pages' numbers. A rank computes ρ FLOPs while it sends a byte.
 #
@@ -906,7 +913,7 @@ lesson.claim("Predictions hold more often than rules of thumb",
 # |---|---|---|---|---|
 # | 00 collectives | What does agreement cost? | latency + bytes/bandwidth a message | 100 small calls: <data value="00.many-calls:.1f">32.3</data> times as long as one with the same bytes | messages too small for bandwidth to matter |
 # | 01 dp | When are replicas free? | tokens a rank above ρ(d-1)/d | with overlap, in tokens a rank: <data value="01.measured.during">not free at 197, 788 and 3,152, undecided at 12,608</data>; by the law, which leaves out two costs, free from <data value="01.law.during:,.0f">1,471</data> | the batch cannot grow |
-# | 02 pp | Who is idle? | (p-1)/(m+p-1) | <data value="02.bubble">44.0 %</data> for p = 4, m = 8 | fewer microbatches than stages |
+# | 02 pp | Who is idle? | (p-1)/(m+p-1) | <data value="02.bubble">44.0 %</data> for p = 4, m = 8; the law alone says <data value="02.bubble.predicted">27.3 %</data> | fewer microbatches than stages |
 # | 03 tp | How do you split a matrix exactly? | 4 all-reduces of b·s·h a block | computing takes <data value="03.ratio:.1f">1.5</data> times as long as sending | links between nodes |
 # | 04 mesh | Which axis deserves the fast link? | tp talks most often, dp least | a ViT on one axis, at a tenth of the bandwidth: <data value="04.tenth">dp</data> is fastest | one axis is enough |
 # | 05 ZeRO | How far does dp alone go? | 16 bytes a parameter, over d | <data value="05.largest">150 blocks</data> instead of <data value="05.depth.zero-0.measured">23 blocks</data> | the model fits |

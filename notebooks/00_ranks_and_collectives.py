@@ -186,7 +186,7 @@ lesson.predict("00.ring-bytes", question, guess=None, **answer)
 # A reduce-scatter and an all-gather are together an *all-reduce*: each rank starts with a tensor and ends with the sum of all. Training
 # uses it most, to add gradients of different data.
 #
-# The cell ends with a question, `lesson.predict`. Write a number for `guess` before you read on. Until you do, the page
+# The cell ends with a question, `lesson.predict`. Write a number for `guess` before you read on. Until then the page
 # scores a rule of thumb: each rank sends its tensor once. Later `lesson.reveal` shows the answer beside the formula's
 # number, *predicted*, and `lesson.claim` marks a true statement ✓.
 #
@@ -632,8 +632,7 @@ lesson.check(exercises.bucket, bucket_bytes)
 # trains a copy of the model on its own data. `Mesh(layout).dp` is the group along that axis, and its `rank` is this
 # rank's number in it.
 #
-# The next two cells define and run three cases with 8 MB: all ranks at once, all after a pause of 30 ms, and rank 1 late.
-# They record a *timeline*, the start and end of each event on each rank. The figure shows the last case. Below it, a
+# The next two cells run three cases with 8 MB: all ranks at once, all after a pause of 30 ms, and rank 1 late. They record a *timeline*, the start and end of each event on each rank. The figure shows the last case. Below it, a
 # rank's *cost* is its wait plus its move.
 
 # %%

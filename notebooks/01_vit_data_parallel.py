@@ -590,10 +590,10 @@ lesson.record("01.extra", figures.cost_of_overlap(times[middle]))
 # - Reduced after it, a step is <data value="01.measured.after">not free at 197, 788 and 3,152, free from 12,608 on</data>. By the law it is free from <data value="01.law.after:,.0f">11,275</data> on.
 # - Overlap, against reducing after the backward, is <data value="01.measured.overlap">faster at 3,152, slower at 788, undecided at 197 and 12,608</data>.
 #
-# The answer to the question lies above the largest size that is not free. <data value="01.measured.score">No size is surely free with overlap, so the answer is more than 3,152 tokens and is not scored</data>.
+# The question's answer lies above the largest size that is not free. <data value="01.measured.score">No size is surely free with overlap, so the answer is more than 3,152 tokens and is not scored</data>.
 #
 # A measured ratio can leave the law's line in both directions. A step that computes slower than R lowers it. Costs that
-# the law leaves out, such as latencies and late ranks, raise it. With <data value="01.slow.tokens:,">197</data> tokens the step alone takes <data value="01.slow.times:.1f">8.5</data> times as long
+# the law leaves out, such as latencies, raise it. With <data value="01.slow.tokens:,">197</data> tokens the step alone takes <data value="01.slow.times:.1f">8.5</data> times as long
 # as at R.
 #
 # By the law a step with overlap and <data value="01.law.tokens:,">3,152</data> tokens takes <data value="01.law.middle:.2f">1.00</data> times as long as alone. We measure <data value="01.middle.median:.2f">1.22</data>
@@ -675,7 +675,7 @@ lesson.record("01.wide", figures.describe_wide(wide.size, DTYPE, card))
 # </details>
 #
 # **Takeaway.** Communication weighs less with more tokens. In this run, <data value="01.measured.versus-law">with overlap a free step needs more tokens than the law says</data>.
-# Whether a step is free and whether overlap pays are two questions, so measure both.
+# Whether overlap pays is another question, so measure both.
 #
 # **Challenge.** The explorer simulates a ViT-L/16 on 64 ranks with Ethernet 100 Gb. Expose
 # less than 6.5 % of the step with at most 50,000 tokens per rank.

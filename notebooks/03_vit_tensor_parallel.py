@@ -18,13 +18,14 @@
 # [![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/hpnb/hpnb/blob/main/notebooks/03_vit_tensor_parallel.ipynb)
 #
 # **The question.** In notebook 01 every rank had the whole model, and in 02 every rank had whole layers. What if one
-# layer is too large, or too slow, for one GPU? In *tensor parallelism* each rank stores a part of a matrix, and all work on the same product. How do we cut it so that outputs and gradients stay the same, and what must be sent?
+# layer is too large, or too slow, for one GPU? In *tensor parallelism* each rank stores a part of a matrix, and all work on
+# the same product. How do we cut the matrix so that outputs and gradients stay the same, and what must be sent?
 #
 # **You will be able to** write a tensor-parallel MLP; count what a block sends and keeps; decide whether your interconnect is
 # fast enough; find a missing all-reduce by comparing gradients; say when 2D and 3D layouts pay.
 #
-# **You should know** notebook 00 (all-reduce in a ring and in two halves, latency α, bandwidth B, ρ), and from 02 that a backward computes input gradients I
-# and weight gradients W.
+# **You should know** notebook 00 (all-reduce in a ring and in two halves, latency α, bandwidth, ρ), and from 02 that a
+# backward computes input gradients I and weight gradients W.
 #
 # **Time.** 30 minutes to read, under 2 minutes to run, 90 minutes for the exercises.
 #
@@ -79,7 +80,8 @@ here = lesson.banner(N, model=NAME, data=leaves.describe(), sizes=sizes)
 # nothing to send                              all-reduce: add the terms
 # ```
 #
-# The first layer leaves its output sharded by columns, and the second wants its input sharded like that. So an MLP, z = GELU(x A) B, needs no communication in the middle if A is sharded by columns and B by rows:
+# The first layer leaves its output sharded by columns, and the second wants its input sharded like that. So an MLP,
+# z = GELU(x A) B, needs no communication in the middle if A is sharded by columns and B by rows:
 #
 # ```text
 #             column-parallel                  row-parallel
@@ -88,11 +90,11 @@ here = lesson.banner(N, model=NAME, data=leaves.describe(), sizes=sizes)
 # rank 1   x -- f --> x A_1 --> GELU --> y_1 --> y_1 B_1 --/                 (m, h)
 # ```
 #
-# GELU acts on each number alone, so each rank can apply it to its columns. With rows first, a rank has only one of the t terms of each number.
-# GELU of a sum is not the sum of GELUs, so the terms would have to be added first.
+# GELU acts on each number alone, so each rank can apply it to its columns. With rows first, a rank has only one of the t
+# terms of each number. GELU of a sum is not the sum of GELUs, so the terms would have to be added first.
 #
-# Each rank multiplies x by its own columns of A only. So in the backward it computes one of the t terms of x's gradient, and the terms must be added.
-# Megatron-LM calls the two operations *f* and *g*. At f the forward does nothing and the backward
+# Each rank multiplies x by its own columns of A only. So in the backward it computes one of the t terms of x's gradient, and
+# the terms must be added. Megatron-LM calls the two operations *f* and *g*. At f the forward does nothing and the backward
 # all-reduces. At g the forward all-reduces and the backward does nothing.
 
 
@@ -260,15 +262,22 @@ lesson.check(exercises.column_row, mlp)
 # backward                all-reduce                            all-reduce
 # ```
 #
-# So a block makes four all-reduces of b·s·h numbers. Is the interconnect fast enough? A rank
-# computes 72 b s h²/t FLOPs of a block, without attention's scores: 6 for each weight and token, with 12h² weights. With 2 bytes a number it sends
-# 16 b s h (t-1)/t bytes. Let ρ be the FLOPs that a rank computes while one byte is sent. The ratio of the two times is the FLOPs over the bytes, divided by ρ:
+# So a block makes four all-reduces of b·s·h numbers. Is the interconnect fast enough? A rank computes 72 b s h²/t FLOPs of a
+# block, without attention's scores: 6 for each weight and token, with 12h² weights. With 2 bytes a number it sends
+# 16 b s h (t-1)/t bytes. Let ρ be the FLOPs that a rank computes while one byte is sent. Then the ratio r of the two times is
+# the FLOPs over the bytes, divided by ρ:
 #
-# $$ \frac{\text{compute time}}{\text{communication time}} = \frac{4.5\,h}{(t-1)\,\rho} $$
+# $$ r = \frac{\text{compute time}}{\text{communication time}} = \frac{4.5\,h}{(t-1)\,\rho} $$
 #
-# Batch size cancels, and sequence length almost does: attention's scores, left out here, add a share of s/6h. The formula also leaves out latency. So once messages are long, **no batch helps**: only a wider model, fewer ranks or a faster interconnect. Replace the `None`s below by your guesses; until then a naive *rule of thumb* stands there.
+# Batch size cancels, and sequence length almost does: attention's scores, left out here, add a share of s/6h. The formula
+# also leaves out latency. So once messages are long, **no batch helps**: only a wider model, fewer ranks or a faster
+# interconnect. Without overlap a rank computes r/(1+r) of the time. We call an interconnect fast enough from r = 1 on, where
+# that is half.
 #
-# From here on, the library's `parallelize(model, mesh.tp, mode="1d")` replaces the linear layers by sharded ones, as above. We call that *1D*. `machine_card` measures the latency α, the bandwidth B (here no matrix) and the matmul rate of this machine, its *card*. ρ is the rate over the bandwidth. The cell then trains a sharded and a serial ViT for three steps, in float64.
+# From here on, the library's `parallelize(model, mesh.tp, mode="1d")` replaces the linear layers by sharded ones, as above.
+# We call that *1D*. `machine_card` measures this machine's latency α, bandwidth and matmul rate, its *card*. ρ is the rate
+# over the bandwidth. Replace the `None`s by your guesses; until then a naive *rule of thumb* stands there. The cell then
+# trains a sharded and a serial ViT for three steps, in float64.
 
 # %%
 card = lesson.machine_card(N)
@@ -291,7 +300,9 @@ lesson.claim("The sharded ViT equals one process", parity.equal)
 # %% [markdown]
 # ### Overlap in the backward
 #
-# A rank has nothing to do during the forward's all-reduce, because the next layer needs the sum. In the backward it has the weight gradient. The layer after f can start the all-reduce of its input gradient, compute the weight gradient, and then wait.
+# A rank has nothing to do during the forward's all-reduce, because the next layer needs the sum. In the backward it has the
+# weight gradient. The layer after f can start the all-reduce of its input gradient, compute the weight gradient, and then
+# wait.
 #
 # ```text
 # compute        grad_output A_r^T  |  x^T grad_output (weight gradient)  |  earlier layers
@@ -334,7 +345,8 @@ def compare_with_blocking():
 # Megatron-Core has it as `--tp-comm-overlap`, PyTorch's compiler as `_micro_pipeline_tp`. Our library does not do it.
 # </details>
 #
-# The library also postpones fc2's weight gradient until fc1's all-reduce has started, so both weight gradients run beside it. We record one block. Lanes marked tp show communication, which is *exposed* while its rank computes nothing.
+# The library also postpones fc2's weight gradient until fc1's all-reduce has started, so both weight gradients run beside it.
+# We record one block. Lanes marked tp show communication, which is *exposed* while its rank computes nothing.
 
 # %%
 parity = lesson.Parity({"overlapped": pool.run(compare_with_blocking)[0]})
@@ -364,7 +376,9 @@ predictions.record_host(few, recorded, 8)  # is computing set by the tokens?
 lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 
 # %% [markdown]
-# The bytes are exact: <data value="03.block-bytes">2.48 GB</data> leave each rank. On <data value="03.hardware">4 x NVIDIA H100 80GB HBM3</data> the block took <data value="03.block.makespan">19.2 ms</data>; <data value="03.exposed.share">28.4 %</data> of that is exposed communication. Computing covered <data value="03.overlapped">40.4 %</data> of the communication, all of it in the backward.
+# The bytes are exact: <data value="03.block-bytes">2.48 GB</data> leave each rank. On <data value="03.hardware">4 x NVIDIA H100 80GB HBM3</data> the block took <data value="03.block.makespan">19.2 ms</data>;
+# <data value="03.exposed.share">28.4 %</data> of that is exposed communication. Computing covered <data value="03.overlapped">40.4 %</data> of the communication, all of it in the
+# backward. Where weight gradients end before an all-reduce does, the backward waits, too.
 #
 # <details><summary>How to read the figure</summary>
 #
@@ -378,8 +392,9 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # The thin slices of forward after the last all-reduce are a bias and the residual. The last slices of input gradient are attention's norm.
 # </details>
 #
-# The formula is for 2-byte numbers; with v bytes it gives 2/v times as much, and here v is <data value="03.value-bytes">2</data>. With attention's scores it predicts <data value="03.ratio.predicted">0.703</data>.
-# The run has <data value="03.ratio">1.48</data>. We call an interconnect fast enough from a ratio of 1 on, where a rank computes half of the time, as shown below. So <data value="03.verdict">the formula calls the interconnect too slow, the run fast enough, because computing took longer than its products, not because the link was faster</data>.
+# The formula is for 2-byte numbers; with v bytes it gives 2/v times as much, and here v is <data value="03.value-bytes">2</data>. With attention's scores
+# it predicts r = <data value="03.ratio.predicted">0.703</data>. The run has <data value="03.ratio">1.48</data>. So <data value="03.verdict">the formula calls the interconnect too slow, the run fast enough, because computing took longer than its products, not because the link was faster</data>.
+# A run's r says only how its time is shared: slower computing raises it, too.
 #
 # <details><summary>Three factors between the formula and the run</summary>
 #
@@ -387,7 +402,7 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 #
 # - Computing took <data value="03.slower.computing.factor">2.57</data> times as long as its matrix products would at the card's rate. That includes launching operations, norms, GELU, residuals and slower products; the run does not separate them. <data value="03.host">With 1/8 of the images, computing took 4.32 ms instead of 13.5 ms. So about 22 % of the longer time is constant, such as launching operations.</data>
 # - Latency makes the all-reduces <data value="03.slower.latency-of-all-reduces.factor">1.04</data> times as long as their bytes alone.
-# - Because of waiting and other costs, the all-reduces took another <data value="03.slower.waiting-and-the-rest.factor">1.17</data> times as long. A part is that ranks which come early wait for the others; the run does not explain the rest.
+# - Because of waiting and other costs, the all-reduces took a further <data value="03.slower.waiting-and-the-rest.factor">1.17</data> times as long. A part is that ranks which come early wait for the others; the run does not explain the rest.
 #
 # Where the rule of thumb, 4.5 h/ρ, comes nearer to the run, that is chance.
 # </details>
@@ -401,24 +416,27 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 #
 # <details><summary>How wide on GPUs?</summary>
 #
-# A GPU of 400 TFLOP/s has ρ = 890 on NVLink 4, whose nominal bandwidth is 450 GB/s. So eight of them want h above 7 · 890/4.5 = 1,400.
-# On InfiniBand NDR with 50 GB/s, ρ is 8,000, and they want h above 12,400. These are nominal rates, and 2-byte numbers. With v bytes
-# a number, h must be v/2 times as large. With this page's v of <data value="03.value-bytes">2</data> and the ρ
-# that its card measured, <data value="03.rho">2,260 FLOP/B</data>, eight such ranks would want h above <data value="03.wide:,.0f">3,508</data>.
+# A GPU of 400 TFLOP/s has ρ = 890 on NVLink 4, whose nominal bandwidth is 450 GB/s. So eight of them want h above
+# 7 · 890/4.5, about 1,400. On InfiniBand NDR with 50 GB/s, ρ is 8,000, and they want h above about 12,400. These are nominal
+# rates, and 2-byte numbers.
+#
+# With v bytes a number, h must be v/2 times as large. This page's v is <data value="03.value-bytes">2</data>, and its card measured a ρ of
+# <data value="03.rho:,.0f">2,255</data> FLOP a byte. Eight such ranks would want h above <data value="03.wide:,.0f">3,508</data>.
 # </details>
 #
-# Call the ratio r. Without overlap a rank computes r/(1+r) of the time, half of it at r = 1.
+# <details><summary>How much does overlap help?</summary>
 #
-# <details><summary>And with overlap?</summary>
-#
-# Weight gradients are a third of the products. If they are a third of the computing time, too, overlap covers at most that much communication. At r = 1 a step then takes 1 + 1 - 1/3 = 5/3 of the computing time, and a rank computes 60 % of it.
+# Weight gradients are a third of the products. If they are a third of the computing time, too, overlap covers at most that
+# much communication. At r = 1 a step then takes 1 + 1 - 1/3 = 5/3 of the computing time, and a rank computes 60 % of it.
 # </details>
 #
-# **Takeaway.** Ask for r ≥ 1. By formula that is h above (t-1)ρ/4.5; a run can differ. For eight ranks and usual widths, only the fastest links give that, those inside a *node*, which is one machine.
+# **Takeaway.** By the formula, ask for r ≥ 1, so for h above (t-1)ρ/4.5. For eight ranks and usual widths, only the fastest
+# links give that, those inside a *node*, which is one machine.
 #
 # ## An autopsy: the all-reduce that nobody missed
 #
-# f does nothing in the forward. What if an MLP lacks it? We train the ViT three times: correctly, without f in layer 2, and without f in all layers.
+# f does nothing in the forward. What if an MLP lacks it? We train the ViT three times: correctly, without f in layer 2, and
+# without f in all layers.
 
 
 # %%
@@ -472,18 +490,21 @@ cause = "the all-reduce in the backward of a column-parallel layer (f) is missin
 lesson.field_guide.add(symptom, instrument, cause, notebook="03")  # table of symptoms
 
 # %% [markdown]
-# The faulty run starts with the right loss, which falls from <data value="03.loss.first">1.11</data> to <data value="03.loss.last">0.872</data>; the right
-# run ends at <data value="03.right-loss">0.861</data>.
+# The faulty run starts with the right loss, which falls from <data value="03.loss.first">1.11</data> to <data value="03.loss.last">0.872</data>. The right run ends at
+# <data value="03.right-loss">0.861</data>.
 #
-# The upper figure compares rank 0's gradients in the first step with those of one process, in the order in which the backward
-# computes them. All gradients are right until the backward leaves the faulty MLP. Even its fc1 and fc2 are right, because their
-# gradients need no sum. The norm before the MLP, which Hugging Face calls `layernorm_after`, is the first that receives only this rank's term. Its error is the largest,
-# <data value="03.worst.left-out-in-layer-2:.2f">0.82</data>, against <data value="03.worst.right:.0e">5e-15</data> at most in the right run. Modules nearer the input also receive the residual connection's right gradient, so their error is smaller.
+# This section's first figure compares rank 0's gradients of step 1 with those of one process, in the order in which the backward computes
+# them. All gradients are right until the backward leaves the faulty MLP. Even its fc1 and fc2 are right, because their
+# gradients need no sum. The norm before the MLP, which Hugging Face calls `layernorm_after`, is the first that receives only
+# this rank's term. Its error is the largest, <data value="03.worst.left-out-in-layer-2:.2f">0.82</data>; in the right run no error exceeds <data value="03.worst.right:.0e">5e-15</data>. Modules nearer the input
+# also receive the residual connection's right gradient, so their error is smaller.
 #
-# Norms and embeddings are replicated, but their gradients now differ from rank to rank. In the lower figure the copies diverge: the distance is relative to rank 0's weights.
-# So the model that rank 0 saves is not the model that was trained.
+# Norms and embeddings are replicated, but their gradients now differ from rank to rank. So the copies diverge, as the second
+# figure's lower panel shows; the distance is relative to rank 0's weights. The model that rank 0 saves is not the model that
+# was trained.
 #
-# **Takeaway.** A missing sum in the forward changes the loss at once. In the backward it changes only gradients. So compare gradients with one process before you trust a parallel layer.
+# **Takeaway.** A missing sum in the forward changes the loss at once. In the backward it changes only gradients. So compare
+# gradients with one process before you trust a parallel layer.
 #
 # ### Exercise 2: read a cliff
 #
@@ -535,10 +556,12 @@ verdict
 # ## Sequence parallelism: hardly more bytes, less memory
 #
 # Between two pairs of sharded layers x is replicated: every rank computes the same norm and keeps the same inputs. In 16 bits
-# a block keeps 32 b s h bytes, without attention's scores. Of these, 24 b s h belong to attention and the MLP and are sharded. The other
-# 8 b s h, inputs and outputs of two norms, are replicated.
+# a block keeps 32 b s h bytes, without attention's scores. Of these, 24 b s h belong to attention and the MLP and are
+# sharded. The other 8 b s h, inputs and outputs of two norms, are replicated.
 #
-# An all-reduce is a reduce-scatter and an all-gather. After the reduce-scatter each rank has the sum for 1/t of the tokens. Norm, dropout and residual work on one token at a time, so they run there. We all-gather when the next column-parallel layer needs all tokens.
+# An all-reduce is a reduce-scatter and an all-gather. After the reduce-scatter each rank has the sum for 1/t of the tokens.
+# Norm, dropout and residual work on one token at a time, so they run there. We all-gather when the next column-parallel
+# layer needs all tokens.
 #
 # | on a rank | 1D | with sequence parallelism (1D+SP) |
 # |---|---|---|
@@ -548,7 +571,7 @@ verdict
 # | ↓ forward / backward | all-reduce / none | reduce-scatter / all-gather |
 #
 # Megatron-LM calls this *sequence parallelism*. The library shards all m tokens of the batch. We count with an image fewer,
-# <data value="03.padded.tokens">201,531</data> tokens. The number of ranks, <data value="03.padded.ranks">4</data>, does not divide that, so the library pads.
+# <data value="03.padded.tokens">201,531</data> tokens. That is no multiple of the number of ranks, <data value="03.padded.ranks">4</data>, so the library pads.
 
 # %%
 uneven, predicted, counted = IMAGES - 1, {}, {}
@@ -563,7 +586,8 @@ lesson.show(predicted=predicted, counted=counted, key="03.sp", title="SP keeps l
 lesson.claim("SP keeps less", counted["1D+SP keeps (B)"] < counted["1D keeps (B)"])
 
 # %% [markdown]
-# With sequence parallelism a rank keeps <data value="03.sp.1d+sp-keeps.counted">2.27 GB</data> instead of <data value="03.sp.1d-keeps.counted">2.90 GB</data>. It sends <data value="03.sp-more">24.6 kB</data> more than 1D's <data value="03.sp.1d-sends.counted">2.48 GB</data>, because of padding and a small all-reduce of norm gradients.
+# With sequence parallelism a rank keeps <data value="03.sp.1d+sp-keeps.counted">2.27 GB</data> instead of <data value="03.sp.1d-keeps.counted">2.90 GB</data>. It sends <data value="03.sp-more">24.6 kB</data> more than 1D's
+# <data value="03.sp.1d-sends.counted">2.48 GB</data>, because of padding and a small all-reduce of norm gradients.
 #
 # <details><summary>Which bytes are sharded?</summary>
 #
@@ -637,8 +661,9 @@ lesson.check(exercises.sequence_parallel, block)
 #
 # <details><summary>Bytes and time of a broadcast</summary>
 #
-# From its source, a broadcast passes a block of S bytes around the ring of a row's or column's q ranks. All but the last send it on, so on average a rank sends S (1 - 1/q).
-# Its time is S/B and q - 1 latencies, longer than the mean bytes suggest.
+# From its source, a broadcast passes a block of S bytes around the ring of a row's or column's q ranks. All but the last
+# send it on, so on average a rank sends S (1 - 1/q). In the figure below, arrows show whom a block reaches, not this way
+# around the ring. A broadcast takes S over the bandwidth plus q - 1 latencies, longer than the mean bytes suggest.
 # </details>
 
 
@@ -757,8 +782,9 @@ lesson.reveal("03.modes", counted, predicted=ranking, source="counted")
 #
 # ## When does each mode win?
 #
-# Fewer bytes are not always less time, because a collective also costs launch, waiting and latency. On 2 x 2 ranks a block makes <data value="03.race.2d.calls">53</data> such calls in 2D, and
-# <data value="03.race.1d.calls">4</data> in 1D. We time the forward and backward of a block of hidden size <data value="03.tokens.hidden">4,096</data> on four ranks, then with eight times the tokens; modes take turns, and we show medians of five.
+# Bytes are not all that counts, because each collective also costs launch, waiting and latency. On 2 x 2 ranks a block makes
+# <data value="03.race.2d.calls">53</data> such calls in 2D, and <data value="03.race.1d.calls">4</data> in 1D. We time the forward and backward of a block of hidden size <data value="03.tokens.hidden">4,096</data> on four
+# ranks, then with eight times the tokens. Modes take turns, and we show medians of five.
 
 # %%
 four, wide = vit_tensor.four_ranks(pool)  # four ranks, and a width that fits
@@ -787,39 +813,58 @@ lesson.claim("1D is faster than 2D with few tokens", (small["1d"], "<", small["2
 vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 
 # %% [markdown]
-# With <data value="03.tokens.few">6,304</data> tokens, 1D took <data value="03.race.1d.measured">6.29 ms</data>, with sequence parallelism <data value="03.race.1d+sp.measured">8.31 ms</data>, and 2D <data value="03.race.2d.measured">23.5 ms</data>. These are
-# <data value="03.too-low.1d">1.65</data>, <data value="03.too-low.1d+sp">2.13</data> and <data value="03.too-low.2d">3.46</data> times their predictions. Predictions leave out norms, launches and waiting, and collectives can take longer than α and B say.
+# With <data value="03.tokens.few">6,304</data> tokens, 1D took <data value="03.race.1d.measured">6.29 ms</data> and 2D <data value="03.race.2d.measured">23.5 ms</data>. That is <data value="03.too-low.1d">1.65</data> and <data value="03.too-low.2d">3.46</data> times as long as
+# predicted. Predictions leave out norms, launches and waiting.
 #
 # <details><summary>Which rates do we predict with?</summary>
 #
 # The four ranks run on <data value="03.hardware">4 x NVIDIA H100 80GB HBM3</data>. Their latency α is <data value="03.alpha">13.6 µs, as on the page's card</data>.
 #
-# On GPUs, the matmul rate is the card's. On a CPU, the card's rate comes from one product of a few milliseconds, during which a rank mostly keeps a core. A block lasts longer, and ranks take turns if cores are fewer.
-# So there we multiply the card's rate by cores over ranks, if that is below 1. Here we take <data value="03.rate">748 TFLOP/s</data>.
+# On GPUs, the matmul rate is the card's. On a CPU, the card's rate comes from one product of a few milliseconds, during which
+# a rank mostly keeps a core. A block lasts longer, and ranks take turns if cores are fewer. So there we multiply the card's
+# rate by cores over ranks, if that is below 1. Here we take <data value="03.rate">748 TFLOP/s</data>.
 # </details>
-#
-# With few tokens, sequence parallelism took <data value="03.sp-longer.few">2.02 ms more</data> than 1D, and latency alone predicts <data value="03.norms">81.4 µs</data> more.
 #
 # <details><summary>Why can sequence parallelism be slower?</summary>
 #
-# By theory the two halves of an all-reduce take as long as the all-reduce. In a ring of four, both take 2 (4 - 1) = 6 steps, and each step one latency α. So the prediction adds only the latencies of the all-reduce of norm gradients.
+# With few tokens, sequence parallelism took <data value="03.sp-longer.few">2.02 ms more</data> than 1D, and latency alone predicts <data value="03.norms">81.4 µs</data> more.
 #
-# Timed alone, an all-reduce took <data value="03.halves.all-reduce.measured">534 µs</data> and its two halves <data value="03.halves.reduce-scatter-all-gather.measured">660 µs</data>; <data value="03.halves.all-reduce.predicted">315 µs</data> were predicted for both. A block has four such pairs, so by these times its halves take <data value="03.four-halves">502 µs more</data> than its all-reduces would. The run does not explain the rest. With eight times the tokens, sequence parallelism took <data value="03.sp-longer.many">56.1 µs less</data> than 1D.
+# By theory the two halves of an all-reduce take as long as the all-reduce. In a ring of four, both take 2 (4 - 1) = 6 steps,
+# and each step one latency α. So the prediction adds only the latencies of the all-reduce of norm gradients.
+#
+# Timed alone, an all-reduce took <data value="03.halves.all-reduce.measured">534 µs</data> and its two halves <data value="03.halves.reduce-scatter-all-gather.measured">660 µs</data>. A block has four such pairs, so by
+# these times its halves take <data value="03.four-halves">502 µs more</data> than its all-reduces would. The run does not explain the rest.
+#
+# With eight times the tokens, sequence parallelism took <data value="03.sp-longer.many">56.1 µs less</data> than 1D, whose time is <data value="03.race.1d.measured-8-times-the-tokens">32.8 ms</data>. These are medians
+# of five, so a difference of a few percent says nothing.
 # </details>
 #
-# On four ranks 2D sends fewer bytes than 1D above 12 h tokens, here <data value="03.tokens.even">49,152</data>. With our <data value="03.tokens.many">50,432</data>, <data value="03.grid">2D sends about as many bytes as 1D, and takes 38.5 ms against 32.8 ms</data>.
+# On four ranks 2D sends fewer bytes than 1D above 12 h tokens, here <data value="03.tokens.even">49,152</data>; with fewer tokens it sends more. With the
+# <data value="03.tokens.many">50,432</data> tokens of the larger batch, <data value="03.grid">2D sends about as many bytes as 1D, and takes 38.5 ms against 32.8 ms</data>.
 #
 # <details><summary>Which costs are constant, and what would help?</summary>
 #
-# Eight times the tokens took <data value="03.race.2d.measured-growth:.2f">1.64</data> times as long in 2D, where <data value="03.race.2d.predicted-growth:.2f">5.32</data> was predicted, and <data value="03.race.1d.measured-growth:.2f">5.21</data> times in 1D, where <data value="03.race.1d.predicted-growth:.2f">7.40</data> was predicted. Take each time as a constant plus a part proportional to the tokens. <data value="03.constant">Then the constant is 91 % of 2D's time with few tokens, and 40 % of 1D's.</data>
+# Eight times the tokens took <data value="03.race.2d.measured-growth:.2f">1.64</data> times as long in 2D, where <data value="03.race.2d.predicted-growth:.2f">5.32</data> was predicted. In 1D they took <data value="03.race.1d.measured-growth:.2f">5.21</data> times as
+# long, where <data value="03.race.1d.predicted-growth:.2f">7.40</data> was predicted. Take each time as a constant plus a part proportional to the tokens. <data value="03.constant">Then the constant is 91 % of 2D's time with few tokens, and 40 % of 1D's.</data>
 #
-# With few tokens, 2D takes longer than 1D and makes <data value="03.calls.more">49</data> more calls. The difference in time, divided by these calls, is <data value="03.calls.seconds">352 µs</data> a call.
+# Several costs are constant:
 #
-# A block in 1D makes four all-reduces of six steps, so 24 latencies α, <data value="03.latency.all">326 µs</data>. That is <data value="03.latency.share">5.17 %</data> of 1D's time with few tokens. A link of lower latency
-# shortens them. Where tokens set the time, a larger batch makes latency count less. Launching operations takes constant time, too. Where launching takes longer than computing and sending, a faster link does not help: such a block is *launch-bound*. <data value="03.launch-bound">Here no mode passes this run's test of that: to take less than 1.5 times as long with eight times the tokens, and more than twice its prediction, which contains latency.</data>
+# - Latency. A block in 1D makes four all-reduces of six steps, so 24 latencies α, <data value="03.latency.all">326 µs</data>. That is <data value="03.latency.share">5.17 %</data> of 1D's time
+#   with few tokens. A link of lower latency shortens them.
+# - Weights that 2D sends. A larger batch makes them, and latency, count less.
+# - Launching operations, and waiting for other ranks. With few tokens, 2D makes <data value="03.calls.more">49</data> calls more than 1D and takes longer. The
+#   difference in time, divided by these calls, is <data value="03.calls.seconds">352 µs</data> a call. A launch alone costs less, because the
+#   difference also contains bytes and latencies. With these, <data value="03.race.2d.predicted">6.81 ms</data> is predicted for 2D and <data value="03.race.1d.predicted">3.82 ms</data> for 1D.
+#
+# Where launching takes longer than computing and sending, a faster link does not help: such a block is *launch-bound*.
+# <data value="03.launch-bound">Here no mode passes this run's test of that: to take less than 1.5 times as long with eight times the tokens, and more than twice its prediction, which contains latency.</data>
+# Such a test only says yes or no. The constants above say more: what latency and weights do not explain is launching and
+# waiting.
 # </details>
 #
-# The next cell maps which mode is predicted to *communicate* for the shortest time on 64 ranks and InfiniBand NDR, with 10 µs of latency and no launch costs. 2.5D has 4 x 4 x 4 ranks. The axis counts the batch's tokens divided by the 64 ranks. The last line opens an *explorer*, a simulated block with knobs.
+# The next cell maps which mode is predicted to spend the least time communicating, on 64 ranks and InfiniBand NDR, with 10 µs
+# of latency and no launch costs. 2.5D has 4 x 4 x 4 ranks. The axis counts the batch's tokens divided by the 64 ranks. The
+# last line opens an *explorer*, a simulated block with knobs.
 
 # %%
 links = theory.LINKS["InfiniBand NDR"], theory.Link(0, 50e9)  # one without latency
@@ -834,13 +879,17 @@ lesson.show(figures.cheapest_mode(tokens, hidden, best, title=title, ranks=64))
 lesson.explorers.tensor_modes()
 
 # %% [markdown]
-# 3D takes <data value="03.map.3d.of-the-map">66.2 %</data> of the map, 2.5D <data value="03.map.2.5d.of-the-map">32.6 %</data> and 1D <data value="03.map.1d.of-the-map">1.13 %</data>. 1D sends no weights, so it wins where tokens are few and h is large: by bytes, 3D beats it above 0.28 h tokens in the whole batch. 2.5D sends more weights than 3D and fewer activations, so it wins with many tokens. 2D never wins: 3D sends fewer of both, with a tenth of the latencies.
+# 1D sends no weights, so it wins where tokens are few and h is large. By bytes, 3D beats it above 0.28 h tokens in the whole
+# batch, which is 0.0044 h on the axis. 2.5D sends more weights than 3D and fewer activations, so it wins with many tokens. 2D
+# never wins: 3D sends fewer of both, with a tenth of the latencies.
 #
 # <details><summary>Why latency favours 3D</summary>
 #
-# Latency shrinks the areas of 1D and 2.5D: without it they would take <data value="03.map.1d.without-latency">2.68 %</data> and <data value="03.map.2.5d.without-latency">66.6 %</data>.
-# A block takes <data value="03.map.1d.latencies-a-block">504</data> latencies in 1D, whose rings have 64 ranks, <data value="03.map.2d.latencies-a-block">1,410</data> in 2D, <data value="03.map.2.5d.latencies-a-block">348</data> in 2.5D and <data value="03.map.3d.latencies-a-block">144</data> in 3D.
-# Where h is small, messages are short and latency counts most. There 3D wins up to many more tokens, so the border of 2.5D bends to the right at the bottom.
+# Latency shrinks the areas of 1D and 2.5D: without it they would take <data value="03.map.1d.without-latency">2.68 %</data> and <data value="03.map.2.5d.without-latency">66.6 %</data>. The table counts a block's
+# latencies. 1D has <data value="03.map.1d.latencies-a-block">504</data>, because its rings have 64 ranks; 3D has <data value="03.map.3d.latencies-a-block">144</data>, the fewest.
+#
+# Where h is small, messages are short and latency counts most. There 3D wins up to many more tokens, so the border of 2.5D
+# bends to the right at the bottom.
 # </details>
 #
 # **Challenge.**
@@ -865,7 +914,8 @@ lesson.explorers.tensor_modes()
 # In this setting 1D would take 220.0 ms. Sequence parallelism adds 0.3 ms to that, which hardly matters.
 # </details>
 #
-# **Takeaway.** Use 1D inside a node, and a grid only when a matrix must be shared across nodes. Grids are predicted to communicate for a shorter time on 64 ranks.
+# **Takeaway.** Use 1D inside a node, and a grid only when a matrix must be shared across nodes. On 64 ranks, grids are
+# predicted to spend less time communicating than 1D, except where tokens are few and h is large.
 #
 # ### Exercise 5: how many ranks should share a matrix?
 #
@@ -928,7 +978,10 @@ lesson.check(exercises.choose_ranks, choose)
 # - Sequence parallelism keeps less and sends hardly more bytes. It can still take longer, so measure it.
 # - Grids send fewer bytes in large batches, but make many small calls.
 #
-# **When not to use this.** By formula, the backward lasts as long as the gradients' all-reduce if a GPU has as many tokens as ρ has FLOPs a byte: 800 tokens at 800 FLOP/B. Use replicas if the model fits and each GPU has many times that. Otherwise share matrices inside a node, with r ≥ 1. With few tokens a smaller r can still beat replicas (exercise 5), so predict both. Across nodes, try pipelines before a grid.
+# **When not to use this.** By formula, the backward lasts as long as the gradients' all-reduce if a GPU has ρ tokens, such as
+# 800 at 800 FLOP a byte. Use replicas if the model fits and each GPU has many times that. Otherwise share matrices inside a
+# node, with r ≥ 1. With few tokens a smaller r can still beat replicas (exercise 5), so predict both.
+# Across nodes, try pipelines before a grid.
 #
 # **Where to look.**
 #

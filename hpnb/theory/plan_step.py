@@ -118,6 +118,8 @@ def rank_blocks(layers: int, layout: ParallelLayout) -> tuple[int, ...]:
 def rank_dense_blocks(model: ModelShape, layout: ParallelLayout) -> tuple[int, ...]:
     """Of `rank_blocks`, those that have no experts where others do: the model's first."""
     p = layout.pp
+    if not model.dense_layers:
+        return (0,) * p
     ends = list(accumulate(stage_blocks(model.layers, p * layout.chunks_per_rank), initial=0))
     dense = [model.dense_blocks(start, stop) for start, stop in pairwise(ends)]
     if layout.schedule in V_SHAPED:

@@ -27,7 +27,7 @@ from hpnb.theory.plan_task import PlanTask, Software, refusal
 from hpnb.theory.published_runs import MEGATRON, MEGATRON_CORE
 
 LEFT_OUT = {
-    "MLPerf GPT-3, torchtitan's 70B and 405B": "matmuls in FP8 are not predicted",
+    "MLPerf GPT-3, torchtitan's 70B and 405B": "what converts to FP8, another in each, is not predicted",
     "torchtitan's 8B in BF16": "its H100s were limited to 500 W and had other memory than the datasheet's",
     "Mixtral in Megatron-LM's README for experts": "its layouts are published without times",
     "GPT-OSS in NeMo AutoModel": "FlexAttention over windows, and biases added expert by expert, are not "

@@ -72,13 +72,13 @@ here = lesson.banner(N, model=name, data=english.describe(), sizes=sizes)
 # ## The unchanged run does not fit
 #
 # In mixed precision, a parameter takes 2 bytes, its gradient 2, and its optimizer state 12: a float32 master weight
-# and Adam's two moments. In float32 the same sum is 4 + 4 + 8. GPT-2 XL has 1,557,611,200 parameters, which makes
+# and Adam's two moments. In float32, the weight takes 4, the gradient 4 and the moments 8. GPT-2 XL has 1,557,611,200 parameters, which makes
 # 24.9 GB before the first token. A common GPU has 24 GB.
 #
 # So every rank here gets a *budget* of 15.4 bytes a parameter: 24 GB for XL, <data value="05.stopped.budget">24.0 GB</data> for this page's model.
 # `hpnb.record.memory(..., budget=...)` counts the bytes of all tensors after every operator, and raises where a GPU
-# would be out of memory. We run one step of DDP with hardly any tokens, <data value="05.stopped.tokens">64</data> on each rank. Later steps have
-# <data value="05.tokens.page:,.0f">4,096</data>.
+# would be out of memory. We run one step of DDP with hardly any tokens, <data value="05.stopped.tokens">64</data> on each rank. The steps
+# that we compare later have <data value="05.tokens.page:,.0f">4,096</data>.
 #
 # Some cells ask you to guess a number first. Without a guess, a *rule of thumb* takes its place. Here it counts weights and gradients only.
 
@@ -111,7 +111,7 @@ lesson.claim("The backward has already freed the activations",
 
 # %% [markdown]
 # It stopped <data value="05.stopped.operator">after aten.zeros_like</data>, with <data value="05.stopped.total">24.0 GB</data> in use, in the first `optimizer.step()`,
-# which allocates Adam's moments. The backward had freed the activations by then; they take <data value="05.stopped.activations">8.19 kB</data>. We call weights,
+# which allocates Adam's moments. By then, the backward had freed all activations but <data value="05.stopped.activations">8.19 kB</data>. We call weights,
 # gradients and optimizer state together the *states*. Complete, they take 16 bytes a parameter. No batch is small enough.
 #
 # <details><summary>How does the table count?</summary>
@@ -136,8 +136,8 @@ lesson.claim("The backward has already freed the activations",
 # | ZeRO-3 (fully sharded, FSDP) | P / N | P / N | P / N | 3P: all-gather weights twice, reduce-scatter gradients |
 #
 # Under ZeRO-1 a rank keeps optimizer state only for its part, updates it, and all-gathers the new
-# weights. ZeRO-2 also frees other ranks' gradients after each bucket, and its own part after the update. Here is a complete step of ZeRO-1, on one flat
-# tensor of all parameters.
+# weights. ZeRO-2 also frees other ranks' gradients after each bucket, and its own part after the update. Here is a
+# complete step of ZeRO-1, on one flat tensor of all parameters.
 
 # %%
 def train_zero1_by_hand(steps=3):
@@ -163,9 +163,9 @@ def train_zero1_by_hand(steps=3):
     return step_timing.relative_distance(by_hand.parameters(), library.parameters())
 
 # %% [markdown]
-# ZeRO-3 shards the weights too. Let a block have n weights. They are whole only while the block computes: *unshard*
+# ZeRO-3 shards the weights too. A block's n weights are complete only while it computes: *unshard*
 # them with an all-gather, run the forward, then *reshard*. Autograd has saved views of them for the backward, so the
-# tensor must stay: we shrink its storage to 0 bytes, and before the backward grow and fill it again.
+# tensor must stay. We shrink its storage to 0 bytes, and before the backward grow and fill it again.
 #
 # ```
 #              unshard    forward     reshard            unshard    backward    reduce-scatter, reshard
@@ -249,8 +249,8 @@ lesson.show(counted=stored, unit="B", key="05.stored", title="Stored by one bloc
 lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 
 # %% [markdown]
-# The checkpointed block stores
-# <data value="05.stored.by-hand.counted">32.8 kB</data> instead of <data value="05.stored.no-checkpoint.counted">985 kB</data>.
+# The checkpointed block stores only its input, <data value="05.stored.by-hand.counted">32.8 kB</data>, instead of <data value="05.stored.no-checkpoint.counted">985 kB</data>. That is about 28 times as much, or 30 where
+# attention stores its probabilities.
 #
 # <details><summary>In your tools</summary>
 #
@@ -278,6 +278,7 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 # CPU memory. Together that is 0.69 s,
 # as long as a GPU with 400 TFLOP/s computes on 29,000 tokens. On N ranks with ZeRO-1 or 2, transfer and update take 1/N of that if each rank has these rates for itself. Ranks of one node share them.
 # So shard first, and offload where there are too few ranks. <data value="05.offload">In this run, offloading added 889 ms to a step with ZeRO-3 and recomputation, predicted as 228 ms: the rates are assumed, and ranks share the CPU's cores and memory.</data>
+# This page does not separate the reasons for such a difference.
 # </details>
 #
 # **Takeaway.** ZeRO splits the all-reduce into its two halves and updates in between.
@@ -289,8 +290,10 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 #
 # - **turn** from forward to backward: about 28 T h values of each block, 28 times its input, and 12 V T bytes of the
 #   loss, for float32 log-probabilities and two gradients of that size.
-# - **block i**, counted from 0, in its backward: activations of blocks 0 to i, or with recomputation their inputs and all activations of block i, and what the fold lists.
-# - **end** of the backward: no activations. With ZeRO-2 and 3, the P/N gradients are complete only now, because they are freed after each update.
+# - **block i**, counted from 0, in its backward: the activations of blocks 0 to i, and what the fold lists. With recomputation, the
+#   inputs of blocks 0 to i and all activations of block i.
+# - **end** of the backward: no activations. ZeRO-2 and 3 free gradients after each update, so they have none at the turn, and all P/N
+#   here.
 # - **step**, the update: the same, and a float32 copy of 16-bit gradients, which the optimizer needs for master weights.
 #
 # <details><summary>What else is there in the backward of block i?</summary>
@@ -304,7 +307,8 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 # </details>
 #
 # `theory.step_memory` predicts the largest of the four. On a GPU we add the *workspaces* of cuBLAS, the matmul
-# library. On all pages, a prediction *holds* if the answer is 0.8 to 1.25 times as large; an *identity* must hold exactly.
+# library. On all pages, a prediction *holds* if the answer, before rounding, is 0.8 to 1.25 times as large. An *identity* must hold
+# exactly.
 
 # %%
 lesson.predict("05.fitting", "How many of ZeRO-0 to ZeRO-3 fit the budget?",
@@ -352,14 +356,13 @@ lesson.claim("ZeRO-2 fits XL with room to spare", (xl[ZeroConfig(2)], "<", 0.8 *
 # Recording slows the step: trust bytes, not clocks. Activations grow until the turn and are gone at the
 # end. With ZeRO-3, *temporary*, the category for the rest, contains the gathered weights.
 #
-# <data value="05.fitting">0</data> of the four ZeRO stages fit without recomputation, and <data value="05.fits.all">4</data> of all <data value="05.fits.of">9</data>
-# configurations do. ZeRO-0 peaks at <data value="05.peak.zero-0.measured">45.4 GB</data>, ZeRO-3 at <data value="05.peak.zero-3.measured">25.9 GB</data>, and with
-# recomputation at <data value="05.peak.zero-3-+-recompute.measured">8.93 GB</data>. The formula is right within a tenth.
+# <data value="05.fitting">0</data> of the four ZeRO stages fit without recomputation, and <data value="05.fits.all">4</data> of all <data value="05.fits.of">9</data> configurations do. ZeRO-3 with
+# recomputation peaks at <data value="05.peak.zero-3-+-recompute.measured">8.93 GB</data>. The formula is right within a tenth.
 #
-# And XL on two ranks, in bf16 with 1,024 tokens each? It is predicted to peak at <data value="05.xl.zero-0.predicted">31.2 GB</data> with
-# ZeRO-0, in the step: its float32 copy of all gradients takes 6.2 GB, and recomputation cannot help. ZeRO-1 needs
-# <data value="05.xl.zero-1.predicted">20.6 GB</data>. But a GPU also needs room for the CUDA context, workspaces and fragmentation. Our pages plan
-# with 80 % of a GPU, here 19.2 GB, which fits ZeRO-2 with <data value="05.xl.zero-2.predicted">17.5 GB</data>.
+# And XL on two ranks, in bf16 with 1,024 tokens each? ZeRO-0 is predicted to peak at <data value="05.xl.zero-0.predicted">31.2 GB</data>, in the update: the float32 copy of
+# all gradients takes 6.2 GB, and recomputation cannot help. ZeRO-1 needs <data value="05.xl.zero-1.predicted">20.6 GB</data>. But a GPU also needs room for the CUDA
+# context, workspaces and fragmentation. So our pages plan with 80 % of a GPU, here 19.2 GB. ZeRO-2 fits with <data value="05.xl.zero-2.predicted">17.5 GB</data>, ZeRO-1
+# only if it recomputes, with <data value="05.xl.zero-1-+-recompute.predicted">18.7 GB</data>.
 #
 # <details><summary>Both peaks, line by line</summary>
 #
@@ -462,10 +465,10 @@ lesson.claim("8 tokens take less than twice as long as 2", (took[8], "<", 2 * to
 # %% [markdown]
 # We take the lowest median of five rounds, <data value="05.floor.launch">69.7 ms</data>, as the time that launching needs. On a CPU, computing comes on top of
 # it. By the lines, launching and computing take equally long at <data value="05.limit.equal">about</data> <data value="05.tokens.equal:,.0f">1,958</data> tokens. This page trains with
-# <data value="05.tokens.page:,.0f">4,096</data> tokens a rank, which take <data value="05.floor.step">146 ms</data>: mainly <data value="05.limit.word">computing</data> sets the time of its steps.
+# <data value="05.tokens.page:,.0f">4,096</data> tokens a rank. Without messages, their forward and backward take <data value="05.floor.step">146 ms</data>. Mainly <data value="05.limit.word">computing</data> sets this time.
 #
-# To predict, take forward, backward and update of one rank that sends nothing: `alone`. Recomputation adds a forward, and with ZeRO the
-# update takes 1/N. Communication adds what does not overlap with computing, its *exposed* part. On GPUs:
+# To predict a step, take forward, backward and update of one rank that sends nothing: `alone`. Recomputation adds a forward. With
+# ZeRO, we predict 1/N of the update. Communication adds what does not overlap with computing, its *exposed* part. On GPUs, we predict:
 #
 # - **ZeRO-0** overlaps its all-reduce with the backward, except for the last bucket.
 # - **ZeRO-1 and 2** overlap the reduce-scatter likewise. But the all-gather of all weights follows the update, fully
@@ -473,8 +476,10 @@ lesson.claim("8 tokens take less than twice as long as 2", (took[8], "<", 2 * to
 # - **ZeRO-3** gathers one block while another computes. Only the first gather and the last reduce-scatter are exposed,
 #   if a gather is shorter than a block's forward, and a gather plus a reduce-scatter shorter than its backward.
 #
-# On a CPU the cores that compute also move the messages, so nothing overlaps, and we predict all communication as
-# exposed.
+# <details><summary>On a laptop</summary>
+#
+# On a CPU the cores that compute also move the messages, so nothing overlaps, and we predict all communication as exposed.
+# </details>
 #
 # <details><summary>One step, timed twice</summary>
 #
@@ -506,25 +511,35 @@ lesson.claim("ZeRO-2 communicates after its update, ZeRO-3 hardly does",
 lesson.record("05.alone", {"forward": alone[0], "both": sum(alone[:2])}, "s")
 
 # %% [markdown]
-# The table *What a saved byte costs* has prices of a saved GB. A price below 0 means that the step that saves memory was also faster. ZeRO-3 instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">19.5 GB</data> and added <data value="05.price.zero-0-to-zero-3.added">-15.7 ms</data>
-# to the median step. Their ranges, from the fastest to the slowest step, <data value="05.ranges">overlap: either may be faster</data>. With ZeRO-3, recomputation saved another <data value="05.price.zero-3-to-zero-3-+-recompute.saved">17.0 GB</data>. Recomputation changed the four ZeRO stages' steps by <data value="05.recompute.least">100 ms</data> to <data value="05.recompute.most">177 ms</data>; we predicted one
-# forward, <data value="05.alone.forward">60.8 ms</data>.
+# The table *What a saved byte costs* has prices of a saved GB. Below 0, the median step that saves memory was also shorter. ZeRO-3
+# instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">19.5 GB</data> and added <data value="05.price.zero-0-to-zero-3.added">-15.7 ms</data> to the median step. Their ranges, from fastest to slowest, <data value="05.ranges">overlap: either may be faster</data>.
 #
-# Of the <data value="05.off.of">9</data> predicted times <data value="05.off.hold">2</data> hold. Steps take <data value="05.off.low:.2f">1.18</data> to <data value="05.off.high:.2f">2.64</data> times the
-# prediction, most with <data value="05.off.highest">ZeRO-3 + recompute + offload</data>.
+# Recomputation changed a step by <data value="05.recompute.least">100 ms</data> to <data value="05.recompute.most">177 ms</data>, depending on the ZeRO stage. We predicted one forward, <data value="05.alone.forward">60.8 ms</data>.
 #
-# ZeRO-2 communicates for <data value="05.after.zero-2">21.9 ms</data> after its update, predicted as
-# <data value="05.after.predicted">7.08 ms</data>, and ZeRO-1 for <data value="05.after.zero-1">1.21 ms</data>. The update takes <data value="05.update.zero-0">29.4 ms</data> with ZeRO-0, <data value="05.update.zero-1">38.8 ms</data> with ZeRO-1 and <data value="05.update.zero-2">5.89 ms</data> with ZeRO-2: it need not be 1/N.
+# Of the <data value="05.off.of">9</data> predicted times <data value="05.off.hold">2</data> hold. Steps take <data value="05.off.low:.2f">1.18</data> to <data value="05.off.high:.2f">2.64</data> times the prediction, most with
+# <data value="05.off.highest">ZeRO-3 + recompute + offload</data>. Where do they spend time after the backward?
+#
+# | | ZeRO-0 | ZeRO-1 | ZeRO-2 | ZeRO-3 |
+# |---|---|---|---|---|
+# | update | <data value="05.update.zero-0">29.4 ms</data> | <data value="05.update.zero-1">38.8 ms</data> | <data value="05.update.zero-2">5.89 ms</data> | <data value="05.update.zero-3">8.91 ms</data> |
+# | communication after it | <data value="05.after.zero-0">0 s</data> | <data value="05.after.zero-1">1.21 ms</data> | <data value="05.after.zero-2">21.9 ms</data> | <data value="05.after.zero-3">0 s</data> |
+#
+# The gather after the update is predicted as <data value="05.after.predicted">7.08 ms</data> with ZeRO-1 and 2. If its row has less, part of it may count as update. So
+# compare the sum of both rows.
 #
 # <details><summary>What does the prediction leave out?</summary>
 #
-# It leaves out copies to and from flat buckets, launching the
-# hooks that shard and gather, waiting for the slowest rank, and that messages take time from cores or a GPU that compute. For offloading, it assumes rates. This run cannot tell these apart. Where ranks share a GPU, communication is not measured but predicted.
+# It leaves out copies to and from flat buckets, launching the hooks that shard and gather, and waiting for the slowest rank.
+# Recomputation launches a forward again, with its hooks. Messages also take time from cores or a GPU that compute. For offloading,
+# the prediction assumes rates.
+#
+# This page cannot tell these apart, nor say how much of a part in the table is waiting. Where ranks share a GPU, communication is not
+# measured but predicted. The figure's bars leave out offloaded steps.
 # </details>
 #
 # The usual rule says "use the lowest ZeRO stage that fits", because ZeRO-3 sends 1.5 times as many bytes. But only exposed
-# communication costs time. So we simulate XL on 8 GPUs of 400 TFLOP/s, with 8 sequences each, and let communication
-# overlap. Simulated, ZeRO-1 equals ZeRO-2. On which links does ZeRO-3 expose more?
+# communication costs time. So we simulate XL on 8 GPUs of 400 TFLOP/s, with 8 sequences each.
+# Simulated, ZeRO-1 equals ZeRO-2. On which links does ZeRO-3 expose more?
 
 # %%
 lesson.predict("05.exposed", "Which exposes less on a link of 1 TB/s?", kind="ranking",
@@ -541,8 +556,8 @@ lesson.reveal("05.exposed", {z: s[-1] for z, s in exposed.items()}, source="simu
 lesson.claim("ZeRO-3 exposes less than ZeRO-2 on fast links only", less == sorted(less))
 
 # %% [markdown]
-# No stage exposes less than ZeRO-0; up to about <data value="05.link.apart">21.5 GB/s</data>, ZeRO-2 exposes the same. ZeRO-2 and 3 cross at <data value="05.link.crossing">27.4 GB/s</data>. From <data value="05.link.fast">38.6 GB/s</data> on, a gather is
-# shorter than a block's forward, and ZeRO-3 overlaps nearly all of them. There, as on InfiniBand NDR with 50 GB/s, it
+# No stage exposes less than ZeRO-0. Up to about <data value="05.link.apart">21.5 GB/s</data>, ZeRO-2 exposes the same. ZeRO-2 and 3 cross at <data value="05.link.crossing">27.4 GB/s</data>.
+# From <data value="05.link.fast">38.6 GB/s</data> on, a gather is shorter than a block's forward, and ZeRO-3 overlaps nearly all gathers. There, as on InfiniBand NDR with 50 GB/s, it
 # saves more memory than ZeRO-2 *and* exposes less. On slow links, such as Ethernet with 12.5 GB/s, ZeRO-3 pays for its extra bytes.
 #
 # <details><summary>Must ZeRO-2 gather after the update?</summary>
@@ -564,8 +579,9 @@ lesson.claim("ZeRO-3 exposes less than ZeRO-2 on fast links only", less == sorte
 # Offloading is computed without sharding, from 25 GB/s of PCIe and 100 GB/s of CPU memory, as in the fold on tools.
 # </details>
 #
-# **Takeaway**, from simulating XL, not from our steps. Do not shard a model that fits. Otherwise use the stage that fits and exposes least: in our library, with 8 GPUs and 8 sequences each, ZeRO-3 from
-# <data value="05.link.crossing">27.4 GB/s</data> on. A saved GB costs least by sharding, more by recomputation, most by offloading.
+# **Takeaway**, from XL simulated on 8 GPUs; our own steps do not decide it. Do not shard a model that fits. Otherwise use the
+# stage that fits and exposes least: there, ZeRO-3 from <data value="05.link.crossing">27.4 GB/s</data> on. A saved GB costs least by sharding, more by
+# recomputation, most by offloading.
 #
 # ### Exercise 2: which blocks to recompute
 #
@@ -700,14 +716,19 @@ words.record_depths(*setting, plan, depth, N, BUCKET, workspace)
 lesson.claim("ZeRO-3 trains a deeper model", (depth[deep], ">", depth[shallow]))
 
 # %% [markdown]
-# ZeRO-0 stops at <data value="05.depth.zero-0.measured">23 blocks</data>, with <data value="05.millions.zero-0:.1f">789.1</data> million parameters, ZeRO-3 with recomputation at
-# <data value="05.depth.zero-3-+-recompute.measured">150 blocks</data>, with <data value="05.millions.zero-3:.1f">4693.2</data> million. With ZeRO-3 and recomputation, a block costs 16/N bytes a parameter. Before the update, its stored input takes w T h bytes more; in the update, instead, the float32 copy of 16-bit gradients takes 4/N bytes a parameter more. The fuller of these two moments of the step limits the depth. Here it is, by prediction: <data value="05.fullest.zero-3">step</data>.
-# With more ranks what is divided by N vanishes. What remains is stored inputs, about three gathered blocks, the gathered embedding and the logits.
+# ZeRO-0 stops at <data value="05.depth.zero-0.measured">23 blocks</data>, with <data value="05.millions.zero-0:.1f">789.1</data> million parameters. ZeRO-3 with recomputation stops at <data value="05.depth.zero-3-+-recompute.measured">150 blocks</data>, with
+# <data value="05.millions.zero-3:.1f">4693.2</data> million.
+#
+# With ZeRO-3 and recomputation, a block costs 16/N bytes a parameter. Before the update, its stored input adds w T h bytes. In the
+# update, the float32 copy of 16-bit gradients adds 4/N bytes a parameter instead. The fuller moment limits the depth: by prediction, here *<data value="05.fullest.zero-3">step</data>*.
+#
+# With more ranks, what is divided by N vanishes. What remains is stored inputs, about three gathered blocks, the gathered
+# embedding and the logits.
 #
 # ### An autopsy
 #
 # A colleague's run fits with room to spare: its budget is the peak of one step of one sequence plus 8.5 copies of the logits. Its loss
-# falls. After some steps it is out of memory, although its states take the same bytes in every step. What is new?
+# falls. After some steps it is out of memory, although its states do not grow. What does?
 
 # %%
 def train_and_log(headroom, steps=20):
@@ -767,22 +788,25 @@ lesson.explorers.sharded_step()
 # %% [markdown]
 # ## The batch wall
 #
-# With enough ranks, states no longer limit the model. But each rank needs enough tokens to overlap its communication, so
-# more ranks mean a larger batch, and that must be worth it. A gradient over B samples, here sequences, is the true gradient G plus noise:
+# With enough ranks, states no longer limit the model. But each rank needs enough tokens to overlap its communication. So
+# more ranks mean a larger batch, which must be worth it. A gradient over B samples, here sequences, is the true gradient G plus noise:
 # $E|g_B|^2 = |G|^2 + \mathrm{tr}(\Sigma)/B$, where Σ is the covariance of single samples' gradients. Signal and noise are
 # equal at the *gradient noise scale*,
 #
 # $$ B_{noise} = \mathrm{tr}(\Sigma) / |G|^2. $$
 #
 # In theory, reaching a given loss takes $s_{min} (1 + B_{noise}/B)$ steps, where $s_{min}$ is the number of steps with an
-# unlimited batch. By this law, a doubled batch halves the steps far below the noise scale, and saves nothing far above it. Squared norms at a small batch size b and a large one B
-# give both unknowns. In data parallelism these are the norms before and after the all-reduce; below, b is a single
-# sample.
+# unlimited batch. By this law, each doubling of the batch saves less than the one before: far below the noise scale it
+# halves the steps, far above it saves nothing.
+#
+# Squared norms at two batch sizes give both unknowns: at a small one b, here 1, and a large one B, here 8 or 128. In data
+# parallelism, these are the norms before and after the all-reduce.
 #
 # $$ |G|^2 = \frac{B|g_B|^2 - b|g_b|^2}{B - b} \qquad \mathrm{tr}(\Sigma) = \frac{|g_b|^2 - |g_B|^2}{1/b - 1/B} $$
 #
-# Both are differences of noisy numbers, so we repeat. We train a small GPT-2 to a test loss of 6, and then 5. At each we
-# take four sets of 128 samples, and from each set estimate the scale twice: from 16 batches of 8, and from one of 128.
+# Both formulas subtract noisy norms, so we repeat. We train a small GPT-2 to a test loss of 6, and then 5. At each we take
+# four sets of 128 samples. From each set we estimate the scale twice: from 16 batches of 8, and from one of 128. The table has the
+# medians of four estimates.
 
 # %%
 def noise_scales(model, axis, rows):
@@ -840,10 +864,13 @@ lesson.claim("The scale grows as the loss falls", larges[0] > first[-1])
 
 # %% [markdown]
 # From 4 to 8 samples the steps fell by a factor of <data value="05.doubling:.2f">1.60</data>, not 2. The law, fitted from 8 samples on,
-# predicted <data value="05.doubling.predicted:.2f">1.79</data>. The doublings divided the steps by <data value="05.doublings.least:.2f">1.27</data> to <data value="05.doublings.most:.2f">1.63</data>. By the law, the last one would divide them by <data value="05.doublings.law-last:.2f">1.32</data>. <data value="05.doublings.wall">The last doubling saved least, as the law says.</data> Steps are counted in fives, in <data value="05.repeats.least">2</data> to <data value="05.repeats.most">2</data> runs of a batch size. So the fit is rough, and doublings that saved nearly the same cannot be told apart.
+# predicted <data value="05.doubling.predicted:.2f">1.79</data>.
 #
-# At a loss of 5, batches of 8 gave noise scales from <data value="05.scale.loss-5-batches-of-8.lowest:.0f">48</data> to
-# <data value="05.scale.loss-5-batches-of-8.highest:.0f">101</data> samples, because both norms are noisy. The same samples in one batch of
+# All doublings divided the steps by <data value="05.doublings.least:.2f">1.27</data> to <data value="05.doublings.most:.2f">1.63</data>. By the law, the last one would divide them by <data value="05.doublings.law-last:.2f">1.32</data>. <data value="05.doublings.wall">The last doubling saved least, as the law says.</data>
+# Steps are counted in fives, in at most <data value="05.repeats.most">2</data> runs of a batch size. So doublings that saved nearly the same cannot be
+# told apart.
+#
+# At a loss of 5, batches of 8 gave noise scales from <data value="05.scale.loss-5-batches-of-8.lowest:.0f">48</data> to <data value="05.scale.loss-5-batches-of-8.highest:.0f">101</data> samples. The same samples in one batch of
 # 128 gave <data value="05.scale.loss-5-batches-of-128.lowest:.0f">50</data> to <data value="05.scale.loss-5-batches-of-128.highest:.0f">66</data>.
 #
 # From a loss of 6 to 5, the median scale of the gradients grew from <data value="05.scale.loss-6-batches-of-128.measured:.0f">8</data> to <data value="05.scale.loss-5-batches-of-128.measured:.0f">60</data> samples. The law has a single noise scale for the

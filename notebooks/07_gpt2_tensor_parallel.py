@@ -41,8 +41,8 @@
 # </details>
 #
 # **Letters.** t ranks share a model with a heads, hidden size h and vocabulary size V. A batch has b sequences of s
-# tokens. All measurements and counts were made on <data value="07.hardware">4 x NVIDIA H100 80GB HBM3</data>. Where there are GPUs,
-# dropout, recomputed FLOPs and the three kinds of sequence parallelism still run on the CPU.
+# tokens. This page ran on a machine with <data value="07.hardware">4 x NVIDIA H100 80GB HBM3</data>. Some parts run on the CPU even where there are GPUs:
+# dropout's masks and training, recomputed FLOPs, and the three kinds of sequence parallelism.
 
 # %% tags=["setup"]
 import importlib.util
@@ -85,7 +85,7 @@ here = lesson.banner(N, model=model, data=english.describe(), sizes=sizes)
 # whole heads        |#####             |  |#####             |  |#####             |   heads 0 to 6 of each
 # ```
 #
-# A score is a sum over all d = h/a columns of a head, and the softmax needs the finished score, so a piece of a head is
+# A score is a sum over all d = h/a columns of a head, and the softmax needs the finished sum. So a piece of a head is
 # useless. Yet code that cuts Q, K and V into equal chunks runs: it sees 25 heads of width d/4.
 
 
@@ -131,7 +131,8 @@ lesson.predict("07.attention", question, rule_of_thumb=1)
 #
 # ### What uneven heads cost
 #
-# 25 heads on 4 ranks are 7, 6, 6 and 6. In the all-reduce after the attention, all wait for the rank with 7. By FLOPs, attention takes t⌈a/t⌉/a times as long as with an even split. The MLP's columns split evenly. Of the
+# 25 heads on 4 ranks are 7, 6, 6 and 6. In the all-reduce after the attention, all wait for the slowest rank. By
+# FLOPs this is the one with 7, and attention takes t⌈a/t⌉/a times as long as with an even split. The MLP's columns split evenly. Of the
 # 24h² + 4sh FLOPs that a block computes per token, 8h² + 4sh belong to heads. So a block takes
 #
 # $$ 1 + \frac{2h+s}{6h+s}\left(\frac{t\,\lceil a/t\rceil}{a} - 1\right) $$
@@ -145,7 +146,7 @@ lesson.predict("07.attention", question, rule_of_thumb=1)
 # | 5 | 5, 5, 5, 5, 5 | 1.00 | 1.000 |
 # | 8 | 4, 3, 3, 3, 3, 3, 3, 3 | 1.28 | 1.111 |
 #
-# We measure attention alone, 6 and 7 heads in turn; on a GPU with 8 times the banner's samples. Where ranks share CPU
+# We measure attention alone, with 6 and 7 heads in turn. On a GPU we take 8 times the banner's samples. Where ranks share CPU
 # cores, these are CPU times.
 
 
@@ -177,9 +178,9 @@ lesson.reveal("07.attention", fullest, predicted=ratio, truth_range=ends)
 lesson.record("07.nearer", gpt2_tensor.nearer_in_words(fullest, ratio, seconds))
 
 # %% [markdown]
-# From the medians, the rank with most heads needs <data value="07.attention:.2f">1.04</data> times the mean; the formula, of FLOPs alone, says
-# <data value="07.attention.predicted:.2f">1.12</data>. The range pairs slowest
-# repeats of one number of heads with fastest of the other, so it can begin below 1.
+# By the medians, the rank with most heads needs <data value="07.attention:.2f">1.04</data> times the mean. The formula knows only FLOPs, and says
+# <data value="07.attention.predicted:.2f">1.12</data>. The range pairs the slowest repeats of one number of heads with the
+# fastest of the other, so it can begin below 1.
 # <data value="07.nearer">Here the repeats overlap, so this run doesn't decide whether a head more costs time</data>.
 #
 # <details><summary>In your tools: uneven heads</summary>
@@ -236,8 +237,8 @@ lesson.check(exercises.split_heads, share)
 # %% [markdown]
 # ## A loss from three numbers per token
 #
-# The second odd number is the vocabulary. 50,257 is 29 · 1,733, so no usual t divides it. The library gives one of 4 ranks 12,565 tokens
-# and the others 12,564.
+# The second odd number is the vocabulary. 50,257 is 29 · 1,733, so no usual t divides it. The library gives one of 4 ranks one token more than
+# the others.
 #
 # GPT-2 uses its table (V, h) as embedding and as output layer, the *LM head*. If its rows are sharded, ranks send:
 #
@@ -252,7 +253,7 @@ lesson.check(exercises.split_heads, share)
 #
 # The loss needs no gathered logits. Cross entropy is $\log \sum_v e^{z_v} - z_\text{target}$, so three numbers per
 # token are enough: the largest logit, which keeps exp from overflowing, the sum of exponentials, and the target's
-# logit.
+# logit. The cell asks about the banner's b·s tokens.
 
 # %%
 logits, target = torch.randn(37, dtype=torch.float64), 20  # of one token
@@ -301,8 +302,8 @@ lesson.claim("In bytes, reductions send under 1/8,000", (reduced, "<", gathered 
 
 # %% [markdown]
 # Per token, gathering sends <data value="07.loss.gathered">151 kB</data> from every rank and reducing <data value="07.loss.reduced">18 B</data>. Both are
-# proportional to 1 - 1/t, so the ratio is V/6 = 8,376 for any t and batch. In the step <data value="07.vocab-bytes">39.4 MB</data> leave a rank, as predicted, nearly all for the two all-reduces of
-# b·s·h.
+# proportional to 1 - 1/t, so their ratio is V/6 = 8,376 for any t and batch. In the step without blocks,
+# <data value="07.vocab-bytes">39.4 MB</data> leave a rank, as predicted. Nearly all belong to the two all-reduces of b·s·h numbers.
 #
 # <details><summary>In your tools: a loss from sharded logits</summary>
 #
@@ -418,7 +419,7 @@ lesson.predict("07.one-seed", question, unit="%", rule_of_thumb=100)
 
 # %% [markdown]
 # The figure has the masks of the first and the last rank. Their XOR is empty if they are equal, and half full
-# if they are independent; its share stands beneath. "MLP: by the row" means that the MLP's output is replicated in the first three rows, and sharded by
+# if they are independent; its share stands beneath. A red frame judges all pairs of ranks. "MLP: by the row" means that the MLP's output is replicated in the first three rows, and sharded by
 # tokens in the last three.
 
 # %%
@@ -448,18 +449,22 @@ for sharded in (False, True):  # the library's GPT-2, and with sequence parallel
     lesson.claim(f"The masks of {name} follow the layout", follow)
 
 # %% [markdown]
-# One seed fails twice. Different heads share a mask. And the MLP's masks of first and last rank, which should be equal, agree in
-# <data value="07.one-seed">50.0 %</data> of their elements. The second failure comes from the uneven split: rank 0 has more heads,
+# *One seed* fails twice. Different heads share a mask. And the MLP's masks of first and last rank agree in
+# <data value="07.one-seed">50.0 %</data> of their elements, but should be equal. The second failure comes from the uneven split: rank 0 has more heads,
 # so it has drawn more numbers before the MLP. *A seed each* is wrong wherever an activation is replicated.
 #
-# With tokens sharded, *a seed each* fails at the embedding alone. *One seed* fails at the heads, and at the MLP between
-# ranks with equally many heads, where masks agree but should differ. The figure's two ranks have unequal numbers, so their XOR can't show that, but red frames judge all ranks.
+# <details><summary>And with tokens sharded?</summary>
+#
+# *A seed each* fails at the embedding alone. *One seed* fails at the heads and at the
+# MLP, where ranks with equally many heads share a mask. The figure's two ranks have unequal numbers of heads, so their XOR
+# can't show that.
+# </details>
 #
 # <details><summary>Why these masks are drawn on the CPU</summary>
 #
 # A CPU's generator advances with every number. A GPU's advances by rounds of many numbers, so small masks of unequal sizes
-# can leave it in equal states, and then the MLP's masks of one seed may be right. This page doesn't test that: masks and
-# training below use the CPU on every machine.
+# can leave it in equal states, and then the MLP's masks of one seed may be right. This page doesn't test that: the figure's masks and the training below use the CPU on every machine. The two
+# claims about the library's GPT-2 were checked on the banner's device.
 # </details>
 #
 # <details><summary>In your tools: dropout</summary>
@@ -472,7 +477,7 @@ for sharded in (False, True):  # the library's GPT-2, and with sequence parallel
 #
 # ### The silent failure
 #
-# We watch the loss of three *paired* runs per policy: run k of each has the same weights, batches and base seed, so
+# We watch the loss of three *paired* runs per policy. Run k of each policy has the same weights, batches and base seed, so
 # we can subtract run from run. Three instruments are sharper:
 #
 # 1. *Compare a replicated activation.* The hidden states that leave a block, the residual stream, are replicated. We
@@ -566,17 +571,21 @@ lesson.field_guide.show()
 
 # %% [markdown]
 # The loss gives no alarm. With one seed, training lowers the training loss by <data value="07.gained:.2f">0.89</data> from the first batch to the
-# last. Wrong masks change the test loss by <data value="07.faults.a-seed-each.test-loss-minus-rank-states:.5f">-0.00015</data> and <data value="07.faults.one-seed.test-loss-minus-rank-states:.5f">-0.00134</data> on average,
-# with standard errors of <data value="07.faults.a-seed-each.standard-error:.5f">0.00033</data> and <data value="07.faults.one-seed.standard-error:.5f">0.00081</data>.
+# last. Its wrong masks change the mean test loss by only
+# <data value="07.faults.one-seed.test-loss-minus-rank-states:.5f">-0.00134</data>, with a standard error of <data value="07.faults.one-seed.standard-error:.5f">0.00081</data>.
 #
-# Three instruments see the fault. With rank states the copies of the residual stream are equal bit for bit. With a
-# seed each, their relative distance in the last step is still at least
-# <data value="07.faults.a-seed-each.last-residual-stream-lowest:.3f">0.261</data>, and with one seed <data value="07.faults.one-seed.last-residual-stream-lowest:.3f">0.261</data>.
+# Three instruments see the fault. With rank states the copies of the residual stream are equal bit for bit. With one
+# seed, their relative distance is at least <data value="07.faults.one-seed.last-residual-stream-lowest:.3f">0.261</data> in the last step of
+# every run.
 #
-# After the first wrong mask, ranks have different residual streams, and the backward
-# assumes a common one. So it computes a wrong gradient, and the check gives at most <data value="07.faults.a-seed-each.gradient-check-highest:.3f">0.945</data> with a seed each and <data value="07.faults.one-seed.gradient-check-highest:.3f">0.979</data> with one seed, instead of 1. The table's 30 tensors are replicated weights and their gradients. In the first run,
-# <data value="07.faults.a-seed-each.differ-of-30-tensors">20</data> differ with a seed each, so the saved
-# model depends on which rank saves it. None of these is a norm's bias: the five norms' biases and their gradients are the other 10.
+# After the first wrong mask, ranks have different residual streams, but the backward assumes a common one. So it computes
+# a wrong gradient. The check should give 1, and gives at most
+# <data value="07.faults.a-seed-each.gradient-check-highest:.3f">0.945</data> with a seed each and
+# <data value="07.faults.one-seed.gradient-check-highest:.3f">0.979</data> with one seed.
+#
+# The 30 tensors of the table's last column are the replicated weights and their gradients, of the first run alone. With a
+# seed each, <data value="07.faults.a-seed-each.differ-of-30-tensors">20</data> of them differ, so the saved model depends on which rank saves
+# it. The biases of the five norms and their gradients stay equal.
 #
 # <details><summary>Why do the norms' biases stay equal?</summary>
 #
@@ -586,8 +595,7 @@ lesson.field_guide.show()
 # rank to rank.
 # </details>
 #
-# **Takeaway.** Compare replicated activations across ranks: they are equal bit for bit, or something is wrong. Compare
-# masks, too: heads that share a mask don't show in replicated activations.
+# **Takeaway.** Compare replicated activations across ranks: they are equal bit for bit, or something is wrong. Compare masks, too, because replicated activations don't show that heads share a mask.
 #
 # ### Exercise 3: read the masks
 #
@@ -716,7 +724,7 @@ question = "Tensor parallelism: what share of a layer's activations does a rank 
 lesson.predict("07.kept", question, unit="%", rule_of_thumb=100 / N)
 
 # %% [markdown]
-# We predict and measure six combinations, on the rank with most heads. The row of *full recomputation* has no
+# We predict and measure six combinations, on the rank with most heads and for one sequence. The row of *full recomputation* has no
 # parallelism.
 
 # %%
@@ -746,9 +754,15 @@ quantities |= {"fullest rank over mean": (ratio, fullest), "kept of a layer (B)"
 lesson.ledger.add("07", Layout(tp=N), model, quantities, vit_pipeline.hardware(N))
 
 # %% [markdown]
-# A tensor-parallel rank keeps <data value="07.kept">33.9 %</data> of the layer, not <data value="07.kept.rule-of-thumb">25.0 %</data>: 10 of the 34 + 80 don't depend on t, and
-# rank 0 has most heads. All six predictions hold, if we add what the published formula leaves out,
-# in red where it can be seen.
+# A tensor-parallel rank keeps <data value="07.kept">33.9 %</data> of the layer, not <data value="07.kept.rule-of-thumb">25.0 %</data>: 10 of the 34 + 80 don't
+# depend on t, and rank 0 has most heads. All six predictions hold, if we add what this library keeps beyond the published formula, in red
+# where it can be seen.
+#
+# <details><summary>Where does the share come from?</summary>
+#
+# On 4 ranks, rank 0 has 7 of the 25 heads of GPT-2 XL. So it keeps 7/25 of the 88 that belong to heads: q, k, v, the input of the
+# projection, and the scores. It keeps 1/4 of the MLP's 16. With the 10 these are 10 + 24.6 + 4 of 114.
+# </details>
 #
 # <details><summary>What is beyond the published formula?</summary>
 #
@@ -757,7 +771,8 @@ lesson.ledger.add("07", Layout(tp=N), model, quantities, vit_pipeline.hardware(N
 # in the backward.
 # </details>
 #
-# The table counts FLOPs of a small model on the CPU, where one prediction fails: recomputing attention adds <data value="07.again.attention.counted">1.61 %</data> of the FLOPs, and the formula says <data value="07.again.attention.predicted">3.21 %</data>.
+# The table counts FLOPs of a small model on the CPU. One prediction fails: recomputing attention adds
+# <data value="07.again.attention.counted">1.61 %</data> of the FLOPs, and the formula says <data value="07.again.attention.predicted">3.21 %</data>.
 # PyTorch stops recomputing as soon as it has the softmax and the masks that the backward needs, so the product with v
 # is never recomputed.
 #
@@ -792,7 +807,7 @@ lesson.ledger.add("07", Layout(tp=N), model, quantities, vit_pipeline.hardware(N
 # 2, 4, 8 and 16 don't divide 25 heads, so the first rank computes 3 to 18 % more than the mean. One rank alone keeps
 # 23.9 GB. If nothing is recomputed, scores are 5as/h = 640 beside the other 34, and 5 ranks keep 85 GB. With tokens
 # replicated, the 10 of 34 that nobody shards are 6.3 GB by themselves. With full recomputation, blocks and logits keep
-# 1.8 GB, for 32 % of the FLOPs; the table above says 33.3 % because it leaves out
+# only 1.8 GB, but 32 % of the FLOPs are recomputed, more than the limit. The table above says 33.3 % because it leaves out
 # the logits. A logit takes 6 bytes, 2 for itself and 4 for its softmax.
 # </details>
 #
@@ -912,9 +927,11 @@ lesson.claim("All are exact", (max(off for off, _ in compared.values()), "<", 1e
 # </details>
 #
 # Under Ulysses and ring every rank also all-reduces the gradients of all weights, which the table leaves out:
-# 8h²·(t-1)/t numbers for each attention layer, however many tokens there are. For our 64 tokens these are
-# <data value="07.gradients">1.77 MB</data>, so with them Megatron's method sends least. Take tensor parallelism while weights are the
-# problem. For long sequences take Ulysses; on more ranks than heads only the ring is left.
+# 8h²·(t-1)/t numbers for each attention layer, however many tokens there are. Here these are <data value="07.gradients">1.77 MB</data>, so for our
+# 64 tokens Megatron's method sends least in all. On 4 ranks Ulysses sends less than it with more than 4h tokens.
+#
+# Take tensor parallelism if the weights don't fit on a rank. For long sequences take Ulysses; on more ranks than heads only
+# the ring is left.
 #
 # <details><summary>In your tools: long sequences</summary>
 #

@@ -571,7 +571,7 @@ lesson.field_guide.show()
 
 # %% [markdown]
 # The loss gives no alarm. With one seed, training lowers the training loss by <data value="07.gained:.2f">0.89</data> from the first batch to the
-# last. Its wrong masks change the mean test loss by only
+# last. One seed's wrong masks change the mean test loss by only
 # <data value="07.faults.one-seed.test-loss-minus-rank-states:.5f">-0.00134</data>, with a standard error of <data value="07.faults.one-seed.standard-error:.5f">0.00081</data>.
 #
 # Three instruments see the fault. With rank states the copies of the residual stream are equal bit for bit. With one

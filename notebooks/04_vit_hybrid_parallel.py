@@ -138,7 +138,7 @@ lesson.check(exercises.coordinates, coordinates)
 # ## A hybrid step, by hand and by Booster
 #
 # First, *tp* shards the blocks' matrices, and *pp* keeps this rank's stage. Between two blocks, every tp rank has the complete hidden
-# states. It sends them to the rank of the next stage with the same tp coordinate. *dp* comes last, because it averages
+# states. At a cut, it sends them to the rank of the next stage with the same tp coordinate. *dp* comes last, because it averages
 # the gradients of this rank's shards.
 #
 # ```text
@@ -445,8 +445,8 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 # <details><summary>On a laptop or a shared GPU</summary>
 #
 # Ranks of a CPU share memory bandwidth, so measured times vary from run to run. Ranks that share a GPU compute by turns: dp's step is
-# not timed there but computed, the step that sends nothing plus dp's all-reduces, and tp's many turns each start on an idle GPU, so
-# launches count in full. The times that a slower link adds contain neither launches nor turns.
+# the one that sends nothing plus the computed time of its all-reduces, and each of tp's turns starts on an idle GPU, so that launches
+# count in full. The times that a slower link adds contain neither launches nor turns.
 # </details>
 #
 # **Takeaway.** tp needs the fastest links. On the slowest link here, the step along <data value="04.added-least">pp</data> grows least. A pipeline pays for its bubble on every link.
@@ -519,8 +519,7 @@ for axis in ("dp", "pp"):
     lesson.record(f"04.infiniband.{axis}", at["step / compute"])
 
 # %% [markdown]
-# Of <data value="04.total">5.42 MB</data> in a step, between nodes go
-# <data value="04.sent.tp.counted">3.34 MB</data> with tp outermost, <data value="04.sent.dp.counted">1.25 MB</data> with dp, and <data value="04.sent.pp.counted">836 kB</data> with pp.
+# Of <data value="04.total">5.42 MB</data> in a step, <data value="04.sent.tp.counted">3.34 MB</data> go between nodes with tp outermost, and only <data value="04.sent.pp.counted">836 kB</data> with pp.
 #
 # Fewer bytes need not give a shorter step. If the last microbatch's backward is longer than dp's all-reduces, only the last bucket
 # is exposed. So hpnb nests dp outermost by default. With many microbatches that backward is short, and on a slow link all-reduces are
@@ -610,8 +609,8 @@ lesson.check(exercises.place_axes, place)
 #            sum      x A of replica 0               sum      a part of x A of each replica
 # ```
 #
-# Every all-reduce inside a block now adds numbers of two different images. We train both on the leaves for two epochs. LayerNorms, embeddings and the head
-# are replicated over dp and tp, so we also record whether their copies stay equal.
+# Every all-reduce inside a block now adds numbers of two different images. We train the correct and the swapped model on the leaves
+# for two epochs. LayerNorms, embeddings and the head are replicated over dp and tp, so we also record whether copies stay equal.
 
 
 # %%

@@ -366,8 +366,8 @@ lesson.claim("ZeRO-2 fits XL with room to spare", (xl[ZeroConfig(2)], "<", 0.8 *
 #
 # <details><summary>Both peaks, line by line</summary>
 #
-# The last table's categories, from the formulas above. At the turn, *activations* include one of the loss's three terms, 4 V T. This page's
-# fullest moment is: <data value="05.worked.name.this-page-zero-0">turn</data>.
+# The formulas above give the last table's categories. At the turn, *activations* include one of the loss's three terms, 4 V T. This
+# page's fullest moment is: <data value="05.worked.name.this-page-zero-0">turn</data>.
 #
 # | | XL on two ranks: ZeRO-1, at the turn | | this page: ZeRO-0 | |
 # |---|---|---|---|---|

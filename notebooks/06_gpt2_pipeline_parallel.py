@@ -69,7 +69,7 @@ schedule_1f1b = lesson.reader_schedule("1f1b", N, M)
 # %% [markdown]
 # ## A uniform cut loses
 #
-# We begin with your 1F1B from notebook 02, if it is there. *Layers* are the embedding, the blocks and the head.
+# We begin with your 1F1B from notebook 02 if it is there, otherwise with the library's. *Layers* are the embedding, the blocks and the head.
 # The cut is *uniform*: numbers of blocks differ by at most one. A microbatch has b sequences of s tokens;
 # V is the vocabulary size, h the hidden size.
 #
@@ -126,9 +126,9 @@ lesson.predict("06.bubble", question, unit="%", rule_of_thumb=formula)
 # %% [markdown]
 # Now the time. With equal stages, notebook 02 predicts a bubble of $(p-1)/(m+p-1)$, here <data value="06.bubble.rule-of-thumb">27.3 %</data>.
 # `time_steps` runs real steps. Where ranks share cores or a GPU, it times each action alone and *replays* the step
-# from these times, in the schedule's order; here steps are <data value="06.run.source">measured</data>. Variants of a step share one set of weights
+# from these times, in the schedule's order. Here steps are <data value="06.run.source">measured</data>. Variants of a step share one set of weights
 # and **take turns**, A B C A B C, so that a busy second slows all of them. The cell keeps all <data value="06.repeats">5</data> repeats, because a difference smaller than their spread is no
-# finding. Later we also *simulate* steps, from times of single layers.
+# finding. Later we also *simulate* steps, from times of single layers. `FEW_TOKENS` is the reason that a claim prints if it fails.
 
 
 # %%
@@ -161,7 +161,7 @@ lesson.record("06.run", gpt2_pipeline.unequal_ranks(SOURCE, busy))
 # %% [markdown]
 # The bubble is <data value="06.bubble">43.3 %</data> instead. The formula assumes equal stages, but the last rank works
 # <data value="06.run.slower:.1f">1.7</data> times as long as the others on average, and they wait for it. More microbatches
-# don't cure that. By Σ t + (m-1) max t with these times, a bubble of <data value="06.run.endless">30.4 %</data> stays, however many there are.
+# don't cure that. Even with endlessly many, Σ t + (m-1) max t with these times leaves a bubble of <data value="06.run.endless">30.4 %</data>.
 #
 # **Takeaway.** A uniform cut gives the exact result, but slowly: the stage with the head sets the pace.
 #
@@ -179,9 +179,9 @@ lesson.record("06.run", gpt2_pipeline.unequal_ranks(SOURCE, busy))
 # | 774M | 1,280 | 36 | 2.9 | 13.5 |
 # | 1.5B | 1,600 | 48 | 2.4 | 21.3 |
 #
-# A cut that keeps the head on one rank cannot get past the last column.
+# A cut that keeps the head on one rank cannot exceed the speed-up in the last column.
 #
-# We also time each layer alone. For the last layer we time two parts separately: the head's matmuls, and the loss.
+# We also time each layer alone, and of the last layer the head's matmuls and the loss separately.
 
 # %%
 times = pool.run(gpt2_pipeline.time_layers, SIZE, MICROBATCH_SIZE, DTYPE)[0]
@@ -198,11 +198,12 @@ lesson.claim("A ratio is over a tenth away from 1", (times.misjudged(law), ">", 
 # %% [markdown]
 # FLOPs predict <data value="06.head.head-s-matmuls.predicted">2.37 blocks</data> for the head. Its matmuls really take
 # <data value="06.head.head-s-matmuls.measured">5.89 blocks</data>, <data value="06.head.ratio:.2f">2.49</data> times as much. With the loss,
-# which FLOPs leave out, the head takes <data value="06.head.head-and-loss.measured">7.68 blocks</data>.
+# which FLOPs leave out, the head takes <data value="06.head.head-and-loss.measured">7.68 blocks</data>. The claim takes the ratio that is further from 1, and
+# prints its distance from 1.
 #
 # FLOPs err in two directions, and the errors can cancel. Norms, GELU, softmax and launches make a block longer, so the
 # head counts fewer blocks. The loss and an odd vocabulary make the head longer. For the banner's
-# model, the last column is <data value="06.head.limit:.1f">21.3</data> by FLOPs and <data value="06.chunks.limit:.1f">7.3</data> by the measured layers.
+# model, the best speed-up is <data value="06.head.limit:.1f">21.3</data> by FLOPs and <data value="06.chunks.limit:.1f">7.3</data> by the measured layers.
 #
 # ### Why 50,257 is a bad size
 #
@@ -239,7 +240,7 @@ lesson.claim("The padded median is not slower than the odd size's slowest repeat
 
 # %% [markdown]
 # Here the odd size takes <data value="06.padding.gain:.2f">5.87</data> times as long by the median, a difference <data value="06.padding.spread">beyond the spread of the repeats</data>.
-# If our head gained as much, head and loss would take <data value="06.padding.head">2.79 blocks</data>; FLOPs say <data value="06.head.head-and-loss.predicted">2.37 blocks</data>.
+# If our head gained as much, head and loss would take <data value="06.padding.head">2.79 blocks</data>. FLOPs say <data value="06.head.head-and-loss.predicted">2.37 blocks</data>.
 # Our model stays unpadded, as GPT-2 was published, because this page needs a long head.
 #
 # <details><summary>On a laptop</summary>
@@ -258,8 +259,9 @@ lesson.claim("The padded median is not slower than the odd size's slowest repeat
 #
 # ## Four ways to weigh a layer
 #
-# The slowest stage counts m times in a step, so a good cut makes the largest stage as small as possible. We choose a *limit* for all stages, fill one after the other, and start a new one whenever the next layer doesn't fit.
-# If p stages suffice, the limit is possible, so bisect. The costs are `times.smooth`: measured, with all blocks at their
+# The slowest stage counts m times in a step, so a good cut makes the largest stage as small as possible. We choose a *limit* for all
+# stages, fill one stage after the other, and start a new one whenever the next layer doesn't fit. The limit is possible if p
+# stages suffice. Bisection then gives the smallest limit. The costs are `times.smooth`: measured, with all blocks at their
 # median, because their differences are noise or drift. Simulated steps use the same times.
 
 
@@ -298,7 +300,7 @@ lesson.claim("Bisection by hand is right", abs(by_hand / largest - 1) < 1e-6)
 #
 # Our rule of thumb puts FLOPs first, because a count has no noise.
 #
-# For the next subsection, the run also times other numbers of blocks *beside the head*, on its stage.
+# For the next subsection, the run also times other numbers of blocks *beside the head*, on the head's stage.
 
 
 # %%
@@ -354,25 +356,33 @@ title = "The cut by time leaves fewer blocks beside the head"
 lesson.show(figures.skyline(times.smooth, shown, times.kinds, times.loss, title=title))
 
 # %% [markdown]
-# Bars are `times.smooth`, and each cut's largest stage is in bold. In the run, the cut by time is
-# <data value="06.faster.gain:.2f">1.21</data> times as fast as the uniform one by the median: <data value="06.faster.sure">all of its repeats are faster than all of the uniform cut's</data>.
+# Bars are `times.smooth`, and each cut's largest stage is in bold. By the median, the cut by time is
+# <data value="06.faster.gain:.1f">1.2</data> times as fast as the uniform one: <data value="06.faster.sure">all of its repeats are faster than all of the uniform cut's</data>.
 #
-# The four steps take <data value="06.ratio.least:.2f">0.92</data> to <data value="06.ratio.most:.2f">0.96</data> times as long as simulated. Layers can take
-# other times in a step than alone, and a machine can be slower at one time than at another. So compare only steps that took turns:
-# cut by time, the same step takes <data value="06.cut.by-time.fastest">402 ms</data> to <data value="06.cut.by-time.slowest">428 ms</data> here, and
-# <data value="06.style.1f1b.fastest">392 ms</data> to <data value="06.style.1f1b.slowest">394 ms</data> as 1F1B in the section on schedules. The more the four multiples differ, the less the
-# simulated order is worth.
+# The four steps take <data value="06.ratio.least:.2f">0.92</data> to <data value="06.ratio.most:.2f">0.96</data> times as long as simulated. The more these four ratios differ, the
+# less the simulated order is worth.
 #
-# <details><summary>How large is the bubble of the cut by time?</summary>
-# For the cut by time, Σ t + (m-1) max t gives a bubble of <data value="06.idle.formula">28.1 %</data>. Equal stages would have
-# <data value="06.bubble.rule-of-thumb">27.3 %</data>; the rest is there because only whole layers move. The simulation, which keeps the order of all actions,
-# gives <data value="06.idle.simulated">27.6 %</data>, and the run <data value="06.idle.run.by-time">29.6 %</data>. How much do bubbles vary? The
-# uniform cut's was <data value="06.bubble">43.3 %</data> above and is <data value="06.idle.run.uniform">43.0 %</data> here. The cut by time runs once more, as 1F1B
-# in the section on schedules, and has <data value="06.bubbles.1f1b.of-the-median-step">28.0 %</data> there.
+# Compare only steps that took turns, because a machine can be slower at one time than at another.
+#
+# <details><summary>Why is a step not the sum of its layers?</summary>
+# The step of the cut by time takes <data value="06.cut.by-time.fastest">402 ms</data> to <data value="06.cut.by-time.slowest">428 ms</data> here. It runs again as 1F1B
+# in the section on schedules, and takes <data value="06.style.1f1b.fastest">392 ms</data> to <data value="06.style.1f1b.slowest">394 ms</data> there.
+#
+# Layers can take other times in a step than alone. Compare the forwards of rank 0 in this figure and in the one of
+# schedules. Where the first forwards take longer than the later ones, the step can grow, and no sum of layers has that. We
+# did not trace the cause.
 # </details>
 #
-# FLOPs <data value="06.error.word">underrate</data> the head, by <data value="06.error.head:.1f">5.3</data> blocks. Their cut leaves <data value="06.beside.by-flops">10</data> blocks beside it and the cut by time <data value="06.beside.by-time">6</data>:
-# <data value="06.flops">the step cut by FLOPs takes 1.11 times as long, a difference beyond the spread of the repeats</data>. What does the error cost on other numbers of ranks?
+# <details><summary>How large is the bubble of the cut by time?</summary>
+# For the cut by time, Σ t + (m-1) max t gives a bubble of <data value="06.idle.formula">28.1 %</data>. Equal stages would have <data value="06.bubble.rule-of-thumb">27.3 %</data>, but only whole layers move. The simulation keeps the order of all
+# actions, and gives <data value="06.idle.simulated">27.6 %</data>.
+#
+# The run's bubble is <data value="06.idle.run.by-time">29.6 %</data> here. In the section on schedules, the same step has
+# <data value="06.bubbles.1f1b.of-the-median-step">28.0 %</data> as 1F1B.
+# </details>
+#
+# FLOPs <data value="06.error.word">underrate</data> the head, by <data value="06.error.head:.1f">5.3</data> blocks. The cut by FLOPs leaves <data value="06.beside.by-flops">10</data> blocks beside the
+# head, and the cut by time <data value="06.beside.by-time">6</data>. In the run, <data value="06.flops">the step cut by FLOPs takes 1.11 times as long, a difference beyond the spread of the repeats</data>. What does the error cost on other numbers of ranks?
 #
 # ### Slide the last cut
 #
@@ -391,16 +401,16 @@ lesson.record("06.last", last)
 lesson.claim("Too many blocks on the last stage slow each repeat", (last["by"], ">", 1))
 
 # %% [markdown]
-# On 2 to 8 ranks, the slowest stage by FLOPs takes at most <data value="06.error.ratio:.2f">1.54</data> times as long as by time.
-# In blocks, it is at most <data value="06.error.excess:.1f">4.5</data> longer, and never by more than FLOPs' errors on head and embedding
-# together, here <data value="06.error.ends:.1f">5.5</data> blocks. The error costs nothing once the head alone is the slowest stage of both cuts.
+# On 2 to 8 ranks, the slowest stage by FLOPs takes at most <data value="06.error.ratio:.2f">1.54</data> times as long as the one by time. It is at most
+# <data value="06.error.excess:.1f">4.5</data> blocks longer. It can never be longer by more than FLOPs' errors on head and embedding
+# together, here <data value="06.error.ends:.1f">5.5</data> blocks. If the head alone were the slowest stage of both cuts, the error would cost nothing.
 #
-# By the median, the best number of blocks beside the head is <data value="06.last.first">7</data>. We compare its repeats with those of other
-# numbers: <data value="06.last.others">the repeats with 3 and 4 and 5 and 6 overlap with its own, so the run doesn't decide</data>. <data value="06.last.by-time">The cut by time leaves 6, and its step takes 1.03 times as long, a difference within the spread of the repeats</data>.
+# By the median, the best number of blocks beside the head is <data value="06.last.first">7</data>. The run doesn't decide between it and numbers
+# whose repeats overlap with its own. <data value="06.last.by-time">The cut by time leaves 6, and its step takes 1.03 times as long, a difference within the spread of the repeats</data>.
 # Even the fastest repeat with <data value="06.last.most">20</data> blocks takes <data value="06.last.by:.2f">1.50</data> times as long as the slowest with the best number.
 #
-# As long as another stage is the slowest, moving one of its blocks beside the head can shorten the step. Once the head's
-# stage is the slowest, each further block there delays every microbatch.
+# In the simulation, moving a block beside the head can shorten the step as long as the block's stage is the slowest. Once the
+# head's stage is the slowest, each further block there delays every microbatch. In the run, one block more can vanish in the spread of the repeats.
 #
 # <details><summary>In your tools: where to cut</summary>
 #
@@ -420,7 +430,6 @@ lesson.claim("Too many blocks on the last stage slow each repeat", (last["by"], 
 # </details>
 #
 # **Takeaway.** Start from the cut by time, and run its neighbours in turn, because layers timed alone only predict a step.
-# A cut by parameters balances only weights.
 #
 # ### Exercise 1: an optimal partition
 #
@@ -508,12 +517,12 @@ lesson.claim("The sum is exact", (rows["their sum"], "<", 1e-12))
 lesson.claim("Neither gradient alone is", (min(first[0], last[0]), ">", 0.1))
 
 # %% [markdown]
-# Alone, the head's is off by <data value="06.tie.head-s.measured:.2f">0.57</data> of the true gradient's norm, and the embedding's by
+# Alone, the head's gradient is off by <data value="06.tie.head-s.measured:.2f">0.57</data> of the true gradient's norm, and the embedding's by
 # <data value="06.tie.embedding-s.measured:.2f">0.82</data>. Their sum is exact.
 #
 # ### The silent failure
 #
-# What if we forget it? We train with the sum, and with two copies that start equal and follow their own gradients.
+# What if we forget the sum? We train with the sum, and with two copies that start equal and follow their own gradients.
 # After each step we take their distance.
 
 
@@ -570,10 +579,12 @@ lesson.field_guide.show()
 # %% [markdown]
 # Without the sum the model has one more table to train. After the last step, the last batch's loss is
 # <data value="06.ends.trained">0.03 lower</data> than with the sum: <data value="06.loss.never-summed.loss-as-trained:.2f">5.25</data> against
-# <data value="06.loss.summed.loss-as-trained:.2f">5.28</data>. But the distance should be 0 and has grown to <data value="06.distance:.2f">0.59</data> of the table's
-# norm. A GPT-2 checkpoint has one table, so whoever loads it keeps one of the copies. Then the loss is
+# <data value="06.loss.summed.loss-as-trained:.2f">5.28</data>. But the distance between the copies, which should be 0, has grown to
+# <data value="06.distance:.2f">0.59</data> of the table's norm. A GPT-2 checkpoint has one table, so whoever loads it keeps one of the copies.
+#
+# After loading, the loss is
 # <data value="06.loss.never-summed.loaded-with-wte-s-copy:.2f">6.02</data> with wte's copy or <data value="06.loss.never-summed.loaded-with-lm_head-s-copy:.2f">5.29</data> with lm_head's, both worse than as
-# trained. But the second is close to the summed model's, and <data value="06.ends.lm">0.01 higher</data>, so by itself it doesn't show the mistake.
+# trained. But with lm_head's copy it is close to the summed model's loss, so by itself it doesn't show the mistake.
 #
 # <details><summary>In your tools: tied weights</summary>
 #
@@ -640,8 +651,8 @@ lesson.check(exercises.tied_weight, tie)
 #
 # $$ \ell = \frac{\sum_k S_k}{\sum_k c_k} \qquad\text{and not}\qquad \frac{1}{m}\sum_k \frac{S_k}{c_k}. $$
 #
-# The second form, a mean of means, gives a target more weight if its microbatch has few. The cell accumulates the
-# gradients of a ragged batch in three ways. Its last row compares parameters after a step of the pipeline, which weights
+# The second form, a mean of means, gives a target more weight if its microbatch has few targets. The cell accumulates the
+# gradients of a ragged batch in three ways. The table's last row compares parameters after a step of the pipeline, which weights
 # the mean of each microbatch by its number of targets.
 
 
@@ -674,7 +685,7 @@ lesson.claim("A mean of means is not", (wrong["mean of means"], ">", 0.1))
 
 # %% [markdown]
 # The microbatches have between <data value="06.targets.fewest">1</data> and <data value="06.targets.most">63</data> targets. The mean of means is off by
-# <data value="06.ragged.mean-of-means.measured:.2f">1.85</data> of the true gradient's norm, and counting padding as targets by
+# <data value="06.ragged.mean-of-means.measured:.2f">1.85</data> times the true gradient's norm, and counting padding as targets by
 # <data value="06.ragged.padding-counted.measured:.2f">4.18</data>.
 #
 # <details><summary>In your tools: the exact mean</summary>
@@ -718,9 +729,9 @@ lesson.check(exercises.token_mean, token_loss)
 # </details>
 
 # %% [markdown]
-# ## Your schedule at real costs
+# ## Four schedules at real costs
 #
-# Notebook 02 compared schedules on equal stages, with F = I = W. We run the same 1F1B beside three others, each with
+# Notebook 02 compared schedules on equal stages, with F = I = W. We run this page's 1F1B and three others, each with
 # its own cut by time. ZB-H1 is 1F1B with split backwards: its W wait and fill gaps. Interleaving and ZB-V give each
 # rank two shorter stages. In ZB-V, rank r has stages r and 2p-1-r, so rank 0 has the first and the last. As a rule of
 # thumb we take the order on equal stages.
@@ -765,36 +776,41 @@ lesson.show(columns=gpt2_pipeline.memory_columns(peaks, medians, chunks),
 lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 
 # %% [markdown]
-# In the first table, W / I is the duration of all W over that of all I. The last table has the peak of what a rank
+# The last table has the peak of what a rank
 # keeps besides weights and their gradients. A microbatch is *in flight* from its F to the end of its backward. Where a rank
 # has two stages, a microbatch counts half for each stage on which it is in flight.
 #
-# By the median, <data value="06.fastest.first">zb-v</data> is fastest, and <data value="06.fastest.others">the repeats of zb-h1 and interleaved overlap with its own</data>. In <data value="06.fastest.decided">3 of the 6</data> pairs of schedules no
-# repeats overlap, so the run decides their order.
+# By the median, <data value="06.fastest.first">zb-v</data> is fastest, and <data value="06.fastest.others">the repeats of zb-h1 and interleaved overlap with its own</data>.
+# The ranking beneath the tables goes by medians, too. The run decides a pair's order only where no repeats overlap, here
+# in <data value="06.fastest.decided">3 of the 6</data> pairs.
 #
-# In its median step, 1F1B has a bubble of <data value="06.bubbles.1f1b.of-the-median-step">28.0 %</data>, ZB-H1 <data value="06.bubbles.zb-h1.of-the-median-step">20.0 %</data>, ZB-V
-# <data value="06.bubbles.zb-v.of-the-median-step">11.4 %</data> and interleaving <data value="06.bubbles.interleaved.of-the-median-step">21.5 %</data>. The difference between the bubbles of
-# ZB-H1 and 1F1B is <data value="06.fastest.zb-h1">beyond the spread of the repeats</data>, and the one between ZB-V and 1F1B <data value="06.fastest.zb-v">beyond the spread of the repeats</data>.
+# ZB-H1's step takes <data value="06.h1.run:.2f">0.90</data> times as long as 1F1B's by the median, a difference <data value="06.h1.spread">beyond the spread of the repeats</data>. Its
+# bubble is <data value="06.bubbles.zb-h1.of-the-median-step">20.0 %</data> against <data value="06.bubbles.1f1b.of-the-median-step">28.0 %</data>, a difference
+# <data value="06.fastest.zb-h1">beyond the spread of the repeats</data>.
 #
-# ZB-H1's step takes <data value="06.h1.run:.2f">0.90</data> times as long as 1F1B's by the median, a difference <data value="06.h1.spread">beyond the spread of the repeats</data>. Simulated, they take
-# <data value="06.style.zb-h1.simulated">368 ms</data> and <data value="06.style.1f1b.simulated">436 ms</data>, if all schedules compute equally long and W takes as long as I.
+# Simulated, ZB-H1's step takes
+# <data value="06.h1.simulated:.2f">0.84</data> times as long. The simulation takes W as long as I, but in this library W has only the weight gradients of matmuls, and
+# takes <data value="06.style.zb-h1.w-i:.2f">0.38</data> times as long. The shorter W is, the less a split backward saves.
 #
 # <details><summary>Why two stages a rank don't balance by themselves</summary>
 # If 2p stages were equal, each would take <data value="06.chunks.equal:.2f">6.99</data> blocks. The head alone takes
 # <data value="06.head.head-and-loss.measured">7.68 blocks</data>, <data value="06.chunks.words">0.69 blocks more, so with two stages a rank the head's stage still takes longest</data>. ZB-V also splits backwards, and its W fill gaps.
 # </details>
 #
-# <details><summary>How the run differs from these assumptions</summary>
-# The figure draws 1F1B and ZB-H1, because they have the same stages. ZB-H1 computed for <data value="06.style.zb-h1.compute-per-rank">282 ms</data> per rank on average, 1F1B for
-# <data value="06.style.1f1b.compute-per-rank">283 ms</data>. Forwards are the same in both schedules; they took <data value="06.style.zb-h1.forward-per-rank">99.3 ms</data> under ZB-H1 and
-# <data value="06.style.1f1b.forward-per-rank">98.8 ms</data> under 1F1B. A difference between the forwards
-# does not come from splitting backwards, and we did not trace it. W, in this library only the weight gradients of matmuls, takes
-# <data value="06.style.zb-h1.w-i:.2f">0.38</data> times as long as I, and the simulation takes both as equally long.
+# <details><summary>How the run differs from the simulation</summary>
+# The figure draws 1F1B and ZB-H1, because they have the same stages. In it, a W too narrow for its number has none.
+#
+# The simulation also lets all schedules compute equally long. In the run, a rank's average compute is
+# <data value="06.style.1f1b.compute-per-rank">283 ms</data> under 1F1B, <data value="06.style.zb-h1.compute-per-rank">282 ms</data> under ZB-H1 and
+# <data value="06.style.zb-v.compute-per-rank">290 ms</data> under ZB-V. Forwards are the same work under each, and take
+# <data value="06.style.1f1b.forward-per-rank">98.8 ms</data>, <data value="06.style.zb-h1.forward-per-rank">99.3 ms</data> and
+# <data value="06.style.zb-v.forward-per-rank">106 ms</data>. Splitting backwards does not change forwards, and we did not trace such differences.
 # </details>
 #
 # <details><summary>ZB-H1 keeps more on the last rank</summary>
-# On the last rank, ZB-H1 keeps <data value="06.last-rank.zb-h1">10.3 GB</data> and 1F1B <data value="06.last-rank.1f1b">5.20 GB</data>. Each microbatch stays in flight until its W, and keeps the inputs of all matmuls and the gradients of their outputs.
-# Here these include the logits' gradient. ZB-V's last rank has no head, so its bytes don't compare with ZB-H1's.
+# On the last rank, ZB-H1 keeps <data value="06.last-rank.zb-h1">10.3 GB</data> and 1F1B <data value="06.last-rank.1f1b">5.20 GB</data>. Each
+# microbatch stays in flight until its W. After its I, it keeps only the inputs of all matmuls and the gradients of their
+# outputs, here also the logits' gradient. So four in flight need not keep four times the bytes of one. ZB-V's last rank has no head, so its bytes don't compare with ZB-H1's.
 # Interleaving has more in flight than 1F1B, because a rank starts forwards of both its stages before its first backward.
 # </details>
 #
@@ -812,7 +828,8 @@ lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 # <details><summary>Answer</summary>
 #
 # `dualpipe-v`, cut by time, with 8 microbatches and the head at 4.5, idles 9.2 % with 4.5 microbatches in flight. It splits
-# backwards at the start and at the end, where W fills gaps, and keeps them whole between.
+# backwards at the start and at the end, where W fills gaps, and keeps them whole between. In the picture, r0 is rank 0, and
+# the axis of the bubble over microbatches is logarithmic.
 #
 # The explorer also prints the speed-up over one rank, as "as fast as so many devices". Set `zb-h1` and 32 microbatches, and
 # read 3.7 on 4 ranks and 6.0 on 8. The limit is all layers over the head, with 0.1 blocks for the embedding: (0.1 + 24 + 4.5)/4.5 = 6.4.

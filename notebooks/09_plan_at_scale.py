@@ -23,8 +23,8 @@
 # **You will be able to** plan a run on thousands of GPUs in forty lines; fit the plan to one run and test it on others;
 # say which numbers of a plan nobody has tested; choose how often to save a checkpoint.
 #
-# **You should know** notebooks 02 to 04: the bubble, what tensor parallelism sends, and where each axis lies. From 05, ZeRO
-# 1 shards optimizer state over dp, and recomputation repeats a forward instead of keeping activations.
+# **You should know** notebooks 02 to 04: the bubble, what tensor parallelism sends, and where each axis lies; from 05,
+# ZeRO 1 and recomputation.
 #
 # **Time.** 25 minutes to read, under 1 to run, 55 minutes for the exercises.
 #
@@ -37,7 +37,7 @@
 # slowest stage, so the others wait for it once per microbatch.
 # </details>
 #
-# The outputs come from one run of this page, on a machine with <data value="09.hardware">4 x NVIDIA H100 80GB HBM3</data>; it uses the CPU alone. Predictions are
+# This page uses the CPU alone; it ran on a machine with <data value="09.hardware">4 x NVIDIA H100 80GB HBM3</data>. Predictions are
 # arithmetic, bytes are counted, and runs were *published* by others or *measured* by us earlier.
 
 # %% tags=["setup"]
@@ -171,8 +171,8 @@ def step_seconds(run, nodes, plan):
     return parts
 
 # %% [markdown]
-# We compare it with the library's, `hpnb.theory.cluster`, on the runs of the next sections. Where pp does not divide the number
-# of blocks, some stages have one block more. The library handles that, so our maps use it.
+# We compare it with the library's, `hpnb.theory.cluster`, on the runs of the next sections. Our maps use the library's, which
+# also handles a pp that does not divide the number of blocks.
 
 
 # %%
@@ -237,8 +237,8 @@ interleaved = replace(MEGATRON[-1], chunks=2)  # the trillion-parameter run
 lesson.record("09.interleaved", tflops(interleaved, a100), "TFLOP/s")
 
 # %% [markdown]
-# In the smallest run, matmuls reach <data value="09.share">62.0 %</data> of the peak. This number predicts the nine other runs within a tenth, and
-# <data value="09.farthest">1008.0B</data> only just, with <data value="09.worst">9.87 %</data>. The rule of thumb's worst is <data value="09.worst.rule-of-thumb">19.0 %</data>.
+# In the smallest run, matmuls reach <data value="09.share">62.0 %</data> of the peak. This number predicts the nine other runs within a tenth. The
+# worst is <data value="09.farthest">1008.0B</data>, <data value="09.worst">9.87 %</data> off; the rule of thumb's worst is <data value="09.worst.rule-of-thumb">19.0 %</data> off.
 #
 # <details><summary>Why is the largest run the worst?</summary>
 #
@@ -280,9 +280,11 @@ days = steps * step(largest.run, replace(a100, gpus=largest.gpus), largest.plan)
 
 # %% [markdown]
 # The choice matters little: the fitted share lies between <data value="09.fits.least">60.1 %</data> and <data value="09.fits.most">68.8 %</data>, and no fit misses
-# a run by more than <data value="09.fits.worst">12.9 %</data>. Rounded up to <data value="09.fits.error:.0f">13</data> %, that is **the planner's error**. The parts of a step show why the
-# largest models run faster. Wide layers compute more per byte, so memory traffic falls from <data value="09.parts.1.7b.memory">27.6 %</data> to
-# <data value="09.parts.1008.0b.memory">3.67 %</data> of the step.
+# a run by more than <data value="09.fits.worst">12.9 %</data>. Rounded up to <data value="09.fits.error:.0f">13</data> %, that is **the planner's error**.
+#
+# The parts of a step show why models from 145.6B on run faster. Wide layers compute more per byte, so memory traffic falls
+# from <data value="09.parts.1.7b.memory">27.6 %</data> of the step to <data value="09.parts.1008.0b.memory">3.67 %</data>. The largest model loses a part of this gain to its
+# bubble, <data value="09.parts.1008.0b.bubble">15.0 %</data>.
 #
 # **Takeaway.** One fitted number predicts the same software on the same GPUs to <data value="09.fits.error:.0f">13</data> %. If the predictions of two
 # layouts differ by less, call them tied.
@@ -291,9 +293,9 @@ days = steps * step(largest.run, replace(a100, gpus=largest.gpus), largest.plan)
 #
 # In 2024 Megatron-Core published nine runs on up to 6,144 H100s. Attention is fused
 # and the optimizer sharded. The source does not give microbatches, chunks or recomputation. We assume microbatches of one
-# sample, the fastest number of chunks, and no recomputation, so hardware and model FLOPs are equal. The first prediction
-# keeps the A100s' share. The second assumes
-# that tp and dp overlap with computing and are free. The third also refits the share, to the H100s' 1.7B.
+# sample, the fastest number of chunks, and no recomputation, so hardware and model FLOPs are equal. The first prediction,
+# which the table compares with what was published, keeps the A100s' share. The second assumes that tp and dp overlap with
+# computing and are free. The third also refits the share, to the H100s' 1.7B.
 
 
 # %%
@@ -322,15 +324,15 @@ above = [n for n in core if refitted[n] > published[n] + 1]  # TFLOP/s
 lesson.claim("Refitted, no run is predicted too fast", not above)
 
 # %% [markdown]
-# The planner fails: <data value="09.era-worst">32B</data> is <data value="09.era">43.6 %</data> off, for two reasons.
+# The planner fails, by up to <data value="09.era">43.6 %</data>, and in both directions.
 #
-# - **Overlap.** Megatron-Core sends tp and dp while it computes. With both exposed, as in our model, we predict
-#   <data value="09.core.32b.predicted">320 TFLOP/s</data> for 32B; with both free, <data value="09.core.32b.tp-and-dp-free">531 TFLOP/s</data>. The published
+# - **32B is predicted too slow, for want of overlap.** Megatron-Core sends tp and dp while it computes. With both exposed, as
+#   in our model, we predict <data value="09.core.32b.predicted">320 TFLOP/s</data>; with both free, <data value="09.core.32b.tp-and-dp-free">531 TFLOP/s</data>. The published
 #   <data value="09.core.32b.published">460 TFLOP/s</data> lie in between.
-# - **The share of the peak.** 1.7B uses dp alone. With dp exposed we predict <data value="09.core.1.7b.predicted">543 TFLOP/s</data>, with dp free
-#   <data value="09.core.1.7b.tp-and-dp-free">569 TFLOP/s</data>; published are <data value="09.core.1.7b.published">409 TFLOP/s</data>. Overlap cannot explain the gap: its GPUs compute more slowly than our model says. Fitted to it,
-#   the share falls from <data value="09.share">62.0 %</data> to <data value="09.refit">43.6 %</data>, and all other runs are then predicted too slow. (32B's
-#   error is the same number by chance.)
+# - **1.7B is predicted too fast, for its share of the peak.** It uses dp alone. With dp exposed we predict
+#   <data value="09.core.1.7b.predicted">543 TFLOP/s</data>; published are <data value="09.core.1.7b.published">409 TFLOP/s</data>. With dp free the prediction is
+#   faster still, so overlap is not the cause: its GPUs compute more slowly than our model says. With the share fitted to
+#   1.7B, all other runs are predicted too slow.
 #
 # <details><summary>Why is the predicted memory too large?</summary>
 #
@@ -369,12 +371,12 @@ lesson.show(columns={"forty lines (%)": forty,
 lesson.claim("More terms beat any fit", (plan[h100_runs], "<", least))
 
 # %% [markdown]
-# Overlap matters more than the share. With tp and dp free but the A100s' share, the worst error is <data value="09.unfitted">28.1 %</data>; with both exposed but
-# the best share, it is <data value="09.free.exposed">34.2 %</data>. With overlap and the share corrected it is <data value="09.free.least">13.4 %</data>, fitted to <data value="09.free-best">7.1B</data>. Fitted to 1.7B it is
-# <data value="09.planners.nine-h100-runs.tp-and-dp-free">28.6 %</data>, because that run is unusually slow; with tp and dp exposed it is even <data value="09.planners.nine-h100-runs.forty-lines">71.3 %</data>.
+# Overlap matters more than the share. With tp and dp free and the A100s' share, the worst error is <data value="09.unfitted">28.1 %</data>.
+# With tp and dp exposed, even the best of the nine fitted shares gives <data value="09.free.exposed">34.2 %</data>. With tp and dp free, the best
+# is <data value="09.free.least">13.4 %</data>, fitted to <data value="09.free-best">7.1B</data>. A fit to 1.7B is worst, because that run is unusually slow.
 #
-# `hpnb plan` is up to <data value="09.planners.nine-h100-runs.hpnb-plan">10.4 %</data> off. On our H200 runs it is up to
-# <data value="09.planners.our-h200-runs.hpnb-plan">6.00 %</data> off, the forty lines <data value="09.planners.our-h200-runs.forty-lines">18.5 %</data>.
+# On the H100 runs `hpnb plan` is up to <data value="09.planners.nine-h100-runs.hpnb-plan">10.4 %</data> off. On our H200 runs it is up to
+# <data value="09.planners.our-h200-runs.hpnb-plan">6.00 %</data> off; the forty lines, <data value="09.planners.our-h200-runs.forty-lines">18.5 %</data>.
 #
 # <details><summary>In your tools: planners</summary>
 #
@@ -395,8 +397,8 @@ lesson.claim("More terms beat any fit", (plan[h100_runs], "<", least))
 #
 # We plan 39.1B on 1,024 A100s, 512 samples a step, over two networks: one InfiniBand NIC (HDR, 25 GB/s) per GPU, and one
 # Ethernet NIC of 12.5 GB/s per node. Each cell of a map is a layout with recomputation, without ZeRO, with microbatches of one
-# sample and its best chunks; dp is what remains. Our rule of thumb for the slow network is the order predicted for the fast one, where
-# the first four are tied.
+# sample and its best chunks; dp is what remains. Our rule of thumb for the slow network is the order predicted for the
+# fast one. There, the first four of the five layouts below are tied.
 
 
 # %%
@@ -427,11 +429,12 @@ lesson.claim("tp beyond a slow node's edge costs four times", (beyond, ">", 4 * 
 lesson.claim("On it, all tied have tp 4 or 8", all(t in (4, 8) for _, t in tied))
 
 # %% [markdown]
-# **Memory** is the hatched border: there, too few ranks share the model. **The node's edge** is the dashed line, and tp falls off a cliff there: the best layout beyond it takes
-# <data value="09.fast.cliff:.1f">1.5</data> times as long as the best of all on the fast network, and <data value="09.slow.cliff:.1f">4.6</data> times on the slow one.
+# **Memory** forbids the hatched layouts: too few ranks share the model. **The node's edge** is the
+# dashed line, where tp falls off a cliff. The best layout beyond it takes <data value="09.fast.cliff:.1f">1.5</data> times as long as the best
+# of all on the fast network, and <data value="09.slow.cliff:.1f">4.6</data> times on the slow one.
 #
-# On the fast network <data value="09.fast.tied">8</data> layouts are within the planner's error, the best included, and <data value="09.slow.tied">4</data> on the slow
-# one. There <data value="09.slow.best">pp 16 x tp 8</data> is best, and the next takes <data value="09.slow.second">9.82 %</data> longer: less than the planner's error, so another
+# On the fast network <data value="09.fast.tied">8</data> layouts are tied, the best included; on the slow one, <data value="09.slow.tied">4</data>. There,
+# <data value="09.slow.best">pp 16 x tp 8</data> is best. The next takes <data value="09.slow.second">9.82 %</data> longer, which is less than the planner's error, so another
 # may win.
 
 # %%
@@ -461,9 +464,9 @@ lesson.show(columns={"dp, chunks": layout} | columns, key="09.where", title="Pre
 # tp 16.
 # </details>
 #
-# **To the left of the best**, two things cost time. At pp 16 x tp 1, dp 64 leaves 8 microbatches to 16 stages, so the bubble
-# takes <data value="09.where.fast-pp-16-x-tp-1.bubble">3.72 s</data> on both networks. The gradients take <data value="09.where.fast-pp-16-x-tp-1.dp">386 ms</data> on the fast
-# network, and <data value="09.where.slow-pp-16-x-tp-1.dp">6.16 s</data> on the slow one, against <data value="09.where.slow-pp-16-x-tp-8.dp">685 ms</data> with tp 8.
+# **At tp 1**, two things cost time. At pp 16 x tp 1, dp 64 leaves 8 microbatches to 16 stages, so the bubble
+# takes <data value="09.where.fast-pp-16-x-tp-1.bubble">3.72 s</data> on both networks. And each GPU has more gradients to send: on the slow network they take
+# <data value="09.where.slow-pp-16-x-tp-1.dp">6.16 s</data>, with tp 8 only <data value="09.where.slow-pp-16-x-tp-8.dp">685 ms</data>.
 #
 # <details><summary>Why are gradients so slow, and why does the bubble depend on the network?</summary>
 #
@@ -551,12 +554,12 @@ lesson.claim("The mistaken planner fits", (off["mistaken"], "<=", off["right"]))
 lesson.claim("It chooses badly", (takes["mistaken"], ">", 2 * takes["right"]))
 
 # %% [markdown]
-# Fitted to the smallest run, both planners agree with all ten: <data value="09.planner.right">9.87 %</data> and <data value="09.planner.mistaken">9.59 %</data> off at worst. But the
-# layout that the mistaken one chooses takes <data value="09.takes.mistaken">8.88 s</data>, <data value="09.broken:.1f">4.0</data> times the <data value="09.takes.promised">2.24 s</data> that it promises, and
-# <data value="09.loss:.1f">2.2</data> times the <data value="09.takes.right">4.05 s</data> of the right planner's layout. The ten runs kept tp inside nodes and had one NIC per GPU, so they hardly
-# felt a node's edge.
+# Both planners agree with the ten runs: the right one is at most <data value="09.planner.right">9.87 %</data> off, the mistaken one
+# <data value="09.planner.mistaken">9.59 %</data>. But the layout that the mistaken one chooses takes <data value="09.broken:.1f">4.0</data> times as long as it
+# promises, and <data value="09.loss:.1f">2.2</data> times as long as the right planner's layout. The ten runs kept tp inside nodes and had one
+# NIC per GPU, so they hardly felt a node's edge.
 #
-# How could you notice? **Halve its numbers**, one at a time: the share of the peak (matmuls), the memory's
+# How could you notice? **Halve its numbers**, as it believes them, one at a time: the share of the peak (matmuls), the memory's
 # bandwidth, and those of the links inside and between nodes. Predict the ten runs. If all are within the
 # planner's error, <data value="09.fits.error:.0f">13</data> %, the runs have not tested that number.
 
@@ -589,17 +592,19 @@ lesson.field_guide.add(
 )  # fmt: skip
 
 # %% [markdown]
-# Both planners say the same: **with half the bandwidth between nodes, the ten runs are still predicted well**, to
-# <data value="09.halved.right.between.worst-error-on-the-ten-runs">10.6 %</data> by the right one. So they have not tested the network. The links inside nodes are tested, though only just, with
-# <data value="09.halved.right.inside.worst-error-on-the-ten-runs">14.3 %</data>. The last column of the mistaken planner's table gives no warning: there, its layout takes only
-# <data value="09.halved.mistaken.between.step-of-the-layout-that-it-chose-longer-by">1.67 %</data> longer. Ours predicts
-# <data value="09.halved.right.between.step-of-the-layout-that-it-chose-longer-by">25.4 %</data> for the layout that it chose. The remedy
+# Both tables say the same: **with half the bandwidth between nodes, the ten runs are still predicted well**. The right
+# planner is at most <data value="09.halved.right.between.worst-error-on-the-ten-runs">10.6 %</data> off. So the runs have not tested the network.
+# They have tested the links inside nodes, though only just, with <data value="09.halved.right.inside.worst-error-on-the-ten-runs">14.3 %</data>.
+#
+# Does an untested number matter? With half of this bandwidth the right planner's layout takes
+# <data value="09.halved.right.between.step-of-the-layout-that-it-chose-longer-by">25.4 %</data> longer. The mistaken planner gives no such warning:
+# its layout takes only <data value="09.halved.mistaken.between.step-of-the-layout-that-it-chose-longer-by">1.67 %</data> longer. The remedy
 # is to measure an all-reduce over two nodes, with `lesson.machine_card` from 00.
 #
-# With either latency doubled, our planner is at most <data value="09.latency.error">10.2 %</data> off, so the latencies are untested, too. But a step of its layout
-# takes at most <data value="09.latency.longer">1.54 %</data> longer.
+# Latencies are untested, too: with either one doubled, our planner is at most <data value="09.latency.error">10.2 %</data> off. That is harmless
+# here, because a step of its layout takes at most <data value="09.latency.longer">1.54 %</data> longer.
 #
-# **Takeaway.** Agreement says nothing about what the known runs did not use.
+# **Takeaway.** Agreement says little about what the known runs hardly used.
 #
 # ### What half a link looks like
 #
@@ -619,8 +624,8 @@ lesson.claim("Slow GPUs slow all layouts alike", (ratio["matmuls"], ">", 0.5))
 lesson.claim("Slow links do not", (max(ratio["inside"], ratio["between"]), "<", 0.5))
 
 # %% [markdown]
-# - **Slow GPUs** slow every layout. The least affected one loses <data value="09.least.matmuls:.2f">0.87</data> of what the most affected one
-#   loses. As a rule, blame the GPUs if this ratio is above a half.
+# - **Slow GPUs** slow every layout. The smallest slowdown is <data value="09.least.matmuls:.2f">0.87</data> of the largest. As a rule, blame the
+#   GPUs if this is above a half.
 # - **Slow links inside nodes** hit tp 8 by <data value="09.half.tp-8.half-inside">9.68 %</data>, and tp 1 hardly.
 # - **A slow network** hits tp 1 most, <data value="09.half.tp-1.half-between">4.83 %</data>, because its gradients are largest.
 #
@@ -873,8 +878,8 @@ lesson.show(columns=sent, title="Predicted bytes that leave one of 8 ranks, h = 
 #
 # **Other models, other clusters.** The table below has the best layout for each model and number of GPUs, with the published
 # run's batch, recomputation and no ZeRO. Its *MFU* is
-# the share of the peak that model FLOPs reach. From 7.5B on, dp alone doesn't fit. More GPUs
-# share the same batch, so MFU falls.
+# the share of the peak that model FLOPs reach. From 7.5B on, 16 bytes a parameter exceed 80 GB, so dp alone does not fit. More GPUs
+# share the same batch, so MFU does not rise, and falls in the end.
 #
 # **Challenge.** Plan 145.6B on 2,048 A100s, in nodes of 8 with one Ethernet NIC each, with at most 2,304 samples a step. It has
 # to fit, with an MFU of 35 %.
@@ -896,14 +901,12 @@ lesson.explorers.cluster_layouts()
 # ## What to remember
 #
 # - Datasheets and one fitted run predict the same software on more GPUs to <data value="09.fits.error:.0f">13</data> %.
-# - With the A100s' share kept, the planner is off by up to <data value="09.era">43.6 %</data> on other GPUs, whose software overlaps and shards
-#   differently.
+# - With other GPUs and software, it was up to <data value="09.era">43.6 %</data> off.
 # - On a slow network, keep tp inside the node and let stages cross its edge.
 # - Halve each number. If your known runs are still predicted well, they have not tested it.
 # - Save every √(2DM) seconds.
 #
-# **When not to use this.** Small models and small microbatches have costs per kernel: use 08's planner, which measures
-# them.
+# **When not to use this.** Small models and small microbatches have costs per kernel and per call: measure them, as 08 does.
 #
 # <details><summary>Where the measurements come from</summary>
 #

@@ -118,6 +118,7 @@ class Boosted(nn.Module):
         self._frees_other_stages = pipe is not None
         self._compares_batch = True  # at the first step or forward
         self._criterion: Criterion | None = None
+        self._checked_criteria: set[object] = set()
         self.loss_reduction: LossReduction | None = None
         if pipe is not None:
             pipe.loss_fn = self._loss
@@ -283,6 +284,7 @@ class Boosted(nn.Module):
         before, now = (getattr(one, "__code__", one) for one in (self._criterion, criterion))
         if now is not before:
             pipe.checked_causal = None
+        pipe.checks_mean = trains and self.checks_mean_of(criterion)
         vars(self)["_criterion"] = pipe.loss_key = criterion  # a module, too, is no part of the model
         if self.loss_reduction is not None:
             pipe.loss_reduction = self.loss_reduction
@@ -300,6 +302,18 @@ class Boosted(nn.Module):
                 record=record,
             )
         return self.last_step
+
+    def checks_mean_of(self, criterion: Criterion) -> bool:
+        """Whether a training step is to look if scalars of `criterion` are means (`criterion_check.py`): the
+        first one with it, unless it is the model's own loss. Asking counts as looking."""
+        criterion = getattr(criterion, "criterion", criterion)  # what a HookedCriterion calls
+        while isinstance(criterion, partial):
+            criterion = criterion.func
+        code = getattr(criterion, "__code__", type(criterion))
+        if criterion is loss_of_outputs or code in self._checked_criteria:
+            return False
+        self._checked_criteria.add(code)
+        return True
 
     @property
     def per_target(self) -> float | torch.Tensor:

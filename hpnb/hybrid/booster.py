@@ -36,6 +36,7 @@ from hpnb.hybrid.describe_stages import describe_stages
 from hpnb.hybrid.parallelize_model import Model, parallelize_model
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.presets import TorchDDPPlugin
+from hpnb.pipeline_parallel.criterion_check import check_cross_entropy
 from hpnb.precision import policy
 
 Criterion = Callable[[Any, Any], Any]
@@ -159,7 +160,10 @@ class Booster(BoosterFiles):
             criterion: (outputs, inputs) of a microbatch -> a scalar, the mean over its targets that are not
                 -100 (see `causal`; samples if there are none), or (sum, count). None is
                 `outputs.loss`. Targets are the batch's entry "labels", "label", "targets" or "target", or the
-                last of a tuple; with targets under another name, return (sum, count).
+                last of a tuple; with targets under another name, return (sum, count). So do class weights
+                and another ignore_index, whose means are over something else:
+                `(F.cross_entropy(logits, labels, weight=w, reduction="sum"), w[labels].sum())`. The first
+                training step refuses these and sums, and warns of other values that are no such mean.
             optimizer: None runs forward alone, for evaluation, without gradients.
             return_outputs: return the outputs of the full batch.
             record: record when each action ran, for `model.last_step.timeline`.
@@ -208,7 +212,8 @@ class Booster(BoosterFiles):
                 A scalar is weighted by the targets that the model's forward received as "labels", "label",
                 "targets" or "target". If forward received none of these, it counts samples. So if the number
                 of targets that are not -100 differs between ranks, the mean of `F.cross_entropy` gives exact
-                gradients only if forward received the labels; otherwise pass (sum, count).
+                gradients only if forward received the labels; otherwise pass (sum, count). So do for class
+                weights and another ignore_index, which the first step refuses as a scalar.
 
         Raises:
             RuntimeError: the model is partitioned into stages.
@@ -220,6 +225,8 @@ class Booster(BoosterFiles):
             )
         scale = 1.0 if boosted.scaler is None else boosted.scaler.scale
         if not isinstance(loss, tuple):
+            if self.plugin.mesh.dp_cp.size > 1 and boosted.model.checks_mean_of(self.backward):
+                check_cross_entropy(loss)
             (_wide(loss) * scale).backward()
             boosted.end_backward()
             return

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from hpnb.background import Background
 from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.mesh import Axis
+from hpnb.pipeline_parallel.criterion_check import check_is_mean
 from hpnb.pipeline_parallel.label_shift import check_weight
 from hpnb.pipeline_parallel.microbatches import TARGET_NAMES, count_targets, find_unnamed_targets
 
@@ -48,6 +49,8 @@ class BatchLoss:
             range until the correction.
         checks_shift: whether `causal` is to be compared with what the function averages (`label_shift.py`);
             on a GPU only as long as the reduction is not known.
+        checks_mean: whether a scalar is to be compared with the mean over its targets (`criterion_check.py`),
+            if several of them are weighted.
 
     Attributes:
         shift_checked: whether that was done, and they agree.
@@ -67,6 +70,7 @@ class BatchLoss:
         scale: float | torch.Tensor,
         per_target: float | torch.Tensor = 1.0,
         checks_shift: bool = False,
+        checks_mean: bool = False,
     ) -> None:
         self._function, self._inputs, self._replicas, self._device = function, inputs, replicas, device
         if device.type == "cuda":
@@ -90,6 +94,7 @@ class BatchLoss:
                 (counts.tolist(), total) for counts, total in zip(countings, totals.tolist(), strict=True)
             ]
         self.shift_checked = False
+        self._checks_mean = several and checks_mean
         # 1/N'. A batch without targets has gradients of 0.
         self._grad_of_sum = scale / (self._all_targets.clamp(min=1) * per_target)  # ()
         # Of all microbatches at once: small kernels are in the way of large ones.
@@ -120,6 +125,9 @@ class BatchLoss:
             self._counts[microbatch] = self._as_count(count)
             return value, self._grad_of_sum.to(value.dtype)
         self._check_shift(microbatch, outputs, value.detach())
+        if self._checks_mean and outputs is not None:
+            check_is_mean(self._function, outputs, self._inputs[microbatch], value, self._causal)
+            self._checks_mean = False
         if self._grads_of_means.dtype != value.dtype:
             self._grads_of_means = self._grads_of_means.to(value.dtype)
         return value, self._grads_of_means[microbatch]

@@ -83,6 +83,8 @@ class Pipeline:
         causal: whether `loss_fn` shifts labels, so that the first of each sequence is no target; False for
             labels that are shifted already. By default as the model says. A mean over other labels than these
             is refused where its weight would be wrong, for which `loss_fn` is called twice more, once.
+            The first training step also calls it four times on up to 8 samples, to see whether a scalar is
+            such a mean (`criterion_check.py`): a sum is refused, and other values give a warning.
         loss_reduction: what `loss_fn` returns: "mean", or "sum_and_count", which takes means too. By default
             the first training step decides for the later ones; a (sum, count) after a mean is refused then.
         cuda_graphs: capture each stage's forward and backward in the third training step with microbatches
@@ -141,6 +143,7 @@ class Pipeline:
         self._loss_fn, self._given_reduction, self.loss_reduction = loss_fn, loss_reduction, loss_reduction
         self.per_target: float | torch.Tensor = 1.0
         self.checked_causal: bool | None = None  # the `causal` for which loss_fn was seen to agree
+        self.checks_mean = True  # whether the next training step looks if a scalar of loss_fn is a mean
         self.split: SplitFunction = microbatches.split_batch
         self.overlaps_pairs = False
         self.loss_key: object = None
@@ -274,6 +277,8 @@ class Pipeline:
             self._graphs.end_step(graphs)
         if loss is not None and loss.shift_checked:
             self.checked_causal = self.causal
+        if trains:
+            self.checks_mean = False
         if loss is not None and loss.counted_per_target is not None:
             self.per_target = loss.counted_per_target
         wait_for_loss = send_mean(loss, self._background, self._rank_of_last_stage, self._device)
@@ -318,7 +323,7 @@ class Pipeline:
     def loss_fn(self, other: LossFunction) -> None:
         self._loss_fn = other
         self.loss_reduction, self.per_target = self._given_reduction, 1.0
-        self.checked_causal = None
+        self.checked_causal, self.checks_mean = None, True
 
     # --- the module --------------------------------------------------------------------------------------
 
@@ -389,6 +394,7 @@ class Pipeline:
             scale=scale * (sink.axis.size if sink is not None and sink.average else 1),  # the sink divides
             per_target=1.0 if self.loss_reduction == "mean" else self.per_target,
             checks_shift=self.checked_causal is not self.causal,
+            checks_mean=trains and self.checks_mean,
         )
 
     def _check_sink(self) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from hpnb.data.iterable_loader import is_iterable_dataset
 from hpnb.hybrid.model_loss import loss_of_outputs
 from hpnb.hybrid.training.run_state import TrainingState
 from hpnb.models import anatomy
+from hpnb.pipeline_parallel.criterion_check import check_is_mean
 from hpnb.pipeline_parallel.label_shift import ChangedMapping, ChangedTuple
 from hpnb.pipeline_parallel.loss import call_criterion
 from hpnb.pipeline_parallel.microbatches import count_targets
@@ -38,17 +40,18 @@ class HookedCriterion:
     """A criterion that shows outputs and losses to the hooks, and multiplies by the weight of the batch.
 
     Attributes:
+        criterion: what it was given, or the model's loss.
         weight: (), of the batch in its step; None is 1.
     """
 
     def __init__(self, criterion: Criterion | None, trainer: TrainingState) -> None:
-        self._criterion, self._trainer = criterion or loss_of_outputs, trainer
+        self.criterion, self._trainer = criterion or loss_of_outputs, trainer
         self.weight: torch.Tensor | None = None
         self.unsharded: Any = None  # the batch that the model gets, if it is not a pipeline
 
     def __call__(self, outputs: Any, inputs: Any) -> Any:
         inputs = self._of_outputs(inputs)
-        result = call_criterion(self._criterion, outputs, inputs)
+        result = call_criterion(self.criterion, outputs, inputs)
         value, count = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(value, torch.Tensor) or value.dim():
             return result  # not a loss, which the backward will say
@@ -59,6 +62,19 @@ class HookedCriterion:
             return result
         weighted = value * self.weight.to(value.dtype)
         return weighted if count is None else (weighted, count)
+
+    def check(self, outputs: Any, inputs: Any, loss: Any) -> None:
+        """Look at the first loss of a model on several replicas, as a pipeline does (`criterion_check.py`).
+
+        Args:
+            outputs, inputs, loss: of the unsharded batch.
+        """
+        model, trainer = self._trainer.model, self._trainer
+        if isinstance(loss, tuple) or trainer.booster.plugin.mesh.dp_cp.size == 1:
+            return
+        if model.checks_mean_of(self):
+            function = partial(call_criterion, self.criterion)
+            check_is_mean(function, outputs, self._of_outputs(inputs), loss, trainer.causal)
 
     def _show(self, outputs: Any, inputs: Any, value: torch.Tensor, count: Any) -> None:
         known = count_targets(inputs, self._trainer.causal) if count is None else count

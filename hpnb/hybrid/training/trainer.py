@@ -230,7 +230,9 @@ class Trainer(TrainingState):
         batch = to_device(batch, device())
         with span("F", number):
             self._criterion.unsharded = batch
-            loss = self._criterion(self.model(**batch), batch)
+            outputs = self.model(**batch)
+            loss = self._criterion(outputs, batch)
+            self._criterion.check(outputs, batch, loss)
         with span("B", number):
             self.booster.backward(loss, self.optimizer)
         return loss[0].detach() / loss[1] if isinstance(loss, tuple) else loss.detach()

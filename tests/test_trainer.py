@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import math
 import os
 import signal
 import subprocess
@@ -100,7 +101,7 @@ class One:
         mesh = hpnb.Mesh(hpnb.Layout())
         groups = {f"{name}_group": axis.group for name, axis in mesh.axes.items()}
         self.plugin = SimpleNamespace(
-            pp_size=1, stage_manager=SimpleNamespace(is_last_stage=lambda: True), **groups
+            pp_size=1, mesh=mesh, stage_manager=SimpleNamespace(is_last_stage=lambda: True), **groups
         )
         self.apart = 0
 
@@ -543,6 +544,49 @@ def test_a_schedule_by_epoch_goes_on_too(alone: hpnb.Ranks, tmp_path: Path) -> N
     assert alone.run(fit, tmp_path, 4) == [[0.3, 0.15, 0.075, 0.0375]]
 
 
+@pytest.mark.parametrize("by_hook", [False, True])
+def test_a_scheduler_that_needs_a_figure_is_refused_with_the_hook_to_write(
+    alone: hpnb.Ranks, tmp_path: Path, by_hook: bool
+) -> None:
+    def plateau(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1e9)
+
+    def refused() -> None:
+        trainer = make(schedule=False)
+        how: Any = trainer.booster, trainer.model, trainer.optimizer
+        rate = plateau(trainer.optimizer)
+        Trainer(*how, hooks=hooks.LRSchedulerHook(rate, "epoch")) if by_hook else Trainer(*how, None, rate)
+
+    class Plateau(Hook):
+        def __init__(self, scheduler: Any) -> None:
+            self.scheduler = scheduler
+
+        def after_epoch(self, trainer: TrainingState) -> None:
+            self.scheduler.step(trainer.history[-1]["eval_loss"])
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.scheduler.state_dict()  # type: ignore[no-any-return]
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.scheduler.load_state_dict(state)
+
+    def fit(path: Path, epochs: int) -> Any:
+        trainer = make(schedule=False)
+        extra = [Plateau(plateau(trainer.optimizer)), hooks.CheckpointHook(path)]
+        trainer = Trainer(trainer.booster, trainer.model, trainer.optimizer, hooks=extra)
+        trainer.resume(path, missing_ok=True)
+        train, test = loaders()
+        return [row["lr"] for row in trainer.fit(train, epochs, evaluate=test)], extra[0].scheduler.last_epoch
+
+    with pytest.raises(
+        hpnb.RankError, match=r"ReduceLROnPlateau.step needs metrics, .*after_epoch.*eval_loss"
+    ):
+        alone.run(refused)
+    if not by_hook:
+        assert alone.run(fit, tmp_path, 2) == [([0.3, 0.15], 2)]  # no loss is so much better
+        assert alone.run(fit, tmp_path, 4) == [([0.3, 0.15, 0.075, 0.0375], 4)]
+
+
 def test_a_run_that_is_done_has_nothing_left(alone: hpnb.Ranks, tmp_path: Path) -> None:
     (first,) = alone.run(run, tmp_path, every=None)
     (again,) = alone.run(run, tmp_path, every=None)
@@ -569,6 +613,18 @@ def test_the_best_may_be_the_largest(alone: hpnb.Ranks, tmp_path: Path) -> None:
         assert len(set(values)) == 3
         wanted = rows[values.index(max(values) if mode is None else min(values))]
         assert [path.name for path in resuming.saved(folder, "best")] == [f"best-{wanted['step']:08}"]
+
+
+def test_of_equally_good_epochs_the_first_is_the_best(alone: hpnb.Ranks, tmp_path: Path) -> None:
+    class Quality(Hook):
+        def after_epoch(self, trainer: TrainingState) -> None:
+            trainer.history[-1]["quality"] = [math.nan, 0.3, 0.4, 0.4, 0.1][trainer.epoch]
+
+    def fit(path: Path) -> list[str]:
+        make(Quality(), hooks.CheckpointHook(path, best="quality")).fit(loaders()[0], 5)
+        return [folder.name for folder in resuming.saved(path, "best")]
+
+    assert alone.run(fit, tmp_path) == [["best-00000018"]]
 
 
 def test_the_end_of_a_fit_is_saved_and_goes_on_bit_for_bit(

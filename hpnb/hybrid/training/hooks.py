@@ -12,6 +12,7 @@ Metrics are in metrics.py, hooks that record steps in recording_hooks.py, and th
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import math
 import warnings
@@ -34,7 +35,11 @@ class LRSchedulerHook(Hook):
     A step that was skipped for an overflow counts: the schedule ends when the fit does.
 
     Args:
+        scheduler: one whose step() needs no arguments; for ReduceLROnPlateau write a hook, as the error says.
         by: "step" of the optimizer, or "epoch"; a schedule made for epochs falls too fast by steps.
+
+    Raises:
+        ValueError: another `by`, or a scheduler whose step() needs a figure.
 
     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     >>> scheduler = hpnb.CosineAnnealingWarmupLR(optimizer, total_steps=10)
@@ -47,6 +52,14 @@ class LRSchedulerHook(Hook):
     def __init__(self, scheduler: Any, by: Literal["step", "epoch"] = "step") -> None:
         if by not in ("step", "epoch"):
             raise ValueError(f"by={by!r} is no time to step; use 'step' or 'epoch'")
+        if needed := _needed_by_step(scheduler):
+            kind = type(scheduler).__name__
+            raise ValueError(
+                f"{kind}.step needs {' and '.join(needed)}, which neither a Trainer nor this hook gives it; "
+                f"leave the {kind} out, and pass a hook of yours whose after_epoch(self, trainer) calls "
+                'scheduler.step(trainer.history[-1]["eval_loss"]), or what else it needs. Its state_dict and '
+                "load_state_dict may be those of the scheduler, for checkpoints"
+            )
         self.scheduler, self.by = scheduler, by
 
     def after_step(self, trainer: TrainingState) -> None:
@@ -111,7 +124,8 @@ class CheckpointHook(Hook):
     Args:
         path: holds "step-00000500" and so on, and "best-..."; every rank must see it.
         every: steps between two; None saves after each epoch. The end of a fit is saved as well.
-        best: a name in the history, such as "eval_loss": the epoch with the best is kept as well.
+        best: a name in the history, such as "eval_loss": the epoch with the best is kept as well, of several
+            the first.
         mode: whether the "min" or the "max" is best; by default the least of what ends in "loss".
         keep: so many of the newest stay.
         background: write while training goes on; the fit ends when all is written.
@@ -165,7 +179,7 @@ class CheckpointHook(Hook):
             self._save(trainer, "step")
 
     def after_epoch(self, trainer: TrainingState) -> None:
-        if self.every is None:
+        if self.every is None and trainer.step > self._saved_step:
             self._save(trainer, "step")
         if self.best is not None and self._is_best(trainer, self.best):
             self._save(trainer, "best", keep=1)
@@ -203,9 +217,9 @@ class CheckpointHook(Hook):
         may_follow = name.startswith("eval_") and trainer.evaluates and not was_evaluated
         if row.get(name) is None and not may_follow:
             raise ValueError(f"there is no {name!r} to be best in; this epoch has {', '.join(row)}")
-        values = [self._sign * r[name] for r in trainer.history if r.get(name) is not None]
-        values = [value for value in values if not math.isnan(value)]
-        return row.get(name) is not None and self._sign * row[name] <= min(values, default=-math.inf)
+        before = [self._sign * r[name] for r in trainer.history[:-1] if r.get(name) is not None]
+        before = [value for value in before if not math.isnan(value)]
+        return row.get(name) is not None and self._sign * row[name] < min(before, default=math.inf)
 
     def _save(self, trainer: TrainingState, kind: str, keep: int | None = None) -> None:
         folder = self.path / f"{kind}-{trainer.step:08}"
@@ -227,6 +241,15 @@ class CheckpointHook(Hook):
             )
             return False
         return True
+
+
+def _needed_by_step(scheduler: Any) -> list[str]:
+    """The arguments without a default that a scheduler's step takes."""
+    if scheduler is None or not callable(getattr(scheduler, "step", None)):
+        return []
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [p.name for p in parameters if p.default is p.empty and p.kind in positional]
 
 
 def _format(value: Any) -> str:

@@ -395,23 +395,32 @@ def test_a_run_that_is_not_continued_is_refused(
     assert found.history[-1]["lr"] == pytest.approx(0.5e-2 * (1 + math.cos(math.pi * 13 / 14)))
 
 
-def test_more_steps_are_trained_after_an_epoch_that_was_cut_short(
-    four: hpnb.Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("every", [None, 2, 3])
+def test_more_steps_than_before_go_on_inside_the_epoch(
+    four: hpnb.Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str], every: int | None
 ) -> None:
-    """Step 4 ends the second epoch, of 3 steps, after its first."""
+    """Step 4 is the first of the second epoch, which has 3 steps. The end is that of six steps in one go,
+    wherever checkpoints were saved."""
 
-    def steps(count: int) -> RunResult:
-        wanted = tables(tmp_path, training__steps=count)
+    def steps(count: int, folder: str) -> RunResult:
+        wanted = tables(tmp_path / folder, training__steps=count, training__schedule="constant")
+        wanted["checkpoint"]["every"] = every
         del wanted["training"]["epochs"]
         return run(four, parse(wanted))
 
-    assert steps(3).step == 3
-    assert steps(4).step == 4
-    assert "ended after" not in capfd.readouterr().out  # three steps are a full epoch
-    found = steps(6)
-    assert (found.resumed, found.step) == (4, 6)
-    assert [row["step"] for row in found.history] == [3, 4, 6]
-    assert "  epoch 2 ended after 1 of its 3 steps, with the run; its other batches" in capfd.readouterr().out
+    first = steps(4, "parts")
+    assert [row["step"] for row in first.history] == [3, 4]
+    again = steps(4, "parts")
+    assert (again.resumed, again.step) == (4, 4)
+    assert again.final == first.final
+    assert "nothing is left to train" in capfd.readouterr().out
+    more, at_once = steps(6, "parts"), steps(6, "at once")
+    assert (more.resumed, more.step) == (4, 6)
+    assert more.final == at_once.final
+    for row, other in zip(more.history, at_once.history, strict=True):
+        assert row["step"] == other["step"]
+        assert row["eval_loss"] == other["eval_loss"]
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-13)  # a sum in two parts
 
 
 def test_the_first_loss_that_is_no_number_is_a_warning(

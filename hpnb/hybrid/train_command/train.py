@@ -34,7 +34,7 @@ from hpnb.hybrid.training import hooks, resuming
 from hpnb.hybrid.training.folder_lock import FolderLock
 from hpnb.hybrid.training.hybrid_adam import HybridAdam
 from hpnb.hybrid.training.lr_schedulers import CosineAnnealingWarmupLR, LinearWarmupLR
-from hpnb.hybrid.training.run_state import EpochRow
+from hpnb.hybrid.training.run_state import EpochRow, TrainingState
 from hpnb.hybrid.training.stop_hook import StopHook, Stopped
 from hpnb.hybrid.training.trainer import Trainer
 from hpnb.models import decay_groups
@@ -103,10 +103,11 @@ def _train(file: RunFile, folder: Path, flag: Path | None, more: Sequence[hooks.
     model, *_ = booster.boost(task.model, optimizer, None, loader, schedule)
 
     stop = StopHook(folder, checkpoint.keep, flag)
-    saves = hooks.CheckpointHook(
+    saves = _SavesCutEpoch(
         folder, checkpoint.every, checkpoint.best, keep=checkpoint.keep, background=checkpoint.background,
         on_error=checkpoint.on_error,
     )  # fmt: skip
+    saves.last_step = total
     recording = [
         *task.metrics,
         hooks.ThroughputHook("tokens" if file.data.name == "text" else "samples"),
@@ -124,9 +125,6 @@ def _train(file: RunFile, folder: Path, flag: Path | None, more: Sequence[hooks.
         say(f"goes on from {folder / f'step-{resumed:08}'}, after {resumed} of {total} steps{nothing_left}")
         for difference in changed:
             say(f"  changed: {difference}")
-        an_epoch = math.ceil(loader.sampler.batches / how.accumulation)
-        if resumed < total and not any(difference.must_stay for difference in changed):
-            say(_epoch_cut_short(state, an_epoch))
     try:
         test = task.loader(plugin, file.data, 1)
         trainer.fit(loader, epochs, evaluate=test, evaluate_every=how.evaluate_every)
@@ -142,6 +140,24 @@ def _train(file: RunFile, folder: Path, flag: Path | None, more: Sequence[hooks.
             processor.save_pretrained(folder / "model")
     say(f"the model is in {folder / 'model'}, which from_pretrained opens")
     return RunResult(trainer.history, final, trainer.step, resumed)
+
+
+class _SavesCutEpoch(hooks.CheckpointHook):
+    """Saves the last step of an epoch that ends early, because the run has no more steps, as a step in the
+    middle of that epoch. A run with more steps then goes on with the batches that are left.
+
+    Attributes:
+        last_step: of the run.
+    """
+
+    last_step: int = -1
+
+    def after_step(self, trainer: TrainingState) -> None:
+        super().after_step(trainer)
+        loader: LimitedLoader = trainer.loader
+        is_cut = trainer.step == self.last_step and len(loader) < loader.sampler.batches
+        if is_cut and self._saved_step < trainer.step:
+            self._save(trainer, "step")
 
 
 # --- how long, and how fast ---------------------------------------------------------------------------------
@@ -247,25 +263,8 @@ def _about(file: RunFile, plugin: HybridParallelPlugin, task: RunTask, lr: float
     )
 
 
-def _epoch_cut_short(state: Mapping[str, Any], an_epoch: int) -> str:
-    """A line if the last epoch of a checkpoint ended early, because the run was to have no more steps.
-
-    Args:
-        an_epoch: steps of a full epoch.
-    """
-    ends = [0, *(row["step"] for row in state["history"])]
-    steps = ends[-1] - ends[-2] if len(ends) > 1 else an_epoch
-    if ends[-1] != state["step"] or steps >= an_epoch:  # it is in the middle of an epoch, or of a full one
-        return ""
-    return (
-        f"  epoch {state['history'][-1]['epoch']} ended after {steps} of its {an_epoch} steps, with the run; "
-        "its other batches are skipped, so the result is not that of all steps in one go"
-    )
-
-
 def _say(text: str) -> None:
-    if text:
-        print(text, flush=True)
+    print(text, flush=True)
 
 
 def _keep_quiet(text: str) -> None:

@@ -336,6 +336,35 @@ def test_a_stream_trains_as_one_rank_does_and_goes_on(pools: RankPools, tmp_path
         assert found[1] == pytest.approx(weights, rel=1e-12)
 
 
+def test_without_the_loader_a_checkpoint_loads_on_another_number_of_replicas(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    """Two replicas have read two shards each; in one replica's order their place is no place."""
+
+    def resumed(how: dict[str, Any], saves: bool = False, with_loader: bool = True) -> Any:
+        plugin = hpnb.HybridParallelPlugin(precision="fp64", **how)
+        booster, net = hpnb.Booster(plugin=plugin), Net()
+        model = nn.Sequential(net.body, nn.Tanh())
+        loader = plugin.prepare_dataloader(streaming(4), 4 // plugin.dp_size)
+        model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if saves:
+            next(iter(loader))
+            with torch.no_grad():
+                net.body.weight.fill_(7.0)
+            booster.save(tmp_path / "run", model, optimizer, None, loader, extra={"step": 1})
+            return None
+        booster.load(tmp_path / "run", model, optimizer, None, *([loader] if with_loader else []))
+        weights = [p.flatten().tolist() for name, p in model.named_parameters() if name == "0.weight"]
+        return weights, [i for batch in loader for i in batch["number"].tolist()]
+
+    pools[2].run(resumed, {}, saves=True)
+    with pytest.raises(hpnb.RankError, match=r"leave the dataloader out of booster\.load: weights and optim"):
+        pools[2].run(resumed, {"pp_size": 2})
+    for weights, samples in pools[2].run(resumed, {"pp_size": 2}, with_loader=False):
+        assert weights in ([[7.0] * 18], [])  # the other stage has the Tanh
+        assert sorted(samples) == list(range(SAMPLES))
+
+
 class Items:
     """Rows that can be indexed."""
 

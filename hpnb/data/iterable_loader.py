@@ -57,7 +57,9 @@ class IterableLoader:
         shuffle: let `datasets` shuffle shards, and samples in a buffer; other streams shuffle themselves.
         seed: of the shuffle and of the random numbers of `transform`; the same on all ranks.
         drop_last: leave out global batches that are not full.
-        collate_fn, transform, num_workers, pin_memory: as for `Loader`.
+        collate_fn, transform, num_workers, pin_memory: as for `Loader`. Workers of a stream of `datasets`
+            read shards of their own, so an epoch may have more steps with them: where their shards end
+            apart, the last batches of several are ragged.
 
     Raises:
         ValueError: numbers that leave no batch, or a stream that cannot be shuffled.
@@ -245,7 +247,8 @@ class IterableLoader:
             raise ValueError(
                 f"the stream was read by {state['replicas']} replicas with {state['workers']} workers in "
                 f"shards of their own, and here are {replicas} with {self.num_workers}; resume with as many, "
-                "or at the end of an epoch"
+                "or leave the dataloader out of booster.load: weights and optimizer are loaded, and the "
+                "epoch begins anew"
             )
         self.epoch, self._next, self._resume = state["epoch"], state["batch"], dict(state)
 

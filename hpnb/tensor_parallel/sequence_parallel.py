@@ -64,6 +64,15 @@ class SequenceSharding:
         """Tokens of each rank."""
         return split_sizes(self.shape[0] * self.shape[1], self.axis.size)
 
+    @property
+    def tokens(self) -> int:
+        """Of this rank."""
+        return self.sizes[self.axis.rank]
+
+    def holds_tokens(self, x: torch.Tensor) -> bool:
+        """Whether x has the shape of this rank's tokens, (1, b s/t, any width)."""
+        return x.is_floating_point() and x.dim() == 3 and tuple(x.shape[:2]) == (1, self.tokens)
+
     def set_batch_shape(self, batch_size: int, length: int) -> None:
         """A forward begins, on a batch of `batch_size` sequences of `length` tokens."""
         self.shape = (batch_size, length)

@@ -6,7 +6,7 @@
     [gather tokens]            with sequence parallelism, after the last norm
     head                       vocabulary sharded, logits stay so; a classifier is replicated
 
-[q k v | attention | o] and [up | f | down] are regions (`async_all_reduce.py`). A region begins before its
+[q k v | attention | o] and [up | f | down] are regions (`parallel_region.py`). A region begins before its
 column-parallel layers and ends after its row-parallel layer; nothing is sent in between. What does not divide
 is split unevenly: 25 heads over 4 ranks are 7, 6, 6 and 6 (`split_heads.py`). The mathematics and the bytes
 are in `tp_1d_linear.py` and `sequence_parallel.py`.
@@ -39,9 +39,10 @@ from hpnb.tensor_parallel.module_hooks import (
     change_input,
     change_output,
 )
+from hpnb.tensor_parallel.parallel_region import ParallelRegion
 from hpnb.tensor_parallel.sequence_parallel import SequenceSharding
 from hpnb.tensor_parallel.split_heads import is_transposed, split_evenly, split_units
-from hpnb.tensor_parallel.tp_1d_linear import ColumnParallelLinear, ParallelRegion, RowParallelLinear
+from hpnb.tensor_parallel.tp_1d_linear import ColumnParallelLinear, RowParallelLinear
 from hpnb.tensor_parallel.tp_1d_regions import (
     find_regions,
     is_sharded,
@@ -150,7 +151,7 @@ class TensorParallel1D(TensorParallelMode):
             head = model.module.get_submodule(path)
             if section == "head" and isinstance(head, ColumnParallelLinear):
                 if not self.sharding.enabled:  # else the backward of gather_tokens sums over the ranks
-                    self._make_region(head, [head])
+                    head.region = ParallelRegion(path, self.sharding, [head])
                 if not model.lazy_logits:
                     change_output(head, lambda z: comm.gather(z, self.axis, -1, vocab_size))
 
@@ -163,8 +164,8 @@ class TensorParallel1D(TensorParallelMode):
             self._pass_batch_shape(block, model)
         else:
             self._sum_replicated_grads(name, [p for p in paths if _sums_grads(model.layers[p][1])], model)
-        for parent, layers in find_regions(model, block, paths, self.sharding.enabled):
-            self._make_region(parent, layers)
+        for region in find_regions(model, paths, self.sharding):
+            self._connect_region(region, model.module.get_submodule(region.path), block)
         for path in paths:
             module, roles = model.module.get_submodule(path), model.layers[path][1]
             sum_partial_outputs(module, roles, self.axis)
@@ -223,12 +224,15 @@ class TensorParallel1D(TensorParallelMode):
                     before_forward(layer, self.dropout_rng.use_common_state)
         around_forward(block, self.dropout_rng.discard_rank_state, self.dropout_rng.use_common_state)
 
-    def _make_region(
-        self, parent: nn.Module, layers: Sequence[ColumnParallelLinear | RowParallelLinear]
-    ) -> None:
-        region = ParallelRegion(self.sharding, layers)
-        change_input(parent, region.begin)
-        parent.register_forward_hook(lambda *_: region.end(), always_call=True)
+    def _connect_region(self, region: ParallelRegion, module: nn.Module, block: nn.Module) -> None:
+        """Let the layers of `region`, which are in `module`, share their inputs."""
+        for layer in region.layers:
+            layer.region = region
+        rows = [layer for layer in module.children() if isinstance(layer, RowParallelLinear)]
+        if self.sharding.enabled and module is not block and rows == [region.row]:
+            module.register_forward_pre_hook(region.gather_arguments, with_kwargs=True)
+            module.register_forward_hook(region.check_output)
+        module.register_forward_hook(region.end, always_call=True)
 
     def _sum_replicated_grads(self, path: str, layers: Sequence[str], model: ModelToShard) -> None:
         """Sum the gradients of replicated weights, which a rank uses on its tokens alone.

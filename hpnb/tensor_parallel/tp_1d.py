@@ -151,7 +151,9 @@ class TensorParallel1D(TensorParallelMode):
             head = model.module.get_submodule(path)
             if section == "head" and isinstance(head, ColumnParallelLinear):
                 if not self.sharding.enabled:  # else the backward of gather_tokens sums over the ranks
-                    head.region = ParallelRegion(path, self.sharding, [head])
+                    head.region = region = ParallelRegion(path, self.sharding, [head])
+                    change_input(head, region.begin)
+                    head.register_forward_hook(region.end, always_call=True)
                 if not model.lazy_logits:
                     change_output(head, lambda z: comm.gather(z, self.axis, -1, vocab_size))
 

@@ -155,14 +155,19 @@ def test_an_order_is_claimed_only_where_repeats_decide_it(capsys: pytest.Capture
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "✓ a is faster (2 < 3)"
     assert lines[1].startswith("✗ Not in this run: b is faster (not 4 < 1)")
-    assert lines[2] == "Not decided, because the repeats overlap: c is faster"
+    assert lines[2] == "Not decided whether c is faster: the repeats overlap"
     fast, close, slow = repeats_of(3, 1, 2), repeats_of(2.5, 4, 5), repeats_of(7, 8, 9)
     runs = {"fast": fast, "close": close, "slow": slow}
     gpt2_pipeline.claim_faster(runs, "fast", "slow")
     gpt2_pipeline.claim_less_idle(runs, "fast", "slow")  # scaled steps have one bubble
+    gpt2_pipeline.claim_faster(runs, "fast", "close")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == '✓ Every repeat of "fast" is faster than "slow", s (3.00 < 7.00)'
-    assert lines[1].startswith("Not decided, because the repeats overlap: Every repeat of")
+    assert lines[0] == '✓ every repeat of "fast" is faster than "slow", s (3.00 < 7.00)'
+    undecided = 'Not decided whether every repeat of "fast" {} "{}": the repeats overlap'
+    assert lines[1:] == [
+        undecided.format("has a smaller bubble than", "slow"),
+        undecided.format("is faster than", "close"),
+    ]
     assert "doesn't decide" in str(gpt2_pipeline.faster(runs, "fast", "close")["sure"])
     words = gpt2_pipeline.faster(runs, "fast", "slow")
     sure = "all of its repeats are faster than all of the slow cut's"

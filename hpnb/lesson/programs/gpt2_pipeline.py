@@ -101,26 +101,32 @@ def fastest_in_words(runs: Mapping[str, StepRepeats]) -> dict[str, str]:
     return {"first": first, "others": overlap_words(others)}
 
 
-def claim_order(statement: str, less: Sequence[float], more: Sequence[float], otherwise: str = "") -> None:
-    """Claim that all repeats of `less` are below all of `more`. If they overlap, say "not decided"."""
+def claim_order(
+    statement: str, less: Sequence[float], more: Sequence[float], otherwise: str = "", unit: str = ""
+) -> None:
+    """Claim that all repeats of `less` are below all of `more`. If they overlap, say "not decided".
+
+    A `unit` follows the statement where its two numbers do.
+    """
     if overlap(less, more):
-        text = f"Not decided, because the repeats overlap: {statement}"
+        text = f"Not decided whether {statement}: the repeats overlap"
         present(f"<p>{text}</p>", text)
     else:
+        statement = f"{statement}, {unit}" if unit else statement
         claim(statement, (max(less), "<", min(more)), otherwise)
 
 
 def claim_faster(runs: Mapping[str, StepRepeats], fast: str, slow: str) -> None:
     """`claim_order` of the seconds of two runs."""
-    statement = f'Every repeat of "{fast}" is faster than "{slow}", s'
-    claim_order(statement, runs[fast].seconds, runs[slow].seconds, FEW_TOKENS)
+    statement = f'every repeat of "{fast}" is faster than "{slow}"'
+    claim_order(statement, runs[fast].seconds, runs[slow].seconds, FEW_TOKENS, "s")
 
 
 def claim_less_idle(runs: Mapping[str, StepRepeats], less: str, more: str) -> None:
     """`claim_order` of the bubbles of two runs."""
     bubbles = bubble_percents(runs)
-    statement = f'Every repeat of "{less}" has a smaller bubble than "{more}", %'
-    claim_order(statement, bubbles[less], bubbles[more])
+    statement = f'every repeat of "{less}" has a smaller bubble than "{more}"'
+    claim_order(statement, bubbles[less], bubbles[more], unit="%")
 
 
 def faster(runs: Mapping[str, StepRepeats], fast: str, slow: str) -> dict[str, float | str]:

@@ -106,10 +106,10 @@ x
 #
 # <details><summary>Where a variable lives</summary>
 #
-# Outputs of ranks come in the order in which they answer. If a `%%ranks` cell uses a variable from the notebook, such as `N`, each rank gets a
-# copy, and a fresh copy whenever you reassign it. In-place changes are not sent. A variable created on a rank, such
-# as `x`, stays on that rank, and the notebook does not see it. A function that you launch gets copies likewise of what
-# it uses from the notebook.
+# Outputs of ranks come in the order in which they answer. If a `%%ranks` cell uses a variable from the notebook, such
+# as `N`, each rank gets a copy, and a fresh copy whenever you reassign it. If you change a notebook variable in
+# place, the ranks do not see the change. A variable created on a rank, such as `x`, stays on that rank, and the
+# notebook does not see it. A function that you launch also gets copies of the notebook variables that it uses.
 # </details>
 #
 # `hpnb.launch(function, ranks=N)` starts fresh processes, runs the function on each, and returns the list of results.
@@ -441,13 +441,14 @@ lesson.check(exercises.doubling, doubling_all_reduce)
 # A FLOP is one floating-point operation, so ρ is how many of them a rank could have done while it sent one byte.
 #
 # A transformer computes on *tokens*, such as pieces of words or patches of images. With T tokens on each rank, the
-# all-reduce of its gradients takes $2\rho / (3T)$ times as long as its computing, if both run at their peak rates.
+# all-reduce of its gradients takes at most $2\rho / (3T)$ times as long as its computing, if both run at their peak
+# rates.
 #
 # <details><summary>Where 2ρ / (3T) comes from</summary>
 #
-# The forward multiplies and adds once for each of P parameters and each token, which is 2 P FLOP. The backward does twice
-# as much. Together that is 6 P FLOP a token, or 6 P T. The bf16 gradients have 2 P bytes, so a ring sends at most 4 P
-# bytes from a rank. That takes as long as 4 P ρ FLOP. The ratio is 4 P ρ / (6 P T), and P cancels.
+# The forward multiplies and adds once for each of P parameters and each token, which is 2 P FLOP. The backward does
+# twice as much. Together that is 6 P FLOP a token, or 6 P T. The bf16 gradients have 2 P bytes, so a ring sends at
+# most 4 P bytes from a rank. That takes as long as 4 P ρ FLOP. The ratio is at most 4 P ρ / (6 P T), and P cancels.
 # </details>
 #
 # The cell measures a *machine card* with all ranks at work: it times all-reduces of many sizes, fits α and B to them,
@@ -482,11 +483,10 @@ lesson.predict("00.many-calls", question, guess=None, rule_of_thumb=1)
 # On <data value="00.card.hardware">4 x NVIDIA H100 80GB HBM3</data> the fit gives a latency of <data value="00.card.latency">13.6 µs</data>, a bandwidth of <data value="00.card.bandwidth">332 GB/s</data> and a
 # knee at <data value="00.card.knee">18.0 MB</data>. No dot is more than a factor of <data value="00.fit.most:.2f">1.16</data> from the curve.
 #
-# Here ρ is <data value="00.card.rho:,.0f">2,255</data> FLOP a byte, at measured rates. Published rates are peaks of matmul and link alike, so their
-# quotient may lie on either side of it. An H100 or H200 has <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data> over NVLink and
+# Here ρ is <data value="00.card.rho:,.0f">2,255</data> FLOP a byte, at measured rates. By published rates an H100 or H200 has <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data> over NVLink and
 # <data value="00.rho.ethernet-10-gb.at-published-rates">791,000 FLOP/B</data> over 10 Gb Ethernet.
 #
-# With 16,384 tokens on each rank, $2\rho / (3T)$ at published rates is <data value="00.share.nvlink-4:.2f">0.09</data> over NVLink: computing takes far
+# With 16,384 tokens on each rank, $2\rho / (3T)$ at published rates is <data value="00.share.nvlink-4:.2f">0.09</data> over NVLink, so computing takes far
 # longer than the all-reduce. Over 10 Gb Ethernet it is <data value="00.share.ethernet-10-gb:.0f">32</data>.
 #
 # <details><summary>The links of the table</summary>
@@ -527,16 +527,16 @@ lesson.reveal("00.many-calls", took_100 / took, predicted=expected_100 / expecte
 lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">", took))
 
 # %% [markdown]
-# One call took <data value="00.calls.1-call-of-8-mb.measured">155 µs</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">5.01 ms</data>:
-# <data value="00.many-calls:.1f">32.3</data> times as long for the same bytes. By the formula every call pays a latency of $2(n-1)\,\alpha$, here <data value="00.off.latency">81.4 µs</data>.
-# That is why notebook 01 collects gradients in *buckets*, each of many tensors that go in one call.
+# One call took <data value="00.calls.1-call-of-8-mb.measured">155 µs</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">5.01 ms</data>: <data value="00.many-calls:.1f">32.3</data> times as long for the same bytes. By the formula every call
+# pays a latency of $2(n-1)\,\alpha$, which is <data value="00.off.latency">81.4 µs</data> here. That is why notebook 01 collects gradients in *buckets*,
+# each of many tensors that go in one call.
 #
-# The formula says <data value="00.many-calls.predicted:.1f">69.6</data> times as long. The one call took <data value="00.off.one:.2f">1.32</data> times its prediction, and the hundred took
-# <data value="00.off.hundred:.2f">0.61</data> times theirs. Trust the formula to say which is slower, and measure by how much.
+# The formula says <data value="00.many-calls.predicted:.1f">69.6</data> times as long. Trust the formula to say which is slower, and measure by how much.
 #
-# On average each of the hundred took <data value="00.off.call">50.1 µs</data> with its bytes, <data value="00.off.than">shorter than</data> the latency of one call. On a GPU the fitted time
-# of a call is its start plus its move. In a row, the process starts calls while earlier ones still move, so each costs
-# about the longer of the two. <data value="00.off.started">The process needed 4.96 ms only to start the hundred, so here starting calls, not the link, sets the time</data>.
+# On average each of the hundred took <data value="00.off.call">50.1 µs</data>, bytes included, which is <data value="00.off.than">shorter than</data> that latency. On a GPU the fitted time
+# of a call is its start plus its move. In a row, the process starts calls while earlier ones still move, so each
+# costs about the longer of the two.
+# <data value="00.off.started">The process needed 4.96 ms only to start the hundred, so here starting calls, not the link, sets the time</data>.
 #
 # <details><summary>On a laptop</summary>
 #
@@ -547,9 +547,8 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 #
 # <details><summary>If the prediction is off on your machine</summary>
 #
-# If a measured time is too long, these calls pay a cost that the fit does not contain. Candidates are ranks that leave the
-# barrier late, users of cores and links that came after the fit, and on GPUs the wait of a process until it hears that
-# its GPU is done. Additions are no such cost, because the fit times full all-reduces.
+# If a measured time is too long, these calls pay a cost that the fit does not contain. Ranks may leave the barrier
+# late. Other programs may use the cores or the links. On GPUs a process needs time to hear that its GPU is done.
 #
 # If it is too short, the fit contains a cost that these calls do not pay. On GPUs the fit starts each call on an idle
 # GPU, so start and move come one after the other. In a row they run side by side.
@@ -709,34 +708,33 @@ waiting, moving = wait["rank 1 late"], move["rank 1 late"]
 lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", moving))
 
 # %% [markdown]
-# Rank 1 slept 100 ms longer, so the others waited <data value="00.bar.rank-1-late.measured-wait">100 ms</data> in an all-reduce. The move, which begins when
-# rank 1 arrives, took <data value="00.bar.rank-1-late.measured-move">636 µs</data>. Rank 1 itself waits for nobody, so the waits in the tables leave it out.
+# Rank 1 slept 100 ms longer, so the others waited <data value="00.bar.rank-1-late.measured-wait">100 ms</data> in an all-reduce. The move, which begins when rank 1
+# arrives, took <data value="00.bar.rank-1-late.measured-move">636 µs</data>. Here rank 1 waits for nobody. The waits in the tables leave it out in all cases, to be
+# comparable.
 #
 # With published B and typical α the move takes <data value="00.replay.nvlink-4.move">44.7 µs</data> on NVLink 4 and <data value="00.replay.ethernet-10-gb.move">9.90 ms</data> on 10 Gb Ethernet.
 # The wait stays at <data value="00.replay.ethernet-10-gb.wait">100 ms</data>.
 #
-# The formula predicts one move for all three cases, <data value="00.bar.at-once.predicted-move">118 µs</data>, and the measured moves differ. To compare two cases,
-# we pair each of the five steps of one with each of the other, and count the pairs in which the second moves longer.
-# Noise alone gives a count above 22 of 25, or below 3, with a probability of 3 % (a rank-sum test). So such a count
-# shows that moves differ, and any other decides nothing.
+# The formula predicts <data value="00.bar.at-once.predicted-move">118 µs</data> for the move in all three cases. To compare two cases, we pair each of the five steps of
+# one with each of the other, and count the pairs in which the second moves longer. Noise alone gives a count above 22
+# of 25, or below 3, with a probability of 3 % (a rank-sum test). Only such a count shows a difference.
 #
-# After the pause the move is longer than "at once" in <data value="00.pause.longer">20</data> of <data value="00.pause.pairs">25</data> pairs. With rank 1 late it is longer than after the
-# pause in <data value="00.late.longer">25</data> of <data value="00.late.pairs">25</data>.
+# After the pause the move is longer than "at once" in <data value="00.pause.longer">20</data> of <data value="00.pause.pairs">25</data> pairs: <data value="00.pause.words">this run shows no effect of the pause</data>. With rank 1 late it is
+# longer than after the pause in <data value="00.late.longer">25</data> of <data value="00.late.pairs">25</data>: <data value="00.late.words">in this run moves after the late rank are longer</data>.
 #
 # <details><summary>How long does an 8 MB all-reduce take, then?</summary>
 #
-# Even "at once" ranks leave the barrier at different times. The last to arrive was <data value="00.once.last">rank 2 in 4 of 5 steps</data>, and the wait of
-# <data value="00.bar.at-once.measured-wait">32.5 µs</data> was <data value="00.once.wait-is">shorter than</data> the move.
+# Even in the case "at once", the ranks leave the barrier at different times. The last to arrive was
+# <data value="00.once.last">rank 2 in 4 of 5 steps</data>, and the wait of <data value="00.bar.at-once.measured-wait">32.5 µs</data> was <data value="00.once.wait-is">shorter than</data> the move.
 #
-# The formula counts until the slowest rank is done. So do the <data value="00.calls.1-call-of-8-mb.measured">155 µs</data> of the one call in the previous section
-# and the <data value="00.fit.large">127 µs</data> of 8.4 MB in the fit. A move in the table is a median over ranks and steps, and the machine may have
-# been less or more busy than during the fit. A move that is much longer than the fit's time contains something besides
-# the link, because the fit used the same link.
+# The formula counts until the slowest rank is done. So do the <data value="00.calls.1-call-of-8-mb.measured">155 µs</data> of the one call in the previous section and the
+# <data value="00.fit.large">127 µs</data> of 8.4 MB in the fit. A move in the table is a median over ranks and steps. A move that is much longer than
+# the fit's time contains something besides the link, because the fit used the same link.
 #
-# One candidate is a *cold start*: after a pause, the code that launches a call has left the caches, and GPUs and links
-# may be saving power. The first count above tests this for a pause of 30 ms. In the last case rank 1 sleeps 130 ms, and
-# the others wait inside the call. The second count tests both together, so it cannot say which of them matters. Before
-# you blame a link, time the call with and without a pause before it.
+# One candidate is a *cold start*: after a pause, the code that launches a call has left the caches, and GPUs and
+# links may be saving power. The first count above tests this for a pause of 30 ms. In the last case rank 1 sleeps 130
+# ms, and the others wait inside the call. The second count cannot say which of these two matters. Before you blame a
+# link, time the call with and without a pause before it.
 # </details>
 #
 # <details><summary>On a laptop</summary>
@@ -804,9 +802,9 @@ lesson.check(exercises.straggler, straggler)
 # second to 1 + 300 = 301. Ranks 1 to 3 take 301 for the sum of gradients, and rank 0 takes 103. Right would be 400.
 # </details>
 #
-# The next cell makes the deadlock. One Layout lays all ranks along `dp`, for `gradients`. Another lays the same ranks
-# along `tp`, for `metrics`. `comm.all_reduce` is `dist.all_reduce` in a group, on a copy. After 3
-# seconds the launch stops the ranks and raises a `RankError`.
+# The next cell makes the deadlock. It needs two groups of all ranks. One Layout lays them along `dp`, for
+# `gradients`. Another lays them along a second axis, `tp`, for `metrics`. `comm.all_reduce` is `dist.all_reduce` in a
+# group, on a copy. After 3 seconds the launch stops the ranks and raises a `RankError`.
 
 
 # %% tags=["raises-exception"]

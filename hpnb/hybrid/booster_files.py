@@ -36,6 +36,11 @@ class BoosterFiles:
 
         No rank has all of it: weights go to the first rank one after the other, and file after file to disk.
 
+        A weight with two names, because it is tied or its module is used twice, is written once, under the
+        first. A model of your own takes that without hpnb by
+        `safetensors.torch.load_model(model, path + "/model.safetensors")`, or for each of several files
+        `model.load_state_dict(safetensors.torch.load_file(file), strict=False)`.
+
         Args:
             shard: into several files, with an index, where it is larger than
             size_per_shard: bytes, or text like "500MB".

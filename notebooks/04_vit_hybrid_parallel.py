@@ -30,15 +30,14 @@
 #
 # **Time.** 30 minutes to read, 2 to run, 35 for the core exercises and 45 for the extra ones.
 #
-# **Two questions to recall.** From 02: what does a pipeline send, and what does it waste? From 03: what happens to compute
-# over communication when the batch of a tensor-parallel group grows?
+# **Two questions to recall.** From 02: what does a pipeline send, and what does it waste? From 03: what happens to the ratio of
+# compute to communication when the batch of a tensor-parallel group grows?
 #
 # <details><summary>Answers</summary>
 #
 # A pipeline sends at each cut the hidden states of each microbatch forward and their gradient back. With $p$ stages and $m$ microbatches, each rank is idle in $p-1$ of $m+p-1$ slots: the bubble.
 #
-# A larger batch does not change the ratio of tensor parallelism: $4.5\,h/((t-1)\rho)$ contains no
-# batch. Here h is the hidden size, t the ranks of the group, and ρ the FLOPs that a rank does while it sends a byte.
+# The ratio does not change, because $4.5\,h/((t-1)\rho)$ contains no batch. Here h is the hidden size, t the ranks of the group, and ρ the FLOPs that a rank does while it sends a byte.
 # </details>
 #
 # Times on this page, and the bytes beside them, are from <data value="04.hardware">4 x NVIDIA H100 80GB HBM3</data>. All else runs on CPU processes.
@@ -80,13 +79,13 @@ here = lesson.banner(N, model=name, data=leaves.describe(), sizes=sizes,
 # | axis | the coordinate says | a rank stores | its group sends |
 # |---|---|---|---|
 # | dp | which samples | the same weights as its group | gradients of these weights, once a step |
-# | pp | which of the l blocks | l/p blocks | hidden states (b, s, h) and their gradient, once a microbatch and cut |
-# | tp | which part of a matrix | 1/t of each matrix of its blocks | activations (b, s, h), all-reduced four times a block and microbatch |
+# | pp | which of the l blocks | l/p blocks | hidden states (b, s, h) and their gradient, for each microbatch at each cut |
+# | tp | which part of a matrix | 1/t of each matrix of its blocks | activations (b, s, h): four all-reduces for each microbatch in each block |
 #
 # The p x t ranks with the same dp coordinate hold a copy of the model, a *replica*.
 #
-# A rank's number is read like digits, the outermost coordinate first. We write dp > pp > tp if dp is the outermost axis.
-# This order matters: launchers number ranks node by node.
+# The coordinates are the digits of a rank's number, the outermost first. We write dp > pp > tp if dp is the outermost axis.
+# This order matters, because launchers number ranks node by node.
 
 # %%
 layout = Layout(dp=2, pp=2, tp=2)  # nested dp > pp > tp by default
@@ -99,8 +98,8 @@ replicas = [[rank.placements for rank in ranks] for ranks in (held[:4], held[4:]
 lesson.claim("Both replicas hold the same weights", replicas[0] == replicas[1])
 
 # %% [markdown]
-# The second figure draws the A of x A with inputs as rows and outputs as columns. The check compares which parts the replicas hold,
-# not their values.
+# A layer computes x A. The second figure draws A with a row for each input and a column for each output. The check compares which
+# parts the replicas hold, not their values.
 #
 # **Takeaway.** The order of the axes decides which groups stay on a node.
 #
@@ -284,13 +283,13 @@ lesson.claim("A hybrid step is exact in all three ways", exact.equal)
 #
 # ## What each axis asks of a link
 #
-# For each axis, notebooks 01 to 03 derived the time to compute over the time to send. For dp only the
-# backward counts. ρ is the FLOPs that a rank does while it sends a byte, and T the tokens of a replica.
+# For each axis, notebooks 01 to 03 derived a ratio: the time to compute divided by the time to send. For dp only the
+# backward counts as compute. ρ is the FLOPs that a rank does while it sends a byte, and T the tokens of a replica.
 #
-# | axis | sends | can overlap with | compute over communication |
+# | axis | sends | can overlap with | ratio of compute to communication |
 # |---|---|---|---|
 # | dp | gradients, once a step | the backward | T/(ρ(d-1)/d) |
-# | pp | hidden states, once a microbatch and cut | other microbatches | 18 h (l/p)/ρ |
+# | pp | hidden states, for each microbatch at each cut | other microbatches | 18 h (l/p)/ρ |
 # | tp | activations, four times a block | weight gradients | 4.5 h/((t-1)ρ) |
 #
 # Take a ViT-L/16 (h = 1,024, l = 24) on eight ranks of 400 TFLOP/s along one axis. For dp, each rank has 64 images of 197
@@ -303,14 +302,14 @@ lesson.claim("A hybrid step is exact in all three ways", exact.equal)
 # | tp | 0.74 | 0.082 | 0.021 |
 #
 # For dp and pp, a ratio below 1 means that sending takes longer than the compute that it can overlap with. dp's ratio stays above 1
-# over InfiniBand, pp's even over Ethernet. Above 1, by formula, a step of dp alone adds only its last bucket's all-reduce to its
-# compute. A step of pp alone adds only its bubble.
+# over InfiniBand, pp's even over Ethernet. Above 1, by formula, dp alone adds only its last bucket's all-reduce to the
+# compute of a step. pp alone adds only its bubble.
 #
 # For tp, the ratio counts all compute, not only weight gradients, so 1 is no threshold. If nothing overlaps, a step takes
 # 1 + 1/ratio times its compute. On eight ranks, that is 2.35 times over NVLink and 13 times over InfiniBand.
 #
-# A pipeline makes it harder for dp. A gradient is complete only in the backward of the last of m microbatches. So dp can overlap with
-# 1/m of the backward, and its ratio is divided by m: with m = 16, 1.8 becomes 0.11.
+# In a pipeline, a gradient is complete only in the backward of the last of m microbatches. So dp can overlap with
+# 1/m of the backward, and dp's ratio is divided by m: with m = 16, 1.8 becomes 0.11.
 #
 # <details><summary>Does this hold on a mesh?</summary>
 #
@@ -321,9 +320,11 @@ lesson.claim("A hybrid step is exact in all three ways", exact.equal)
 #
 # ### The same step on slower links
 #
-# N ranks train on one batch split by dp, by pp and by tp. Along pp they run 1F1B with m = 8 microbatches. In theory a rank computes 1/N of the step along each axis,
-# so we predict all three steps from the time of 1/N of the batch on one rank. Communication that a rank has to wait for is
-# called *exposed*. Without your guess, a *rule of thumb* takes its place: here, fewest bytes first.
+# N ranks train on the same batch three times: split along dp only, along pp only, and along tp only. Along pp they run 1F1B with
+# m = 8 microbatches. In theory, each rank computes 1/N of the step in all three. So we predict them from the time of 1/N of the batch on one
+# rank. Communication that a rank has to wait for is called *exposed*.
+#
+# The next cell asks you to guess a ranking. Without a guess, a *rule of thumb* takes its place: here, fewest bytes first.
 
 # %%
 gradient = DTYPE.itemsize * SIZE.parameters(classes=3)  # bytes
@@ -396,9 +397,9 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 # | tp, simulated | <data value="04.busy.tp">205 ms</data> | <data value="04.rest.tp.simulated.rest">108 ms</data> | <data value="04.rest.tp.simulated.step">314 ms</data> |
 # | tp, <data value="04.source">measured</data> | <data value="04.busy.tp">205 ms</data> | <data value="04.rest.tp.measured.rest">46.0 ms</data> | <data value="04.axes.tp.measured">251 ms</data> |
 #
-# Along pp the rest is the bubble, sending and waiting; the bubble is predicted as (N-1)/m of compute, <data value="04.rest.bubble">42.5 ms</data>. Along tp the
-# rest is exposed all-reduces and waiting. As <data value="04.source">measured</data>, it takes <data value="04.rest.tp.measured.rest">46.0 ms</data>, and compute is <data value="04.rest.tp.off.compute">91.8 ms</data> off its prediction. A faster
-# link can shorten the rest, but no arithmetic.
+# Along pp the rest is the bubble, sending and waiting. The bubble is predicted as (N-1)/m of compute, <data value="04.rest.bubble">42.5 ms</data>.
+# Along tp the rest is exposed all-reduces and waiting.
+# A faster link can shorten sending and exposed all-reduces, but neither compute nor the bubble.
 #
 # <details><summary>Why the curves differ</summary>
 #
@@ -407,25 +408,23 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 # dp's last bucket is full when the backward ends. So its all-reduce is always exposed, and dp's curve rises a little. Once all of
 # dp's all-reduces take longer than the backward, the curve bends, and every byte counts.
 #
-# pp sends fewest bytes, partly during other microbatches. So far beyond dp's bend, pp's curve rises least. Before the bend, either
-# of the two may rise less.
+# pp sends fewest bytes, partly during other microbatches. So its curve rises least where links are far slower than at dp's bend. Before
+# the bend, either of the two may rise less.
 # </details>
 #
 # <details><summary>How far to trust the curves</summary>
 #
 # Bytes are predicted exactly. Along pp they are a mean of the ranks, because inner stages send both ways and end stages one way.
 #
-# Times are not exact. As <data value="04.source">measured</data>, a step over its prediction is <data value="04.ratio.dp:.2f">1.04</data> for dp, <data value="04.ratio.pp:.2f">1.09</data> for pp
-# and <data value="04.ratio.tp:.2f">1.19</data> for tp. Such a ratio contains two errors, of predicted compute and of the predicted rest. <data value="04.rest.signs">Compute takes 91.8 ms longer along tp and 16.0 ms longer along pp. The rest takes 51.4 ms less along tp and 2.27 ms less along pp. Along tp and pp the two errors partly cancel in the ratio.</data>
+# Times are not exact. As <data value="04.source">measured</data>, a step divided by its prediction is <data value="04.ratio.dp:.2f">1.04</data> for dp, <data value="04.ratio.pp:.2f">1.09</data> for pp
+# and <data value="04.ratio.tp:.2f">1.19</data> for tp. Two errors are in such a ratio: that of compute and that of the rest. <data value="04.rest.signs">Compute takes 91.8 ms longer along tp and 16.0 ms longer along pp. The rest takes 51.4 ms less along tp and 2.27 ms less along pp. Along tp and pp the two errors partly cancel in the ratio.</data>
 #
-# **Compute** can be longer than predicted for several reasons, which this page does not separate. Operations have fixed costs. The
-# prediction counts them once, although they come with every microbatch and shard. Along pp a rank computes in small microbatches. Along
-# tp all ranks repeat the norms. On a GPU, recorded compute can contain waits for the CPU, which launches operations. On a CPU,
+# **Compute** can be longer than predicted for several reasons, which this page does not separate. Operations have fixed costs, which
+# come with every microbatch and shard, and the prediction counts them once. Along tp all ranks repeat the norms. On a GPU, recorded compute can contain waits for the CPU, which launches operations. On a CPU,
 # ranks send with the cores that compute.
 #
-# <data value="04.fewer:.145">With a quarter of the images, the busiest rank computes 0.58 times as long along dp, 0.86 times as long along pp and 0.59 times as long along tp.</data> If compute only
-# grew with the images, it would be 0.25 times. A GPU computes while the CPU launches, and the longer of the two counts. So launching
-# can set the time of a small step, which does not say how much of a full step is launching. On a CPU, the two add up.
+# A quarter of the images need not take a quarter of the time. A GPU computes while the CPU launches, and the longer of the two counts.
+# So a small step can take as long as its launches. On a CPU, the two add up.
 #
 # **The rest** can be shorter than predicted or simulated. Then messages took less time than the link's latency and bandwidth say,
 # or they ran beside computing, or the recorded compute contains waits. The simulation of tp
@@ -434,9 +433,8 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 # The rest can also be longer, because ranks that come first wait for the last. The prediction lets all ranks compute equally fast, so
 # it has no such waits. Ranks also pause between operations, which the simulation of pp leaves out.
 #
-# **The curves** need not begin at their dots. On this link, simulated over <data value="04.source">measured</data> is <data value="04.near.dp:.2f">0.96</data> for dp, <data value="04.near.pp:.2f">1.00</data> for pp and <data value="04.near.tp:.2f">1.25</data> for tp.
-# Along dp, simulation and prediction start from the same step that sends nothing, so they are near each other. The shortest step
-# here is along <data value="04.near.fastest">dp</data>. On a tenth of the bandwidth, the shortest step simulated is along <data value="04.tenth">dp</data>. Do not ask the figure which of two
+# **The curves** need not begin at their dots. On this link, simulated time divided by <data value="04.source">measured</data> is <data value="04.near.dp:.2f">0.96</data> for dp, <data value="04.near.pp:.2f">1.00</data> for pp and <data value="04.near.tp:.2f">1.25</data> for tp.
+# The shortest step here is along <data value="04.near.fastest">dp</data>. On a tenth of the bandwidth, the shortest step simulated is along <data value="04.tenth">dp</data>. Do not ask the figure which of two
 # close curves is lower.
 #
 # Each step is the median of three, recorded in turn. "This link" is <data value="04.link.from">measured as in notebook 00</data>. Its latency is <data value="04.link.latency">13.6 µs</data> and its bandwidth <data value="04.link.bandwidth">332 GB/s</data>.
@@ -444,9 +442,8 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 #
 # <details><summary>On a laptop or a shared GPU</summary>
 #
-# Ranks of a CPU share memory bandwidth, so measured times vary from run to run. Ranks that share a GPU compute by turns: dp's step is
-# the one that sends nothing plus the computed time of its all-reduces, and each of tp's turns starts on an idle GPU, so that launches
-# count in full. The times that a slower link adds contain neither launches nor turns.
+# Ranks of a CPU share memory bandwidth, so measured times vary from run to run. Ranks that share a GPU compute by turns, so launches
+# count in full along tp. There dp's step is a step that sends nothing plus the calculated time of its all-reduces.
 # </details>
 #
 # **Takeaway.** tp needs the fastest links. On the slowest link here, the step along <data value="04.added-least">pp</data> grows least. A pipeline pays for its bubble on every link.
@@ -459,7 +456,7 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 # each rank to the next of its group. A *traffic atlas* then has a square for each sender and receiver, darker for more bytes.
 #
 # We treat eight ranks as two nodes of four and nest the axes in three orders. The outermost one lies between nodes. The
-# rule of thumb reads hpnb's default order, dp > pp > tp, as an order by bytes.
+# rule of thumb is hpnb's default order.
 #
 # <details><summary>The bytes that we expect</summary>
 #
@@ -668,16 +665,15 @@ vit_hybrid.add_to_field_guide()
 
 # %% [markdown]
 # The swapped model learns. Averaged over 8 steps, its loss falls from <data value="04.run.swapped.loss-first-8-steps:.2f">1.12</data> to <data value="04.run.swapped.loss-last-8:.2f">0.87</data>. Its saved weights combine shards
-# that saw different images. They classify <data value="04.run.swapped.accuracy">59.4 %</data> of the validation images correctly, and guessing the most common class <data value="04.guess">33.8 %</data>.
-# Nothing looks wrong until you know the correct run: its loss reaches <data value="04.run.correct.loss-last-8:.2f">0.72</data>, its accuracy <data value="04.run.correct.accuracy">67.7 %</data>.
+# that saw different images. They classify <data value="04.run.swapped.accuracy">59.4 %</data> of the validation images correctly. Always guessing the most common class gets <data value="04.guess">33.8 %</data>.
+# Nothing looks wrong until you know the correct run. Its loss reaches <data value="04.run.correct.loss-last-8:.2f">0.72</data>, its accuracy <data value="04.run.correct.accuracy">67.7 %</data>.
 #
 # <details><summary>Why does it learn at all?</summary>
 #
-# A rank applies its half of every matrix to its own samples. The all-reduce then adds the other half, applied
-# to the other replica's samples, which acts like noise.
+# A rank applies its half of every matrix to its own samples. The other half comes from the other replica's samples, and acts like noise.
 # </details>
 #
-# The table above is the *field guide*, the series' table of symptoms. Row 04 is this page's.
+# The table above is the series' *field guide* of symptoms. Row 04 is this page's.
 #
 # Two instruments need no correct run. The first is the distance of copies, which should be 0. Along tp it is <data value="04.apart.tp">0</data>. Along dp it ends
 # at <data value="04.apart.dp:.2f">0.35</data> of their norm, because these ranks saw different samples and nobody averages their gradients.
@@ -766,7 +762,7 @@ lesson.claim("The sum over pp and tp is too large", (twice, ">", 1.01))
 
 # %% [markdown]
 # The sum over pp and tp looks right, because gradients are equal along dp. But it counts twice what tp does not
-# shard, above all LayerNorms, embeddings and the head. The norm is <data value="04.norm.squares-summed-over-pp-and-tp.measured:.2f">1.29</data> times the true one, so every clipped gradient is
+# shard. The norm is <data value="04.norm.squares-summed-over-pp-and-tp.measured:.2f">1.29</data> times the true one, so every clipped gradient is
 # too small.
 #
 # **Takeaway.** Where a gradient is equal on c ranks, its square counts 1/c on each of them.
@@ -949,7 +945,7 @@ lesson.check(exercises.reshard, moves)
 # ## What to remember
 #
 # - tp all-reduces four times a block in each microbatch, so keep it inside a node. Put dp between nodes if the last microbatch's backward is longer than dp's all-reduces. Otherwise try pp there.
-# - Swapped groups of equal size raise no error, and the model still learns. Look at samples, copies and collectives.
+# - Swapped groups of equal size raise no error, and the model still learns.
 # - In a norm, the square of what is equal on c ranks counts 1/c on each of them.
 #
 # **When not to use this.** If one axis is enough, use one: each further axis adds messages. If the model fits on

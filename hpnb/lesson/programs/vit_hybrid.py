@@ -242,7 +242,7 @@ def record_fewer(
 ) -> None:
     """Record in words what compute along each axis takes with a quarter of the images.
 
-    04.fewer is a sentence, on a CPU followed by what it says of fixed costs. The page tells the first one.
+    04.fewer is a sentence, on a CPU followed by what it says of fixed costs.
 
     Args:
         card: says whether the ranks are GPUs.

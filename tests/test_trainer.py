@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from torch import nn
 import hpnb
 from hpnb.hybrid.checkpoint import atomic, manifest
 from hpnb.hybrid.checkpoint.training_state import random_state, set_random_state
-from hpnb.hybrid.training import hooks, metrics, progress, resuming
+from hpnb.hybrid.training import hooks, metrics, progress, resuming, stop_hook
 from hpnb.hybrid.training.events import Hook
 from hpnb.hybrid.training.run_state import TrainingState
 from hpnb.hybrid.training.trainer import Trainer
@@ -813,6 +814,30 @@ def test_the_bar_goes_to_the_end_and_shows_the_loss(
 
 
 # --- saves that fail, and signals ---------------------------------------------------------------------------
+
+
+def test_a_slow_step_is_the_last_one_and_a_quick_one_the_last_but_one() -> None:
+    """A rank is asked to stop in step 1 or 3. If steps take a minute, a grace period ends before another."""
+
+    def stopped_after(seconds: dict[int, float], asked_in: int) -> int:
+        booster = SimpleNamespace(wait=lambda: None)
+        hook, trainer = stop_hook.StopHook(None), SimpleNamespace(step=0, booster=booster)
+        hook.release()
+        for step in range(1, 7):
+            time.sleep(seconds.get(step, 0.0) if hpnb.rank() == 0 else 0.0)
+            hook._asked = hook._asked or (hpnb.rank() == 1 and step == asked_in)
+            trainer.step = step
+            try:
+                hook.after_step(trainer)  # type: ignore[arg-type]
+            except stop_hook.Stopped:
+                return step
+        return 0
+
+    with hpnb.Ranks(2, device="cpu", timeout=120) as two:
+        slow = dict.fromkeys(range(1, 7), stop_hook.SLOW_STEP + 0.1)
+        assert two.run(stopped_after, slow, 1) == [1, 1]
+        assert two.run(stopped_after, slow, 3) == [3, 3]
+        assert two.run(stopped_after, {1: stop_hook.SLOW_STEP + 0.1}, 3) == [4, 4]  # the first is always slow
 
 
 def test_a_save_that_fails_stops_the_fit_or_is_a_warning(alone: hpnb.Ranks, tmp_path: Path) -> None:

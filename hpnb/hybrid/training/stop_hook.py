@@ -1,13 +1,15 @@
 """Ctrl-C or SIGTERM in a training run: all ranks end the step, save, and exit. A second Ctrl-C ends it now.
 
 Slurm and Kubernetes send SIGTERM some seconds before they kill, and torchrun passes it on to its ranks. All
-ranks leave after the same step, the one after that in which one of them was asked (stop_vote.py).
+ranks leave after the same step, the one after that in which one of them was asked (stop_vote.py). If steps
+take more than a second, they leave after the step in which one was asked: the next could take too long.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
@@ -16,6 +18,8 @@ from hpnb.hybrid.training import resuming
 from hpnb.hybrid.training.events import Hook
 from hpnb.hybrid.training.run_state import TrainingState
 from hpnb.hybrid.training.stop_vote import StopVote
+
+SLOW_STEP = 1.0  # seconds, beside which waiting for the other ranks is nothing
 
 
 class Stopped(SystemExit):
@@ -46,9 +50,11 @@ class StopHook(Hook):
         self.path, self.keep, self.flag = path, keep, flag
         self._asked = False
         self._vote = StopVote()
+        self._last = time.monotonic()  # when the step before has ended
         self._before: dict[int, Any] = {}  # {signal: its handler before this fit}
 
     def before_fit(self, trainer: TrainingState) -> None:
+        self._last = time.monotonic()
         if self._before or threading.current_thread() is not threading.main_thread():
             return
         numbers = [signal.SIGTERM] if self.flag is not None else [signal.SIGTERM, signal.SIGINT]
@@ -61,13 +67,19 @@ class StopHook(Hook):
 
     def after_step(self, trainer: TrainingState) -> None:
         if self._vote.result():
-            self.release()
-            trainer.booster.wait()
-            if self.path is not None and not is_saved(self.path, trainer.step):
-                resuming.save(trainer, self.path / f"step-{trainer.step:08}", self.keep)
-            raise Stopped(f"stopped after step {trainer.step}")
+            self._stop(trainer)
         asked = self._asked or (self.flag is not None and self.flag.exists())
-        self._vote.begin(asked)
+        self._vote.begin(asked, slow=time.monotonic() - self._last > SLOW_STEP)
+        if self._vote.slow and self._vote.result():  # slow in the vote before: all ranks do the same
+            self._stop(trainer)
+        self._last = time.monotonic()
+
+    def _stop(self, trainer: TrainingState) -> None:
+        self.release()
+        trainer.booster.wait()
+        if self.path is not None and not is_saved(self.path, trainer.step):
+            resuming.save(trainer, self.path / f"step-{trainer.step:08}", self.keep)
+        raise Stopped(f"stopped after step {trainer.step}")
 
     def after_fit(self, trainer: TrainingState) -> None:
         self._vote.result()

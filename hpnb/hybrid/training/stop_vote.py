@@ -3,7 +3,9 @@
     step k       a rank asks, or not: a sum over all ranks begins, among CPUs
     step k + 1   it is complete long since; more than 0 stops all ranks here
 
-So nobody waits, and no rank is left in a collective that the others never enter.
+So nobody waits, and no rank is left in a collective that the others never enter. Where steps take seconds, a
+caller may wait for the sum in step k instead. All ranks have to do the same, so they learn with it whether a
+step of any rank was slow.
 """
 
 from __future__ import annotations
@@ -31,15 +33,24 @@ def _cpu_group() -> dist.ProcessGroup:
 
 
 class StopVote:
-    """A sum over all ranks of those that ask. All ranks call its methods in the same order."""
+    """A sum over all ranks of those that ask. All ranks call its methods in the same order.
+
+    Attributes:
+        slow: whether a rank said so in the last sum that was read, the same on all ranks; True before it.
+    """
 
     def __init__(self) -> None:
+        self.slow = True
         self._sum: torch.Tensor | None = None
         self._work: Any = None
 
-    def begin(self, asks: bool) -> None:
-        """Start to ask all ranks."""
-        self._sum = torch.tensor([float(asks)])
+    def begin(self, asks: bool, slow: bool = False) -> None:
+        """Start to ask all ranks.
+
+        Args:
+            slow: whether the last step took so long here that the sum is to be waited for.
+        """
+        self._sum = torch.tensor([float(asks), float(slow)])
         self._work = dist.all_reduce(self._sum, group=_cpu_group(), async_op=True)
 
     def result(self) -> bool:
@@ -49,7 +60,8 @@ class StopVote:
         self._work.wait()
         self._work = None
         assert self._sum is not None
-        return bool(self._sum.item())
+        asked, self.slow = (bool(count) for count in self._sum.tolist())
+        return asked
 
     def now(self, asks: bool) -> bool:
         """Whether a rank asks now, for which all ranks wait."""

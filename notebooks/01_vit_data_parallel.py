@@ -116,8 +116,8 @@ lesson.record("01.few", {"images": sizes.few, "tokens": sizes.few * SIZE.tokens}
 # %% [markdown]
 # The states take <data value="01.cost.model-states.counted">4.85 GB</data>, as 16 bytes per parameter say.
 #
-# The backward frees activations and leaves gradients behind. The peak of <data value="01.memory.peak">14.5 GB</data> comes where the backward begins
-# and all activations are alive. On GPUs you can compare it with the banner's estimate, under *sizes*.
+# The backward frees activations and leaves gradients behind. The peak of <data value="01.memory.peak">14.5 GB</data> comes where the backward begins and
+# all activations are alive. Recording slows the step, so read only bytes here.
 #
 # **Takeaway.** States grow with the parameters, activations with the tokens. Data parallelism divides the tokens.
 #
@@ -393,12 +393,12 @@ lesson.record("01.launch", figures.describe_launches(launches, here.device))
 #
 # Every ratio of two measured steps here is a median over rounds, so quotients of medians in seconds may differ.
 #
-# If rounds are independent, the true median lies in the range with 95 % confidence. The rule of thumb of the question is a
-# C that exposes nothing.
+# If rounds are independent, the true median lies in the range with 95 % confidence. The rule of thumb of the question
+# is a C that exposes nothing. The *ratio* in its answer is the measured value over the guess.
 #
-# A step's *makespan* is the time from its first start to its last end. The titles give exposed time as a share of ranks ×
-# makespan, which is the mean share of a rank. The round of the second figure has typical times; its exposed times may be
-# further from the medians.
+# A step's *makespan* is the time from its first start to its last end. Each title gives the share of the makespan in
+# which a rank is exposed, averaged over the ranks. The round of the second figure has typical times; its exposed
+# times may be further from the medians.
 #
 # The thin lane `dp` under a rank has its messages. Dark grey is the work for them: starting them, copying gradients into
 # buckets (C does both inside the backward), and unpacking at the end. It counts as computing, so a message beside it is not exposed. A
@@ -407,18 +407,18 @@ lesson.record("01.launch", figures.describe_launches(launches, here.device))
 # nothing about a link.
 # </details>
 #
-# **Buckets.** Every all-reduce pays 2(d-1) α. A sends <data value="01.versions.messages.a">392</data> messages and B <data value="01.versions.messages.b">26</data>. B takes <data value="01.b-over-a.median:.2f">0.55</data> times as long as A,
-# range <data value="01.b-over-a.low:.2f">0.53</data> to <data value="01.b-over-a.high:.2f">0.58</data>: the verdict is *<data value="01.b-over-a.verdict">faster</data>*. We predicted <data value="01.b-over-a.predicted:.2f">0.68</data>, without the work for messages, dark grey in the
-# second figure. In that round the slowest rank works on them for <data value="01.versions.handling.a">55.3 ms</data> in A and <data value="01.versions.handling.b">822 µs</data> in B.
+# **Buckets.** Every all-reduce pays 2(d-1) α. A sends <data value="01.versions.messages.a">392</data> messages and B <data value="01.versions.messages.b">26</data>. B takes <data value="01.b-over-a.median:.2f">0.55</data> times as long as A, range
+# <data value="01.b-over-a.low:.2f">0.53</data> to <data value="01.b-over-a.high:.2f">0.58</data>: the verdict is *<data value="01.b-over-a.verdict">faster</data>*. We predicted <data value="01.b-over-a.predicted:.2f">0.68</data>. That leaves out the work for messages, dark grey in the
+# second figure. There the slowest rank works on messages for <data value="01.versions.handling.a">55.3 ms</data> in A and <data value="01.versions.handling.b">822 µs</data> in B.
 #
 # **Overlap.** C takes <data value="01.overlap:.3f">0.999</data> times as long as B (<data value="01.c-over-b.low:.3f">0.982</data> to <data value="01.c-over-b.high:.3f">1.036</data>): the verdict is *<data value="01.c-over-b.verdict">cannot tell</data>*. The prediction of
-# <data value="01.overlap.predicted:.3f">0.929</data> lies <data value="01.c-over-b.predicted-is">below this range</data>. It leaves out that C's backward also fills the buckets, and that an all-reduce beside
+# <data value="01.overlap.predicted:.3f">0.929</data> lies <data value="01.c-over-b.predicted-is">below this range</data>. It leaves out two costs: C's backward also fills the buckets, and an all-reduce beside
 # it may slow it. The next section measures both, on a wider model.
 #
-# **Late ranks.** Ranks with equal work do not keep step, and the prediction leaves this out too. In C the last rank begins
-# its backward <data value="01.versions.late.seconds">2.23 ms</data> after the first, in the median round. Messages of early ranks wait for it. Meanwhile these ranks
-# compute in C, and idle in B. A rank that is slow by itself would be last in every round: here the most frequent one is
-# <data value="01.versions.late.last">rank 3 in 4 of 9 rounds</data>.
+# **Late ranks.** Ranks with equal work do not keep step, and the prediction leaves this out too. In C the last rank
+# begins its backward <data value="01.versions.late.seconds">2.23 ms</data> after the first, a median of nine rounds. Messages of early ranks wait for it. Meanwhile
+# these ranks compute in C, and idle in B. A rank that is slow by itself would be last in every round. Here no rank is
+# last more often than <data value="01.versions.late.last">rank 3 in 4 of 9 rounds</data>.
 #
 # <details><summary>How long does a step without messages take on each rank?</summary>
 #
@@ -590,7 +590,7 @@ lesson.record("01.extra", figures.cost_of_overlap(times[middle]))
 # - Reduced after it, a step is <data value="01.measured.after">not free at 197, 788 and 3,152, free from 12,608 on</data>. By the law it is free from <data value="01.law.after:,.0f">11,275</data> on.
 # - Overlap, against reducing after the backward, is <data value="01.measured.overlap">faster at 3,152, slower at 788, undecided at 197 and 12,608</data>.
 #
-# The question's answer lies above the largest size that is not free. <data value="01.measured.score">No size is surely free with overlap, so the answer is more than 3,152 tokens and is not scored</data>.
+# The question's answer lies above the largest size that is not free. It is scored only if a larger size is free.
 #
 # A measured ratio can leave the law's line in both directions. A step that computes slower than R lowers it. Costs that
 # the law leaves out, such as latencies, raise it. With <data value="01.slow.tokens:,">197</data> tokens the step alone takes <data value="01.slow.times:.1f">8.5</data> times as long
@@ -611,8 +611,8 @@ lesson.record("01.extra", figures.cost_of_overlap(times[middle]))
 #
 # <details><summary>The law's times and the measured ones</summary>
 #
-# The law takes its times from B and R alone. By them the all-reduce takes <data value="01.wide.by-bandwidth">11.0 ms</data> and the step alone <data value="01.wide.at-rate">30.8 ms</data>. Measured,
-# they take <data value="01.extra.all-reduce">10.3 ms</data> and <data value="01.alone">39.4 ms</data>. The step with overlap takes <data value="01.extra.compared">1.58 ms less than</data> the two measured times together.
+# At B the all-reduce takes <data value="01.wide.by-bandwidth">11.0 ms</data>. At R the step alone, with the scores of attention, takes <data value="01.wide.at-rate">30.8 ms</data>. Measured, they
+# take <data value="01.extra.all-reduce">10.3 ms</data> and <data value="01.alone">39.4 ms</data>. The step with overlap takes <data value="01.extra.compared">1.58 ms less than</data> the two measured times together.
 #
 # With <data value="01.slow.tokens:,">197</data> tokens, do launches make the step slower than at R? On its slowest rank, <data value="01.slow.rank">rank 0</data>, we see this:
 # <data value="01.slow.words">its process needs 16.3 ms only to launch the step, so launches set the time there</data>.
@@ -650,8 +650,9 @@ lesson.record("01.together", figures.explain_step(causes, last, during[middle]))
 lesson.record("01.wide", figures.describe_wide(wide.size, DTYPE, card))
 
 # %% [markdown]
-# The last bucket, which no backward can overlap, takes <data value="01.together.last-bucket">200 µs</data> by α and B. That is <data value="01.together.share:.3f">0.005</data> of the step alone. The two
-# factors and this share make <data value="01.cause.beside-an-unrelated-all-reduce.step-step-alone:.3f">1.093</data> x <data value="01.cause.with-buckets-nothing-sent.step-step-alone:.3f">1.069</data> + <data value="01.together.share:.3f">0.005</data> = <data value="01.together.ratio:.2f">1.17</data>. The sweep's range was <data value="01.middle.low:.2f">1.22</data> to <data value="01.middle.high:.2f">1.23</data>.
+# Do these two costs and the last bucket, which no backward can overlap, explain the measured step? By α and B that
+# bucket takes <data value="01.together.last-bucket">200 µs</data>, or <data value="01.together.share:.3f">0.005</data> of the step alone. Together that makes <data value="01.cause.beside-an-unrelated-all-reduce.step-step-alone:.3f">1.093</data> x <data value="01.cause.with-buckets-nothing-sent.step-step-alone:.3f">1.069</data> + <data value="01.together.share:.3f">0.005</data> = <data value="01.together.ratio:.2f">1.17</data>. The sweep's
+# range was <data value="01.middle.low:.2f">1.22</data> to <data value="01.middle.high:.2f">1.23</data>.
 # <data value="01.together.lies">The result lies below this range, but the ranges of the factors reach it, so this run cannot decide</data>.
 #
 # <details><summary>Why we divide within rounds</summary>
@@ -661,7 +662,7 @@ lesson.record("01.wide", figures.describe_wide(wide.size, DTYPE, card))
 # two medians. A range assumes independent rounds, which a slow change of speed violates.
 # </details>
 #
-# <details><summary>Why sharing can cost time, on CPUs and on GPUs</summary>
+# <details><summary>Why an all-reduce can slow the backward beside it</summary>
 #
 # An all-reduce also adds and copies numbers. A longer backward has no more bytes to reduce, so this cost becomes a smaller share of the step.
 #

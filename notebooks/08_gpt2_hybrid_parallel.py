@@ -184,8 +184,8 @@ lesson.claim("The hybrid step is exact up to rounding", exact.equal)
 #
 # On a CPU we choose Ethernet, as between eight machines of one core. If ranks share GPUs, we take NVLink.
 #
-# What decides is the ratio of computing time to sending time. Per token, a block on two tp ranks computes 36 h² FLOPs and
-# sends 4 h values of v bytes. Let ρ be the FLOPs that a rank computes while it sends a byte. Then the ratio is 9 h/(v ρ),
+# What decides is the ratio of computing time to sending time. Per token of a block, each of two tp ranks computes 36 h²
+# FLOPs and sends 4 h values of v bytes. Let ρ be the FLOPs that a rank computes while it sends a byte. Then the ratio is 9 h/(v ρ),
 # if a block computes as fast as a large matmul and messages have no latency.
 # Here this estimate is <data value="08.balance:.2f">2.15</data>. For GPT-2 XL with v = 2, at 400 TFLOP/s and 50 GB/s between nodes, it is
 # 4.5 · 1,600 · 50e9/400e12 = 0.9. Below 1, sending takes longer than computing.
@@ -217,8 +217,8 @@ lesson.claim("The hybrid step is exact up to rounding", exact.equal)
 # ZB-H1, 02's zero-bubble schedule, fills idle time with weight gradients. Interleaved 1F1B gives each rank two small
 # stages, its chunks. With sequence parallelism, which shards norms, each all-reduce of tp becomes two collectives.
 #
-# `theory.layout_parts` adds what earlier pages measured. ZeRO-3 sends almost 1.5 times the bytes of dp alone. It
-# gathers the blocks' weights twice, but embeddings once. With ZeRO-3, Booster reduces the gradients after the backward, not during it.
+# `theory.layout_parts` adds what earlier pages measured. ZeRO-3 gathers the blocks' weights twice and embeddings once.
+# So it sends 1.5 times the bytes of dp alone for blocks, and as many for embeddings. With ZeRO-3, Booster reduces the gradients after the backward, not during it.
 # Recomputation adds a third of a block and two all-reduces.
 #
 # Memory can peak at two times. In the forward, a rank holds weights, optimizer state, the activations in flight, and gradient
@@ -337,15 +337,15 @@ lesson.claim("zb-h1 idles a smaller share than 1F1B", idle["zb-h1"] < idle["1f1b
 # matrices are small, this can outweigh the arithmetic. Then the predicted order misleads.
 #
 # Computing takes <data value="08.winner.share.computing">86.1 %</data> of the fastest step, that of <data value="08.fastest">dp 8</data>. The slowest, <data value="08.pairs.last">dp 2 x pp 2 x tp 2</data>, loses
-# most by *<data value="08.by.part">computing</data>*, <data value="08.by.share">74.2 %</data> of its step.
+# most by *<data value="08.by.part">computing</data>*, which takes <data value="08.by.share">74.2 %</data> of its step.
 #
 # ### Where the prediction misses
 #
-# The first table below shows how far each part is from its prediction. The second explains the *excess*, by how much
-# computing takes longer; below 0, it is shorter. Under tp there are three suspects. A collective costs its rank CPU time to
+# The first table below shows how far each part is from its prediction. The second splits the *excess*: computing less its
+# prediction. Under tp there are three suspects. A collective costs its rank CPU time to
 # launch, pack and copy. Each rank computes norms and residual additions for all tokens. And a matmul with a t-th of the columns may take more
-# than a t-th of the time. We now time the last two. On CPUs the race timed the first; on GPUs nobody did, and its column
-# says 0 s. What no timed suspect explains is the *rest*, on GPUs with the collectives.
+# than a t-th of the time. We now time the last two. The race timed collectives, but only on CPUs; on GPUs their column
+# says 0 s. The *rest* is what remains of the excess. On GPUs it includes collectives.
 
 # %%
 misses = {part: {n: round(parts[n][part] - predicted[n][part], 9) for n in order}
@@ -375,9 +375,8 @@ in_calls = spent["dp 4 x tp 2"]["collectives"]
 lesson.record("08.collectives", words.collectives_in_words(in_calls, here.device))
 
 # %% [markdown]
-# On `dp 4 x tp 2` computing takes <data value="08.why.dp-4-x-tp-2.excess">60.2 ms</data> longer than predicted: <data value="08.collectives">an untimed part in collectives</data>,
-# <data value="08.why.dp-4-x-tp-2.norms">9.78 ms</data> in norms and additions, and <data value="08.why.dp-4-x-tp-2.thin-matmuls">14.2 ms</data> in thin matmuls. The rest is
-# <data value="08.why.dp-4-x-tp-2.rest">36.2 ms</data>.
+# The excess of `dp 4 x tp 2` is <data value="08.why.dp-4-x-tp-2.excess">60.2 ms</data>. Norms and additions take <data value="08.why.dp-4-x-tp-2.norms">9.78 ms</data> of it, thin matmuls
+# <data value="08.why.dp-4-x-tp-2.thin-matmuls">14.2 ms</data>. The rest is <data value="08.why.dp-4-x-tp-2.rest">36.2 ms</data>.
 #
 # <details><summary>Other parts and options</summary>
 #
@@ -392,7 +391,7 @@ lesson.record("08.collectives", words.collectives_in_words(in_calls, here.device
 # lose in computing. Both are predicted to compute equally long. 1F1B takes <data value="08.missing.dp-2-x-pp-4.computing-ratio:.2f">0.83</data> of
 # this time, zb-h1 <data value="08.missing.dp-2-x-pp-4-zb-h1.computing-ratio:.2f">0.93</data>.
 #
-# Errors of opposite sign cancel in the step, so a step that is right does not prove that its parts are. Look at each part:
+# Errors of opposite sign can cancel in the step, so a step that is right does not prove that its parts are. Look at each part:
 # under zb-h1 computing misses by <data value="08.missing.dp-2-x-pp-4-zb-h1.computing">-3.86 ms</data>, the bubble by
 # <data value="08.missing.dp-2-x-pp-4-zb-h1.bubble">5.21 ms</data>, and the optimizer by <data value="08.missing.dp-2-x-pp-4-zb-h1.optimizer">-2.77 ms</data>.
 #
@@ -448,7 +447,7 @@ lesson.claim("With calls, computing on 2 x 2 x 2 is nearer",
 rules = {"dp 8": "dp 8", "2 x 2 x 2": "dp 2 x pp 2 x tp 2"}  # of thumb
 table = words.replay_on_links(runs, with_calls, (10, 1, 0.1), rules)
 lesson.show(columns=table, key="08.links",
-            title="The bandwidth decides who wins, and what a rule of thumb costs")
+            title="The fastest on each link, and what a rule of thumb costs")
 winners = table[f"fastest, {SOURCE}"]
 sends = {speed: runs[winners[f"{times} x bandwidth"]].bytes
          for speed, times in {"fast": 10, "slow": 0.1}.items()}
@@ -465,7 +464,7 @@ lesson.claim("pp 8 sends least", min(runs, key=lambda n: runs[n].bytes) == "pp 8
 #
 # ### The fastest that fits
 #
-# A layout is on the *frontier* if no other is both faster and smaller. Left of the dashed line they fit.
+# A layout is on the *frontier* if no other is both faster and smaller. Layouts left of the dashed line fit.
 
 # %%
 sent, peaks = ({n: getattr(runs[n], what) for n in runs} for what in ("bytes", "peak"))
@@ -608,7 +607,7 @@ lesson.check(exercises.choose_layout, choose)
 #
 # On 2 x 2 x 2 we train a classifier that says whether two sentences are paraphrases. It is <data value="08.recipe">a small GPT-2, trained from scratch on 720 composed pairs</data>.
 #
-# The recipe gives a rate for B samples on one process; d replicas train d B. For SGD the rate grows with d (Goyal et al.), for Adam
+# The recipe gives a rate for B samples on one process; d replicas train d B samples. For SGD the rate grows with d (Goyal et al.), for Adam
 # with √d. pp and tp add no samples. A colleague's script takes the root of
 # `dist.get_world_size()`. With dp only, that was right.
 
@@ -871,15 +870,15 @@ lesson.claim("The prediction is nearer than the rule of thumb",
 
 # %% [markdown]
 # We predicted <data value="08.cube.predicted">325 ms</data> a step, and replayed it takes <data value="08.cube">314 ms</data>. The rule of thumb, FLOPs alone, said <data value="08.cube.rule-of-thumb">5.43 ms</data>.
-# Where ranks share cores or GPUs, both times have modelled messages, so only the rest is tested.
+# Where ranks share cores or GPUs, messages are modelled in both times, so this does not test them.
 # The loss fell from <data value="08.cube.loss.first:.2f">11.12</data> to <data value="08.cube.loss.last:.2f">6.80</data> in <data value="08.cube.loss.steps">6</data> steps of text.
 #
 # <details><summary>Part by part</summary>
 #
 # Computing takes <data value="08.cube-parts.computing.replayed">235 ms</data>, including the rank's own time in (4 L + 2) m/p calls. The time of their messages on the link is exposed tp. The bubble takes <data value="08.cube-parts.bubble.replayed">68.3 ms</data>: with p = 2 and m = 4,
 # equal stages idle for a fifth of the time. The figure draws one pipeline, each action as the median of its ranks. Exposed tp, <data value="08.cube-parts.exposed-tp.replayed">7.30 ms</data>,
-# is inside its boxes. Exposed dp, <data value="08.cube-parts.exposed-dp.replayed">327 µs</data> for a quarter of the gradient, and the optimizer,
-# <data value="08.cube-parts.optimizer.replayed">3.77 ms</data>, follow its end and are not drawn.
+# is inside its boxes. Exposed dp takes <data value="08.cube-parts.exposed-dp.replayed">327 µs</data>, for a quarter of the gradient, and the optimizer
+# <data value="08.cube-parts.optimizer.replayed">3.77 ms</data>. They follow the pipeline and are not drawn.
 # </details>
 #
 # ### Your regret
@@ -903,20 +902,20 @@ lesson.claim("Predictions hold more often than rules of thumb",
 #
 # - From one rank alone, <data value="08.pairs.right">41</data> of <data value="08.pairs.all">66</data> pairs were in order, and the first choice lost <data value="08.cost.prediction">130 %</data>. With the cost
 #   of a call, from runs of several ranks, it lost <data value="08.links.1-x-bandwidth.prediction-costs">0 %</data>.
-# - To choose a layout, fit one replica, by its peak. Reach the batch, with dp and microbatches. Then compare
-#   speeds: computing with its calls, the bubble, exposed communication.
+# - To choose a layout, first make one replica fit into memory. Then add replicas and microbatches up to your batch. Then
+#   compare speeds: computing with its calls, the bubble, exposed communication.
 #
 # **The series on one page**, with the pages' numbers. A rank computes ρ FLOPs while it sends a byte.
 #
 # | | question | law | from its run | when not |
 # |---|---|---|---|---|
 # | 00 collectives | What does agreement cost? | latency + bytes/bandwidth a message | 100 small calls: <data value="00.many-calls:.1f">32.3</data> times as long as one with the same bytes | messages too small for bandwidth to matter |
-# | 01 dp | When are replicas free? | tokens a rank above ρ(d-1)/d | with overlap, in tokens a rank: <data value="01.measured.during">not free at 197, 788 and 3,152, undecided at 12,608</data>; by the law, which leaves out two costs, free from <data value="01.law.during:,.0f">1,471</data> | the batch cannot grow |
+# | 01 dp | When are replicas free? | tokens a rank above ρ(d-1)/d | with overlap, by tokens a rank: <data value="01.measured.during">not free at 197, 788 and 3,152, undecided at 12,608</data>. The law says free from <data value="01.law.during:,.0f">1,471</data>; it leaves out two costs | the batch cannot grow |
 # | 02 pp | Who is idle? | (p-1)/(m+p-1) | <data value="02.bubble">44.0 %</data> for p = 4, m = 8; the law alone says <data value="02.bubble.predicted">27.3 %</data> | fewer microbatches than stages |
 # | 03 tp | How do you split a matrix exactly? | 4 all-reduces of b·s·h a block | computing takes <data value="03.ratio:.1f">1.5</data> times as long as sending | links between nodes |
 # | 04 mesh | Which axis deserves the fast link? | tp talks most often, dp least | a ViT on one axis, at a tenth of the bandwidth: <data value="04.tenth">dp</data> is fastest | one axis is enough |
 # | 05 ZeRO | How far does dp alone go? | 16 bytes a parameter, over d | <data value="05.largest">150 blocks</data> instead of <data value="05.depth.zero-0.measured">23 blocks</data> | the model fits |
-# | 06 cuts | Where do you cut unequal layers? | Σ t + (m-1) max t | by time, <data value="06.faster.gain:.2f">1.21</data> times as fast as the uniform cut by the median; <data value="06.faster.sure">all of its repeats are faster than all of the uniform cut's</data> | one layer is a stage by itself |
+# | 06 cuts | Where do you cut unequal layers? | Σ t + (m-1) max t | the cut by time is <data value="06.faster.gain:.2f">1.21</data> times as fast as the uniform cut, comparing medians; <data value="06.faster.sure">all of its repeats are faster than all of the uniform cut's</data> | one layer is a stage by itself |
 # | 07 heads | What refuses to divide? | three sums a token instead of logits for the whole vocabulary | <data value="07.loss.reduced">18 B</data> instead of <data value="07.loss.gathered">151 kB</data> | more ranks than heads |
 # | 08 layouts | Which one, beforehand? | five parts | <data value="08.cube">314 ms</data>, predicted <data value="08.cube.predicted">325 ms</data> | a short run |
 # | 09 planning | A thousand GPUs from one host? | datasheets, one fitted rate | worst of ten runs <data value="09.worst">9.87 %</data> off | another era of kernels |

@@ -326,12 +326,13 @@ lesson.claim("Refitted, no run is predicted too fast", not above)
 # %% [markdown]
 # The planner fails, by up to <data value="09.era">43.6 %</data>, and in both directions.
 #
-# - **32B is predicted too slow, for want of overlap.** Megatron-Core sends tp and dp while it computes. With both exposed, as
+# - **32B is predicted too slow, because the model has no overlap.** Megatron-Core sends tp and dp while it computes. With both exposed, as
 #   in our model, we predict <data value="09.core.32b.predicted">320 TFLOP/s</data>; with both free, <data value="09.core.32b.tp-and-dp-free">531 TFLOP/s</data>. The published
 #   <data value="09.core.32b.published">460 TFLOP/s</data> lie in between.
-# - **1.7B is predicted too fast, for its share of the peak.** It uses dp alone. With dp exposed we predict
+# - **1.7B is predicted too fast, because the A100s' share of the peak is too high for it.** It
+#   uses dp alone. With dp exposed we predict
 #   <data value="09.core.1.7b.predicted">543 TFLOP/s</data>; published are <data value="09.core.1.7b.published">409 TFLOP/s</data>. With dp free the prediction is
-#   faster still, so overlap is not the cause: its GPUs compute more slowly than our model says. With the share fitted to
+#   faster still, so overlap is not the cause. With the share fitted to
 #   1.7B, all other runs are predicted too slow.
 #
 # <details><summary>Why is the predicted memory too large?</summary>
@@ -559,8 +560,8 @@ lesson.claim("It chooses badly", (takes["mistaken"], ">", 2 * takes["right"]))
 # promises, and <data value="09.loss:.1f">2.2</data> times as long as the right planner's layout. The ten runs kept tp inside nodes and had one
 # NIC per GPU, so they hardly felt a node's edge.
 #
-# How could you notice? **Halve its numbers**, as it believes them, one at a time: the share of the peak (matmuls), the memory's
-# bandwidth, and those of the links inside and between nodes. Predict the ten runs. If all are within the
+# How could you notice? **Halve the numbers that a planner assumes**, one at a time: the share of the peak (matmuls), the
+# memory's bandwidth, and the bandwidths inside and between nodes. Predict the ten runs. If all are within the
 # planner's error, <data value="09.fits.error:.0f">13</data> %, the runs have not tested that number.
 
 
@@ -594,9 +595,9 @@ lesson.field_guide.add(
 # %% [markdown]
 # Both tables say the same: **with half the bandwidth between nodes, the ten runs are still predicted well**. The right
 # planner is at most <data value="09.halved.right.between.worst-error-on-the-ten-runs">10.6 %</data> off. So the runs have not tested the network.
-# They have tested the links inside nodes, though only just, with <data value="09.halved.right.inside.worst-error-on-the-ten-runs">14.3 %</data>.
+# They have tested the links inside nodes, though only just: <data value="09.halved.right.inside.worst-error-on-the-ten-runs">14.3 %</data> off.
 #
-# Does an untested number matter? With half of this bandwidth the right planner's layout takes
+# Does an untested number matter? With half of the network's bandwidth the right planner's layout takes
 # <data value="09.halved.right.between.step-of-the-layout-that-it-chose-longer-by">25.4 %</data> longer. The mistaken planner gives no such warning:
 # its layout takes only <data value="09.halved.mistaken.between.step-of-the-layout-that-it-chose-longer-by">1.67 %</data> longer. The remedy
 # is to measure an all-reduce over two nodes, with `lesson.machine_card` from 00.
@@ -743,8 +744,8 @@ lesson.record("09.days", {"trained": days, "all": days / share}, "days")
 # <details><summary>How long does a run take?</summary>
 #
 # Now we can say **how long a run takes**: steps times seconds of a step, over the share that trains. For 1008.0B on 3,072
-# GPUs and 450 billion tokens (a save of 13.8 TB takes 51 s at the 273 GB/s that 384 nodes wrote in 2021) we predict <data value="09.days.trained:.0f">93</data> days of training, <data value="09.days.all:.0f">98</data> with saves of 51 s,
-# Llama 3's failures and restarts of 300 s. Without failures, Narayanan et al. expect 84 days. They divide 8 FLOPs a parameter and token by
+# GPUs and 450 billion tokens we predict <data value="09.days.trained:.0f">93</data> days of training. A save of 13.8 TB takes 51 s at the 273 GB/s that 384 nodes wrote in 2021. With
+# these saves, Llama 3's failures and restarts of 300 s it takes <data value="09.days.all:.0f">98</data> days. Without failures, Narayanan et al. expect 84 days. They divide 8 FLOPs a parameter and token by
 # the published 163 TFLOP/s of each GPU. This leaves out attention's scores, which add about 1 % to the FLOPs.
 # </details>
 #
@@ -843,13 +844,13 @@ lesson.show(columns=sent, title="Predicted bytes that leave one of 8 ranks, h = 
 # %% [markdown]
 # <details><summary>What the bytes are, and why some columns are equal</summary>
 #
-# The bytes are those of one layer, forward and backward, with values of 2 bytes. A rank holds the p-th part of an
-# activation. Of that amount, it sends
+# The bytes are those of one layer, forward and backward, with values of 2 bytes. We count them in shards, where a shard is
+# a p-th of an activation. A rank sends
 #
-# - under Megatron, 4p - 4 times as much;
-# - in a ring as much as that, if keys, values and their gradients travel once each (notebook 10's ring sends keys and values twice);
-# - under Ulysses, 8 - 8/p times as much;
-# - to experts, 4k - 4k/p times as much.
+# - under Megatron, 4p - 4 shards;
+# - in a ring, as many, if keys, values and their gradients travel once each (notebook 10's ring sends keys and values twice);
+# - under Ulysses, 8 - 8/p shards;
+# - to experts, 4k - 4k/p shards.
 #
 # Bytes grow with the number of tokens, attention's FLOPs with its square. So with long sequences there is more computing
 # behind which messages can travel.

@@ -249,8 +249,8 @@ lesson.show(counted=stored, unit="B", key="05.stored", title="Stored by one bloc
 lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 
 # %% [markdown]
-# The checkpointed block stores only its input, <data value="05.stored.by-hand.counted">32.8 kB</data>, instead of <data value="05.stored.no-checkpoint.counted">985 kB</data>. That is about 28 times as much, or 30 where
-# attention stores its probabilities.
+# The checkpointed block stores only its input, <data value="05.stored.by-hand.counted">32.8 kB</data>, instead of <data value="05.stored.no-checkpoint.counted">985 kB</data>.
+# Without a checkpoint, a block stores about 28 times its input, or 30 where attention stores its probabilities.
 #
 # <details><summary>In your tools</summary>
 #
@@ -292,9 +292,9 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 #   loss, for float32 log-probabilities and two gradients of that size.
 # - **block i**, counted from 0, in its backward: the activations of blocks 0 to i, and what the fold lists. With recomputation, the
 #   inputs of blocks 0 to i and all activations of block i.
-# - **end** of the backward: no activations. ZeRO-2 and 3 free gradients after each update, so they have none at the turn, and all P/N
+# - **end** of the backward: no activations. ZeRO-2 and 3 free gradients after each update, so they have none at the turn, and their P/N
 #   here.
-# - **step**, the update: the same, and a float32 copy of 16-bit gradients, which the optimizer needs for master weights.
+# - **step**, the update: the same as at the end, and a float32 copy of 16-bit gradients, which the optimizer needs for master weights.
 #
 # <details><summary>What else is there in the backward of block i?</summary>
 #
@@ -307,7 +307,7 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 # </details>
 #
 # `theory.step_memory` predicts the largest of the four. On a GPU we add the *workspaces* of cuBLAS, the matmul
-# library. On all pages, a prediction *holds* if the answer, before rounding, is 0.8 to 1.25 times as large. An *identity* must hold
+# library. On all pages, a prediction *holds* if the answer is 0.8 to 1.25 times the prediction, before rounding. An *identity* must hold
 # exactly.
 
 # %%
@@ -356,7 +356,7 @@ lesson.claim("ZeRO-2 fits XL with room to spare", (xl[ZeroConfig(2)], "<", 0.8 *
 # Recording slows the step: trust bytes, not clocks. Activations grow until the turn and are gone at the
 # end. With ZeRO-3, *temporary*, the category for the rest, contains the gathered weights.
 #
-# <data value="05.fitting">0</data> of the four ZeRO stages fit without recomputation, and <data value="05.fits.all">4</data> of all <data value="05.fits.of">9</data> configurations do. ZeRO-3 with
+# Of the four ZeRO stages without recomputation, <data value="05.fitting">0</data> fit the budget. Of all <data value="05.fits.of">9</data> configurations, <data value="05.fits.all">4</data> fit. ZeRO-3 with
 # recomputation peaks at <data value="05.peak.zero-3-+-recompute.measured">8.93 GB</data>. The formula is right within a tenth.
 #
 # And XL on two ranks, in bf16 with 1,024 tokens each? ZeRO-0 is predicted to peak at <data value="05.xl.zero-0.predicted">31.2 GB</data>, in the update: the float32 copy of
@@ -474,7 +474,7 @@ lesson.claim("8 tokens take less than twice as long as 2", (took[8], "<", 2 * to
 # - **ZeRO-1 and 2** overlap the reduce-scatter likewise. But the all-gather of all weights follows the update, fully
 #   exposed.
 # - **ZeRO-3** gathers one block while another computes. Only the first gather and the last reduce-scatter are exposed,
-#   if a gather is shorter than a block's forward, and a gather plus a reduce-scatter shorter than its backward.
+#   if a gather is shorter than a block's forward, and if a gather plus a reduce-scatter is shorter than its backward.
 #
 # <details><summary>On a laptop</summary>
 #
@@ -511,8 +511,9 @@ lesson.claim("ZeRO-2 communicates after its update, ZeRO-3 hardly does",
 lesson.record("05.alone", {"forward": alone[0], "both": sum(alone[:2])}, "s")
 
 # %% [markdown]
-# The table *What a saved byte costs* has prices of a saved GB. Below 0, the median step that saves memory was also shorter. ZeRO-3
-# instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">19.5 GB</data> and added <data value="05.price.zero-0-to-zero-3.added">-15.7 ms</data> to the median step. Their ranges, from fastest to slowest, <data value="05.ranges">overlap: either may be faster</data>.
+# The table *What a saved byte costs* has prices of a saved GB. A negative price means that the median step was also shorter.
+#
+# ZeRO-3 instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">19.5 GB</data> and added <data value="05.price.zero-0-to-zero-3.added">-15.7 ms</data> to the median step. Their ranges, from fastest to slowest, <data value="05.ranges">overlap: either may be faster</data>.
 #
 # Recomputation changed a step by <data value="05.recompute.least">100 ms</data> to <data value="05.recompute.most">177 ms</data>, depending on the ZeRO stage. We predicted one forward, <data value="05.alone.forward">60.8 ms</data>.
 #
@@ -524,7 +525,7 @@ lesson.record("05.alone", {"forward": alone[0], "both": sum(alone[:2])}, "s")
 # | update | <data value="05.update.zero-0">29.4 ms</data> | <data value="05.update.zero-1">38.8 ms</data> | <data value="05.update.zero-2">5.89 ms</data> | <data value="05.update.zero-3">8.91 ms</data> |
 # | communication after it | <data value="05.after.zero-0">0 s</data> | <data value="05.after.zero-1">1.21 ms</data> | <data value="05.after.zero-2">21.9 ms</data> | <data value="05.after.zero-3">0 s</data> |
 #
-# The gather after the update is predicted as <data value="05.after.predicted">7.08 ms</data> with ZeRO-1 and 2. If its row has less, part of it may count as update. So
+# The gather after the update is predicted as <data value="05.after.predicted">7.08 ms</data> with ZeRO-1 and 2. Part of it may have been counted as update, so
 # compare the sum of both rows.
 #
 # <details><summary>What does the prediction leave out?</summary>
@@ -760,7 +761,7 @@ lesson.field_guide.add(  # the series' table of symptoms
 # %% [markdown]
 # The loss fell from <data value="05.autopsy.first:.2f">9.61</data> to <data value="05.autopsy.last:.2f">8.26</data> in <data value="05.autopsy.steps">8</data> steps. The shape tokens × V is alive <data value="05.autopsy.copies">9</data> times: once for each
 # step that began. These are the logits inside `outputs`, which the list keeps. A normal
-# step frees its logits before its peak. The fix is `log.append(outputs.loss.item())`.
+# step frees its logits. The fix is `log.append(outputs.loss.item())`.
 #
 # **Takeaway.** When memory grows, look for a shape that is alive as often as steps have begun.
 #
@@ -771,9 +772,11 @@ lesson.field_guide.add(  # the series' table of symptoms
 # <details><summary>Answer</summary>
 #
 # With ZeRO-2 each rank keeps all 60 GB of weights. Their all-gather after each update takes 1.2 s at 50 GB/s. With 8
-# sequences a rank, the gather adds a third to the computing. With 15, the most allowed, it adds less, but activations then fit only if all
-# blocks are recomputed, and that adds a third. With ZeRO-3
-# and half of the blocks recomputed, 64 ranks need 67 GB for 32.5 billion parameters, and 1.19 times their computing.
+# sequences a rank, the gather adds a third to the computing. With 15, the most allowed, it adds less. But then activations fit only if all
+# blocks are recomputed, which adds a third.
+#
+# With ZeRO-3 and half of the blocks recomputed, 32.5 billion parameters take 67 GB on each of 64 ranks. A step takes 1.19 times as
+# long as its computing alone.
 # </details>
 
 # %%
@@ -789,7 +792,9 @@ lesson.explorers.sharded_step()
 # ## The batch wall
 #
 # With enough ranks, states no longer limit the model. But each rank needs enough tokens to overlap its communication. So
-# more ranks mean a larger batch, which must be worth it. A gradient over B samples, here sequences, is the true gradient G plus noise:
+# more ranks mean a larger batch. Is that worth it?
+#
+# A gradient over B samples, here sequences, is the true gradient G plus noise:
 # $E|g_B|^2 = |G|^2 + \mathrm{tr}(\Sigma)/B$, where Σ is the covariance of single samples' gradients. Signal and noise are
 # equal at the *gradient noise scale*,
 #
@@ -866,16 +871,17 @@ lesson.claim("The scale grows as the loss falls", larges[0] > first[-1])
 # From 4 to 8 samples the steps fell by a factor of <data value="05.doubling:.2f">1.60</data>, not 2. The law, fitted from 8 samples on,
 # predicted <data value="05.doubling.predicted:.2f">1.79</data>.
 #
-# All doublings divided the steps by <data value="05.doublings.least:.2f">1.27</data> to <data value="05.doublings.most:.2f">1.63</data>. By the law, the last one would divide them by <data value="05.doublings.law-last:.2f">1.32</data>. <data value="05.doublings.wall">The last doubling saved least, as the law says.</data>
+# Doublings of the batch divided the steps by <data value="05.doublings.least:.2f">1.27</data> to <data value="05.doublings.most:.2f">1.63</data>. By the law, the last one divides them by <data value="05.doublings.law-last:.2f">1.32</data>. <data value="05.doublings.wall">The last doubling saved least, as the law says.</data>
 # Steps are counted in fives, in at most <data value="05.repeats.most">2</data> runs of a batch size. So doublings that saved nearly the same cannot be
 # told apart.
 #
 # At a loss of 5, batches of 8 gave noise scales from <data value="05.scale.loss-5-batches-of-8.lowest:.0f">48</data> to <data value="05.scale.loss-5-batches-of-8.highest:.0f">101</data> samples. The same samples in one batch of
 # 128 gave <data value="05.scale.loss-5-batches-of-128.lowest:.0f">50</data> to <data value="05.scale.loss-5-batches-of-128.highest:.0f">66</data>.
 #
-# From a loss of 6 to 5, the median scale of the gradients grew from <data value="05.scale.loss-6-batches-of-128.measured:.0f">8</data> to <data value="05.scale.loss-5-batches-of-128.measured:.0f">60</data> samples. The law has a single noise scale for the
-# training. Fitted to the steps, it is <data value="05.fitted:.0f">30</data> samples, the dotted line. The batch beyond which more samples hardly save steps is the
-# *critical batch*.
+# From a loss of 6 to 5, the median noise scale grew from <data value="05.scale.loss-6-batches-of-128.measured:.0f">8</data> to <data value="05.scale.loss-5-batches-of-128.measured:.0f">60</data> samples. The law has one noise scale for all
+# of training. Fitted to the steps, it is <data value="05.fitted:.0f">30</data> samples: the dotted line.
+#
+# The batch beyond which more samples hardly save steps is the *critical batch*.
 #
 # <details><summary>Is the noise scale the critical batch?</summary>
 #
@@ -886,7 +892,7 @@ lesson.claim("The scale grows as the loss falls", larges[0] > first[-1])
 # **Takeaway.** The noise scale gives an order of magnitude, and grows during training. Before you buy GPUs, train to a
 # loss with two batch sizes.
 #
-# How many ranks is that worth? At most the critical batch over the token knee. GPT-3 used batches of 3.2 million tokens.
+# How many ranks can a batch keep busy? At most the critical batch divided by the token knee. GPT-3 used batches of 3.2 million tokens.
 # At 400 TFLOP/s and 50 GB/s, ρ is 8,000 FLOPs a byte, so the knee is about 8,000 tokens. The same holds for ZeRO-3: its forward gathers 2 bytes
 # a parameter, and computes 2 FLOPs a parameter and token. With GPT-3's batch as critical batch, at most 3.2 M / 8,000 = 400 ranks are useful.
 #

@@ -132,6 +132,19 @@ def test_a_rank_that_would_not_be_there_starts_nothing(kernel: Kernel) -> None:
     assert "their variables are gone: kept" in kernel.text("%%ranks 0,1\npass")  # not said before
 
 
+def test_what_no_cell_can_send_or_parse_is_said_in_terms_of_cells(kernel: Kernel) -> None:
+    kernel.cell("import threading\nlock = threading.Lock()\n%load_ext hpnb")
+    shown = kernel.text("%%ranks 1\nx = = 1")
+    assert "SyntaxError" in shown
+    assert "started" not in shown
+    assert "started 1 rank on cpu" in kernel.text("%%ranks 1 --device cpu\npass")
+    shown = kernel.text("%%ranks 1\nlock")
+    assert "the global lock (a lock) cannot be pickled" in shown
+    assert "make it in the cell that uses it" in shown
+    assert "Rank 0" not in shown  # whose line would be one of IPython's
+    kernel.cell("%%ranks 2\npass")
+
+
 def test_the_help_says_what_a_cell_may_say(kernel: Kernel) -> None:
     payload = kernel.text("print(get_ipython().find_cell_magic('ranks').__doc__)")
     for option in ("--device", "--timeout", "--hang-timeout", "--out", "input()", "await", "0,2"):

@@ -15,7 +15,7 @@ from typing import Any
 from IPython.core.magic import Magics, cell_magic, magics_class
 
 from hpnb.ranks.call_checks import limit_in_seconds, wrong_members
-from hpnb.ranks.cell_syntax import python_of_cell
+from hpnb.ranks.cell_syntax import FLAGS, python_of_cell
 from hpnb.ranks.devices import choose_device, default_ranks
 from hpnb.ranks.forkserver import START_TIMEOUT
 from hpnb.ranks.pool import HANG_TIMEOUT, Ranks
@@ -93,8 +93,9 @@ class RanksMagics(Magics):  # type: ignore[misc]
         count, members = _who(options.who)
         # Line 1 is the magic itself, so lines count as they stand in the cell.
         text = python_of_cell("\n" + cell, self.shell.input_transformer_manager.transform_cell)
-        pool = self._pool(count, members, options.device, options.start_timeout)
         filename = self.shell.compile.cache(text, self._number())
+        compile(text, filename, "exec", FLAGS, dont_inherit=True)  # a SyntaxError starts and ends no ranks
+        pool = self._pool(count, members, options.device, options.start_timeout)
         pool.hang_timeout = limit_in_seconds("hang_timeout", options.hang_timeout)
         results = pool.run_cell(text, filename, members, options.timeout, wanted=bool(options.out))
         if options.out:

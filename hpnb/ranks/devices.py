@@ -52,11 +52,11 @@ class DeviceChoice:
         return "NCCL" if self.device == "cuda" else "gloo"
 
     def __str__(self) -> str:
-        plural = "s" if self.threads > 1 else ""
-        return (
-            f"{self.ranks} ranks on {self.device} over {self.name}, "
-            f"{self.threads} thread{plural} each: {self.reason}"
+        ranks, threads = (
+            f"{count} {noun}{'s' if count > 1 else ''}"
+            for count, noun in ((self.ranks, "rank"), (self.threads, "thread"))
         )
+        return f"{ranks} on {self.device} over {self.name}, {threads} each: {self.reason}"
 
 
 def usable_cores() -> int:

@@ -149,11 +149,14 @@ def _dump(
         pickler.dump(content)
     except Exception as error:
         frames = [f for f in traceback.extract_stack() if not errors.is_hpnb_file(f.filename)]
+        of_cell = "cell" in content  # whose caller is IPython
+        where = "in the cell that uses it" if of_cell else "inside the function that runs there"
+        stack = "" if of_cell else "".join(traceback.StackSummary.from_list(frames[-1:]).format())
         raise RankError(
             f"{_unpicklable_part(content, by_value)} cannot be pickled, so it cannot be sent to rank 0 or "
-            f"any other ({type(error).__name__}: {error}); make it inside the function that runs there",
+            f"any other ({type(error).__name__}: {error}); make it {where}",
             rank=0,
-            traceback=errors.readable("".join(traceback.StackSummary.from_list(frames[-1:]).format())),
+            traceback=errors.readable(stack),
             error=type(error).__name__,
         ) from None
     return pickler, file.getvalue()

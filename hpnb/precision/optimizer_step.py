@@ -50,6 +50,9 @@ def step(
 ) -> OptimizerStepResult:
     """Unscale, clip and step, or skip the step. Call it instead of `optimizer.step()`.
 
+    A step is skipped where a loss scaler finds an overflow. Without one, as in bf16 and float32, gradients
+    that are nan make weights nan, as they do in PyTorch.
+
     Every rank of `axes` calls it. After a skipped step weights and state are as they were, and gradients stay
     for the caller to zero. Gradients are multiplied in float32 on their way to masters, or in place if there
     are none. The CPU waits for the device once if there is a scaler, and never otherwise.

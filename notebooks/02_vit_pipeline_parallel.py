@@ -266,8 +266,8 @@ trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")
 # slowest backward, which can be on another stage. By medians, the slowest forward plus the slowest backward take
 # <data value="02.slowest:.2f">1.34</data> times as long as forward plus backward of the mean stage.
 #
-# Simulated with these medians, the bubble is <data value="02.medians.bubble">40.1 %</data>. The step that ran also has unequal
-# microbatches and, if it is measured, messages that take time.
+# Simulated with these medians, the bubble is <data value="02.medians.bubble">40.1 %</data>. In the step that ran, a stage's times also vary from microbatch
+# to microbatch. If the step is measured, messages take time.
 #
 # <details><summary>Why can equal stages take unequal times?</summary>
 #
@@ -660,9 +660,9 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 # <data value="02.race.faster">no schedule is shown to be faster than another: all pairs are undecided</data>, whatever the order of medians above. As to bubbles,
 # <data value="02.race.idle">those of interleaved, zb-h1, zb-h2 and zb-v overlap with 1f1b's, so the run does not decide</data>.
 #
-# The prediction puts <data value="02.race.first.predicted">zb-v</data> first; by medians, the run puts
-# <data value="02.race.first.run">zb-h2</data> first. The four schedules other than 1F1B take <data value="02.race.ratio.least:.2f">1.09</data> to <data value="02.race.ratio.most:.2f">1.96</data> times as long as predicted.
-# A prediction with such an error cannot rank schedules that it puts close together.
+# The prediction puts <data value="02.race.first.predicted">zb-v</data> first; by medians, the run puts <data value="02.race.first.run">zb-h2</data> first. The four schedules other than 1F1B take <data value="02.race.ratio.least:.2f">1.09</data>
+# to <data value="02.race.ratio.most:.2f">1.96</data> times as long as predicted. A prediction can rank two schedules only if its errors are smaller than the gap
+# that it predicts.
 #
 # <details><summary>Does a split backward also take more computing?</summary>
 #
@@ -844,10 +844,9 @@ words.claim_faster(rounds, "uniform", "heavy")
 #
 # <details><summary>How much longer does rank 1 work?</summary>
 #
-# In the figure, rank 1 works <data value="02.heavy-work:.2f">1.62</data> times as long as the median rank and has <data value="02.heavy-blocks:.2f">1.33</data> times as many blocks. Launches
-# and noise make the difference, and an embedding or a head on the ranks in the middle. Launches and noise can also make a rank
-# work longest that has no additional block: compare the ranks in the race's figure. So this factor alone does not prove a
-# heavy stage.
+# In the figure, rank 1 works <data value="02.heavy-work:.2f">1.62</data> times as long as the median rank and has <data value="02.heavy-blocks:.2f">1.33</data> times as many blocks. Launches,
+# noise, and the embedding or the head of another rank can make the difference. Launches and noise can also make a
+# rank work longest that has no additional block, so this factor alone does not prove a heavy stage.
 #
 # The table's predictions scale the stage times of the uniform step by blocks. So they do not know where another step waits
 # for launches.
@@ -999,10 +998,11 @@ if graphed:
 #
 # <details><summary>Host wait in replayed and in measured steps</summary>
 #
-# If a step's messages take time, the figure has a fourth part, *host wait and transfers*: what the step takes beyond its
-# replay without messages. In a replayed step, launch costs are inside the actions, so this part holds only transfers. In a step that was measured with a GPU for each rank,
-# host wait grows with m: an action becomes shorter than the time in which Python launches its kernels, and the GPU waits for its
-# own process. No schedule removes that. Larger microbatches do, and so do CUDA graphs.
+# If a step's messages take time, the figure has a fourth part, *host wait and transfers*: what the step takes beyond
+# its replay without messages. In a replayed step, launch costs are inside the actions, so this part holds only
+# transfers. In a step that was measured with a GPU for each rank, it also holds the *host wait*: a rank is free and
+# has its input, but its process has not launched the next action. Waits inside an action count as *launches and small
+# kernels*. No schedule removes either. Larger microbatches do, and so do CUDA graphs.
 # </details>
 #
 # <details><summary>In your tools: CUDA graphs</summary>

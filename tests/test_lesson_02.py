@@ -308,7 +308,7 @@ def test_the_sweep_says_how_far_the_formula_is_off_and_how_long_bubbles_are(
         (
             [4.0, 1.0, 3.0],
             [4.0, 1.0, 0.5],
-            "is 500 ms, so most of it comes from launches, not from the schedule",
+            "is 500 ms. So most of the bubble without them comes from launches, not from the schedule",
         ),
     ],
 )

@@ -344,7 +344,8 @@ def sweep_words(
     graphed = graph_parts["bubble"][-1]
     words += f". With CUDA graphs, the bubble at m = {choices[-1]} is {number(graphed, 's')}"
     most = graphed < parts["bubble"][-1] / 2
-    return words + (", so most of it comes from launches, not from the schedule" if most else "")
+    reason = ". So most of the bubble without them comes from launches, not from the schedule"
+    return words + (reason if most else "")
 
 
 def record_sweep(

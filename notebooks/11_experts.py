@@ -111,10 +111,10 @@ lesson.show(counted=counted, key="11.weights", title="A quarter of the weights w
 lesson.claim("Our mixture gives what transformers' block gives", (off, "<", 1e-5))
 
 # %% [markdown]
-# The block of Qwen3-MoE in transformers has <data value="11.weights.all-experts.counted">36,864</data>
-# weights in its experts, and <data value="11.weights.work-on-a-token.counted">9,216</data> of them work on a token. The choice
-# has no gradient. The router learns because an expert's output is multiplied by its weight: if the expert helps, the gradient
-# raises that weight. With k = 1 leave the division out: it would make each weight 1, and the router would get no gradient.
+# The block of Qwen3-MoE in transformers has <data value="11.weights.all-experts.counted">36,864</data> weights in its experts, and <data value="11.weights.work-on-a-token.counted">9,216</data> of them work on a token. The
+# choice has no gradient. The router learns because each expert's output is multiplied by a weight: if the expert helps,
+# the gradient raises its weight. With k = 1, leave out the division by the sum. It would make each weight 1, and the
+# router would get no gradient.
 #
 # **Takeaway.** A router chooses k of E experts for each token. FLOPs follow k, memory follows E.
 #
@@ -195,14 +195,14 @@ lesson.show(predicted=predicted, counted=counted, unit="B", key="11.sent", title
 lesson.claim("The formula counts every byte", counted == predicted)
 
 # %% [markdown]
-# Rank 0 sends the rows that it has for other ranks. Each
-# row that it receives goes back as a result, so received rows count as sent bytes too. The backward does both once more, for
-# gradients. That is
+# Rank 0 sends its rows for other ranks. Each row that it receives goes back as a result, so received rows are sent,
+# too. The backward does both once more, for gradients. So this many bytes leave rank 0 for rows:
 #
 # $$ 2\,(\text{rows sent} + \text{rows received})\,h\,w \quad\text{bytes}, \qquad\text{on average}\qquad
 # 4\,\tfrac{p-1}{p}\,k\,n\,h\,w. $$
 #
-# The average doesn't contain E. More experts cost memory, and on the link only their counts: 8 bytes an expert.
+# In the table n = 16. The counts add 8 (p - 1)/p E bytes, once. Apart from these, the average doesn't contain E: more
+# experts cost memory, and hardly more bytes on the link.
 #
 # **Takeaway.** Sort by expert, all-to-all, compute, all-to-all, sort back. No row is dropped or padded.
 #
@@ -249,9 +249,14 @@ lesson.check(exercises.dispatch_and_combine, layer)
 # ## Imbalance is a straggler
 #
 # Nothing makes routers fair. A rank with a popular expert gets more rows and computes longer, and in the combine all
-# others wait for it. How long? Ranks that share cores or a GPU would also slow each other down. So we *replay*, on any machine:
-# we time each rank's computing alone, as CPU time on a CPU, and let every rank wait until the slowest has finished. Experts are now large enough to take time, and
-# expert 2, which is on rank 1, is again ten times as likely as any other.
+# others wait for it. How long? Ranks that share cores or a GPU would also slow each other down. So we *replay* the
+# layer: we time each rank's computing alone, and let every rank wait until the slowest has finished. Experts are now
+# large. Expert 2, on rank 1, is again ten times as likely as any other.
+#
+# <details><summary>On a CPU</summary>
+#
+# There, a rank's time is its CPU time.
+# </details>
 
 # %%
 def rows_of_ranks(popular):
@@ -279,10 +284,10 @@ lesson.claim("Computing grows as the busiest rank's rows do",
              abs(slower / ratio - 1) < 0.25)  # fmt: skip
 
 # %% [markdown]
-# The busiest rank has <data value="11.layer.popular.busiest-rank-s-rows-mean-counted:.2f">2.04</data> times the mean, and
-# with even routing it still had <data value="11.layer.even.busiest-rank-s-rows-mean-counted:.2f">1.03</data>. So we predict the quotient, <data value="11.slower.predicted:.2f">1.98</data>. Replayed,
-# computing takes <data value="11.slower:.2f">1.85</data> times as long. The busiest *rank* counts: two popular
-# experts do less harm on two ranks than on one.
+# With the popular expert, the busiest rank has <data value="11.layer.popular.busiest-rank-s-rows-mean-counted:.2f">2.04</data> times the mean number of rows. With even routing it has
+# <data value="11.layer.even.busiest-rank-s-rows-mean-counted:.2f">1.03</data> times. So we predict the quotient, <data value="11.slower.predicted:.2f">1.98</data>.
+# Replayed, computing takes <data value="11.slower:.2f">1.85</data> times as long. The busiest *rank* counts: two popular experts do less harm
+# on two ranks than on one.
 #
 # **Takeaway.** All ranks wait for the busiest one. If it has twice the mean number of rows, experts take about twice as long.
 #
@@ -293,9 +298,9 @@ lesson.claim("Computing grows as the busiest rank's rows do",
 # P has one, and it pushes probability away from experts with a large f. With even loads every f_e is k/E, the P_e add up to
 # 1, and the balancing loss is k.
 #
-# **A bias.** Add a *selection bias* to the scores, for the choice only, and after each step raise it for experts with less than the mean
-# load and lower it for the others: `bias += rate * sign(mean - load)`. DeepSeek-V3 does this. The bias has no gradient, so
-# it never competes with the model's loss.
+# **A bias.** Add a *selection bias* to the scores, for the choice only. After each step, raise it for experts with less
+# than the mean load, and lower it for the others: `bias += rate * sign(mean - load)`. DeepSeek-V3 does this. The bias
+# has no gradient, so it never competes with the model's loss.
 #
 # **A capacity.** Drop an expert's surplus rows.
 #
@@ -317,14 +322,18 @@ off = abs(right - shared[0])
 lesson.claim("The library's loss is that of all tokens", (off, "<", 1e-5))
 
 # %% [markdown]
-# The loss of all tokens is <data value="11.balance.all-tokens.loss:.2f">2.19</data>, and the library computes it from sums over all
-# ranks. The mean of the ranks' losses is <data value="11.balance.mean-of-ranks.loss:.2f">2.70</data>: a rank's few tokens
-# are rarely spread evenly, even when all tokens are.
+# The balancing loss of all tokens is <data value="11.balance.all-tokens.loss:.2f">2.19</data>. The library computes it from sums over all
+# ranks. The mean of the ranks' losses is <data value="11.balance.mean-of-ranks.loss:.2f">2.70</data>, because a rank's few tokens are rarely
+# spread evenly, even when all tokens are.
 #
-# Now we train a small DeepSeek-V3 three times for <data value="11.steps">60</data> steps. It weighs the experts' outputs by a sigmoid of each score instead of
-# our softmax, and its routers already hold a selection bias. Each block also has a *shared expert*, which works on every token. With
-# so few steps we balance harder than usual: with a factor of 0.3 for the loss and a rate of 0.01 for the bias. `parallelize`
-# keeps this rank's experts, and `ExpertLoads` records how many rows each expert gets in each step.
+# Now we train a small DeepSeek-V3 three times for <data value="11.steps">60</data> steps. Each block also has a *shared expert*, which works on every
+# token. In so few steps we balance harder than usual: the loss has a factor of 0.3, the bias a rate of 0.01.
+# `parallelize` keeps this rank's experts. `ExpertLoads` counts each expert's rows.
+#
+# <details><summary>How this model routes</summary>
+#
+# It weighs the experts' outputs by a sigmoid of each score instead of our softmax. Its routers already hold a selection bias.
+# </details>
 
 
 # %%
@@ -378,23 +387,24 @@ title = "counted · no balancing, on text that it hasn't seen: rows of an expert
 lesson.show(columns=loads, key="11.loads", title=title)
 
 # %% [markdown]
-# In each run an expert becomes popular: at its peak, the busiest one has <data value="11.peak:.2f">3.52</data> times the mean load or more.
-# Balancing takes steps to act. In the last ten steps, the busiest expert has
-# <data value="11.run.no-balancing.busiest-expert-mean-counted:.2f">2.78</data> times the mean without balancing,
-# <data value="11.run.balancing-loss.busiest-expert-mean-counted:.2f">1.47</data> times with the balancing loss, and
-# <data value="11.run.selection-bias.busiest-expert-mean-counted:.2f">1.35</data> times with the bias. Without balancing, the experts of a layer compute
-# <data value="11.run.no-balancing.computing-of-a-layer-of-one-with-even-loads-replayed:.2f">1.63</data> times as long as with even loads. These are
-# means over both blocks. On new text, the busiest expert of block 1 has
-# <data value="11.loads.block-1.busiest:.2f">1.46</data> times the mean, that of block 2 <data value="11.loads.block-2.busiest:.2f">4.00</data> times.
+# The figure shows the busiest expert of each step, not always the same one; loads are means over both blocks. In each
+# run some expert soon gets <data value="11.peak:.2f">3.52</data> times the mean load or more. Loads can become more even without balancing, too, so
+# compare runs in the same steps. In the last ten, the busiest expert has
+# <data value="11.run.no-balancing.busiest-expert-mean-counted:.2f">2.78</data> times the mean without balancing, and
+# <data value="11.run.selection-bias.busiest-expert-mean-counted:.2f">1.35</data> times with the bias. Without balancing, a layer's experts
+# compute <data value="11.run.no-balancing.computing-of-a-layer-of-one-with-even-loads-replayed:.2f">1.63</data> times as long as with even loads.
 #
-# The largest difference between the three runs' losses is <data value="11.gap:.3f">0.035</data>. In long trainings, a large factor of the
-# balancing loss makes the model worse, as Wang et al. measured.
+# A mean can conceal a block: on new text, the busiest expert of block 1 has <data value="11.loads.block-1.busiest:.2f">1.46</data> times the
+# mean, that of block 2 <data value="11.loads.block-2.busiest:.2f">4.00</data> times.
+#
+# The three losses differ by at most <data value="11.gap:.3f">0.035</data>. Each model was trained once, so this doesn't say which way trains better. In
+# the longer trainings of Wang et al., a large factor of the balancing loss makes the model worse.
 #
 # ### Capacity
 #
-# The early models GShard and Switch gave each expert a tensor of constant size, its *capacity*: c times the mean load. Missing
-# rows are padded, and surplus rows are dropped. A dropped row contributes nothing to its token. We give the trained models a
-# capacity afterwards, and read the loss on new text.
+# The early models GShard and Switch gave each expert a tensor of constant size, its *capacity*: c times the mean load.
+# Missing rows are padded, and surplus rows are dropped. A dropped row contributes nothing to its token. We give two
+# trained models a capacity afterwards, and measure their loss on new text.
 
 
 # %%
@@ -425,14 +435,13 @@ lesson.claim("Balance saves rows from being dropped", (few, "<", lost))
 lesson.claim("Both models need experts", (min(free[0], balanced[0]), ">", 0.02))
 
 # %% [markdown]
-# With a capacity of 1.25 times the mean, the unbalanced model drops <data value="11.dropped.free">24.1 %</data> of its rows, the balanced one
-# <data value="11.dropped.bias">0.525 %</data>. If all rows are dropped, the shared expert works alone, and the unbalanced model's loss rises by only
-# <data value="11.rise.all:.3f">0.058</data>, the balanced one's by <data value="11.rise.bias:.3f">0.059</data>: after so few steps the experts have learned little. At
-# 1.25 times the mean, the unbalanced model's loss changes by <data value="11.rise.free:+.3f">-0.001</data>, <data value="11.rise.words">less</data> than
-# <data value="11.dropped.free">24.1 %</data> of <data value="11.rise.all:.3f">0.058</data>. Each model was trained once, so changes of a few thousandths mean nothing.
+# With a capacity of 1.25 times the mean, the unbalanced model drops <data value="11.dropped.free">24.1 %</data> of its rows, the balanced one <data value="11.dropped.bias">0.525 %</data>. If
+# all rows are dropped, the shared expert works alone, and the unbalanced model's loss rises by only <data value="11.rise.all:.3f">0.058</data>: after so few
+# steps the experts have learned little. At 1.25 times the mean it changes by <data value="11.rise.free:+.3f">-0.001</data>. Changes of a few thousandths mean
+# nothing on so little text. So balance shows here in dropped rows and in time, not in this loss.
 #
-# At 3 times the mean, the unbalanced model still drops <data value="11.dropped.at-3">6.23 %</data> of its rows. More than
-# E/k = 4 times is impossible, because a token's experts differ.
+# At 3 times the mean, the unbalanced model still drops <data value="11.dropped.at-3">6.23 %</data> of its rows. No expert gets more than E/k = 4 times the
+# mean, because a token's experts differ.
 #
 # <details><summary>Padding, and layers without it</summary>
 #
@@ -440,7 +449,7 @@ lesson.claim("Both models need experts", (min(free[0], balanced[0]), ">", 0.02))
 # layers, as in MegaBlocks, in this library and by default in Megatron-Core, multiply groups of any size instead.
 # </details>
 #
-# **Takeaway.** Balance first. A selection bias does it without a loss, and then little is left to drop.
+# **Takeaway.** Balance first. A selection bias does it without a term in the loss. Then little is left to drop.
 #
 # ### Exercise 2: the balancing loss
 #
@@ -489,10 +498,10 @@ lesson.check(exercises.balancing_loss, balancing)
 #             └───────── edp group ──────────┘                             the same experts: they reduce
 # ```
 #
-# After the backward, rank 0 holds the gradient of expert 0 for the tokens of ranks 0 and 1, because their rows came through
-# the all-to-all. Rank 2 holds the gradient of the same expert for the tokens of ranks 2 and 3. So an expert's gradient is
-# summed over its *edp group* (expert data parallel) alone. The loss is a mean over all 4 dp ranks, so both sums are divided by 4: the
-# router's, of 4 terms, and the expert's, of 2 terms, which cover the tokens of all 4 ranks.
+# After the backward, rank 0 holds the gradient of expert 0 for the tokens of ranks 0 and 1, because their rows came
+# through the all-to-all. Rank 2 holds the gradient of the same expert for the tokens of ranks 2 and 3. So an expert's
+# gradient is summed over its *edp group* (expert data parallel) alone. These 2 terms cover the tokens of all 4 ranks,
+# as the 4 terms of the router's gradient do. The loss is a mean over the 4 dp ranks, so both sums are divided by 4.
 #
 # `HybridParallelPlugin(ep_size=2)` knows this. We train three steps, compare the losses with one process, and count the bytes
 # of the last step.
@@ -540,8 +549,8 @@ lesson.record("11.besides", counted["dp"] - predicted["dp"], "B")
 # %% [markdown]
 # <details><summary>What else goes over dp?</summary>
 #
-# Over dp go <data value="11.besides">96 B</data> besides the gradients. Rank 0 broadcasts buffers, such as the
-# selection biases, and a small all-reduce makes the loss a mean over all ranks' targets.
+# Over dp, rank 0 sends <data value="11.besides">96 B</data> besides the gradients. It broadcasts buffers, such as the selection biases, and a
+# small all-reduce makes the loss a mean over all ranks' targets.
 # </details>
 #
 # <details><summary>In your tools: experts</summary>
@@ -623,14 +632,15 @@ lesson.field_guide.add(
 lesson.field_guide.show()
 
 # %% [markdown]
-# The losses end at <data value="11.fault.reduced-over-edp.last-loss-measured:.2f">5.11</data> and <data value="11.fault.averaged-over-dp.last-loss-measured:.2f">5.16</data>.
-# Each ran once, so this difference can't say what the fault costs. The second curve alone looks healthy: everything except the
-# experts is trained correctly, and even the experts still learn something.
+# The losses end at <data value="11.fault.reduced-over-edp.last-loss-measured:.2f">5.11</data> and
+# <data value="11.fault.averaged-over-dp.last-loss-measured:.2f">5.16</data>. Each model was trained once, so this difference can't say what
+# the fault costs. The second curve alone looks healthy. Everything except the experts is trained correctly, and in the
+# capacity figure, dropping all rows cost little after so few steps.
 #
-# The instrument is a step of a few tokens. With three tokens, <data value="11.unused">4</data> of the last
-# block's eight have no token, so their gradient must be zero. With the wrong axis,
-# <data value="11.fault.averaged-over-dp.unused-experts-with-a-gradient-counted">2</data> of them have a gradient. Compared with one process, the experts'
-# gradients are off by <data value="11.fault.averaged-over-dp.experts-gradients-off-by-measured:.2f">1.00</data> of their norm.
+# The instrument is a step of a few tokens. With three tokens, <data value="11.unused">4</data> of the last block's eight experts have no
+# token, so their gradient must be zero. With the wrong axis,
+# <data value="11.fault.averaged-over-dp.unused-experts-with-a-gradient-counted">2</data> of these have a gradient. All experts' gradients
+# together are off from those of one process by <data value="11.fault.averaged-over-dp.experts-gradients-off-by-measured:.2f">1.00</data> of their norm.
 #
 # **Takeaway.** Reduce an expert's gradient over the ranks that hold it, and divide by dp. Check once that unused experts
 # have no gradient.
@@ -671,10 +681,9 @@ lesson.check(exercises.who_reduces, reduces)
 # %% [markdown]
 # ## Two microbatches at once
 #
-# Balance shortens the waiting. The messages remain. Experts wait for the dispatch, and the next layer waits for the combine, so
-# in one microbatch only the shared expert could compute meanwhile. But while one
-# microbatch goes forward, another can go backward, and each computes while the other's rows travel. That is DeepSeek-V3's
-# schedule, *DualPipe*.
+# Balance shortens the waiting, but messages remain. Experts wait for the dispatch, and the next layer waits for the
+# combine. With one microbatch, nothing but a shared expert can compute meanwhile. So take two: while one goes forward,
+# the other goes backward, and each computes while the other's rows travel. That is DeepSeek-V3's schedule, *DualPipe*.
 #
 # ```text
 # compute     attention 1   | experts 0 ←   | experts 1     | attention 0 ←  | ...
@@ -683,10 +692,15 @@ lesson.check(exercises.who_reduces, reduces)
 # ←  the backward of microbatch 0; without an arrow, the forward of microbatch 1
 # ```
 #
-# We predict it for layers of DeepSeek-V3's shape: tokens of 7,168 values, and for each token one shared expert and 8 of 256
-# experts, 2,048 wide. They run on H100s at 400 TFLOP/s, ep = 64, over InfiniBand NDR with 50 GB/s, and 4,096 tokens a microbatch.
+# We predict it for layers of DeepSeek-V3's shape: tokens of 7,168 values, and for each token one shared expert and 8 of
+# 256 experts, 2,048 wide.
 #
-# In the figure, digits are microbatches.
+# <details><summary>Machine and batch of this prediction</summary>
+#
+# H100s at 400 TFLOP/s, ep = 64, InfiniBand NDR with 50 GB/s, and 4,096 tokens a microbatch.
+# </details>
+#
+# In the figure, digits are microbatches. Each passes three layers. The forward of microbatch 0 ran earlier.
 
 
 # %%
@@ -750,14 +764,13 @@ off = step_timing.relative_distance([paired], [alone])
 lesson.claim("In pairs, the plugin trains as without a pipeline", (off, "<", 1e-5))
 
 # %% [markdown]
-# Run together, a forward and a backward need <data value="11.saved">58.5 %</data> of the time that they need one after the other. *Exposed* messages, during
-# which nothing computes, shrink from <data value="11.exposed.apart">119 ms</data> to <data value="11.exposed.paired">18.3 ms</data>. The layer suits overlap: its computing and its messages take about equally long.
+# Run together, a forward and a backward need <data value="11.saved">58.5 %</data> of the time that they need one after the other. *Exposed*
+# messages, during which nothing computes, shrink from <data value="11.exposed.apart">119 ms</data> to <data value="11.exposed.paired">18.3 ms</data>. Overlap saves so
+# much because the layer's computing and its messages take about equally long.
 #
-# Notebook 06 has a relative of DualPipe, `dualpipe-v`. After most forwards, <data value="11.pairs">70.3 %</data>,
-# a rank directly runs the backward of another microbatch. These two run as a pair. The other forwards run before, while the
-# pipeline fills. A simulated step takes
-# <data value="11.step.in-pairs.simulated">5.96 s</data> instead of <data value="11.step.one-after-the-other.simulated">8.21 s</data>, and <data value="11.step.no-messages.simulated">4.06 s</data> without any messages. The library's
-# losses equal those without a pipeline, up to rounding.
+# Notebook 06 has a relative of DualPipe, `dualpipe-v`. After <data value="11.pairs">70.3 %</data> of the forwards, a rank directly runs the backward
+# of another microbatch. These two run as a pair. Other forwards run alone, while the pipeline fills. In pairs, a
+# simulated step takes <data value="11.step.in-pairs.simulated">5.96 s</data> instead of <data value="11.step.one-after-the-other.simulated">8.21 s</data>. Without any messages it would take <data value="11.step.no-messages.simulated">4.06 s</data>.
 #
 # <details><summary>DualPipe and dualpipe-v</summary>
 #
@@ -765,9 +778,9 @@ lesson.claim("In pairs, the plugin trains as without a pipeline", (off, "<", 1e-
 # on half as many ranks, and each rank has two *chunks* of layers: a microbatch goes down the ranks through the first chunks,
 # and back up through the second ones. So 4 ranks have 8 stages.
 #
-# DeepSeek-V3 itself lets a token reach at most 4 nodes: it crosses the network once for each, and goes on over NVLink, so at
-# most half as much is sent as in our simulation, where it crosses once for each of its 8 experts. Our shared expert waits for
-# the dispatch, too; otherwise it could cover <data value="11.shared">8.12 ms</data> of the exposed <data value="11.exposed.paired">18.3 ms</data>.
+# DeepSeek-V3 itself lets a token reach at most 4 nodes: it crosses the network once for each, and goes on over NVLink,
+# so at most half as much is sent as in our simulation, where it crosses once for each of its 8 experts. Our simulated
+# shared expert waits for the dispatch, too. A real one need not, and could cover <data value="11.shared">8.12 ms</data> of the exposed <data value="11.exposed.paired">18.3 ms</data>.
 # </details>
 #
 # ### What a layer costs
@@ -775,8 +788,9 @@ lesson.claim("In pairs, the plugin trains as without a pipeline", (off, "<", 1e-
 # An expert has three matrices of h x m, and m is its *width*. A rank computes 3 x 6 k n h m FLOPs forward and backward, and sends up to 4 k n h w bytes.
 # Their ratio, 4.5 m/w, has neither k nor E in it. *Narrow experts are expensive to reach.*
 #
-# The *explorer* keeps the weights of all experts together constant: twice as many experts are half as wide, so a token costs half the FLOPs and as many bytes. Its imbalance
-# is the busiest rank's rows over the mean, and lengthens computing and messages alike. Its *ideal* is computing with equal loads.
+# The *explorer* keeps the weights of all experts together constant. Twice as many experts are half as wide, so a token
+# costs half the FLOPs and the same bytes. Imbalance is the busiest rank's rows over the mean; it lengthens computing
+# and messages alike. The *ideal* is computing with equal loads, without messages.
 #
 # **Challenge:** over InfiniBand NDR, at least 16 experts, an imbalance of 1.2 or more, and at most 1 GB of
 # experts on a rank. Make the layer take at most 1.6 times its ideal.
@@ -787,10 +801,10 @@ lesson.explorers.expert_layer()
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# 16 experts, ep 4, an imbalance of 1.2: 1.6 times the ideal. With 32 experts it takes 2.0 times, because they are half as
-# wide, and with ep 8 it takes 1.7 times. Top-k hardly matters. The layer takes more milliseconds than the one that the
-# explorer opens with, because its wider experts do 4 times the FLOPs, but a larger
-# share of its time is computing.
+# 16 experts, ep 4, an imbalance of 1.2: 1.6 times the ideal. With 32 experts it takes 2.0 times, because they are half
+# as wide, and with ep 8 it takes 1.7 times. Top-k hardly matters, because FLOPs and bytes both grow with k. The layer
+# takes more milliseconds than the one that the explorer opens with, because its wider experts do 4 times the FLOPs, but
+# a larger share of its time is computing.
 # </details>
 #
 # **Takeaway.** Messages of one microbatch can overlap with another one's computing. Wide experts need fewer bytes per FLOP.
@@ -799,7 +813,7 @@ lesson.explorers.expert_layer()
 #
 # - A token visits k of E experts. FLOPs and bytes follow k, memory follows E.
 # - Dispatch sorts rows by expert. An uneven all-to-all moves them, another brings results back.
-# - All ranks wait for the busiest one. Balance by a loss or, without touching the loss, by a selection bias.
+# - All ranks wait for the busiest one. Balance by a term in the loss, or by a selection bias.
 # - Gradients of experts are summed over edp and divided by dp.
 # - In a step of a few tokens, experts without a token must have a gradient of zero.
 #

@@ -636,6 +636,22 @@ def test_a_folder_without_the_data_is_called_as_the_file_calls_it(pools: RankPoo
     assert f"[data] folder = {str(tmp_path)!r} has no Beans" in str(raised.value)
 
 
+def test_under_torchrun_a_refusal_is_said_once_and_at_the_end(tmp_path: Path) -> None:
+    path = written(tmp_path, training__epochs=1)
+    environ = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    environ.update(CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               "-m", "hpnb", "train", str(path), "--set", "layout.tp_mode=5d"]  # fmt: skip
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ, timeout=200)
+    lines = ended.stderr.splitlines()
+    said = [i for i, line in enumerate(lines) if "hpnb train: " in line and "tp_mode" in line]
+    assert ended.returncode == 1
+    assert sum(lines[i].startswith("hpnb train:") for i in said) == 1
+    assert len(lines) - said[-1] < 8, "the last lines of the log have it too"
+
+
 @pytest.mark.sampled(1)  # without torchrun both are tested above, and torchrun passes on either
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_under_torchrun_it_is_one_of_the_ranks_and_a_signal_saves(

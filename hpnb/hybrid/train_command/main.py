@@ -9,10 +9,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,6 +55,10 @@ def run(path: str, ranks: int | None = None, overrides: Sequence[str] = ()) -> i
             if not saved(Path(file.checkpoint.dir or "run").expanduser()):
                 file.check_length(ranks)
     except (ValueError, OSError) as error:
+        if under_torchrun:
+            _tell_torchrun(error)
+            if os.environ["LOCAL_RANK"] != "0":  # all ranks have read the same file
+                return REFUSED
         return _print_error(error, REFUSED)
     if under_torchrun:
         return _run_under_torchrun(file)
@@ -66,6 +72,7 @@ def _run_under_torchrun(file: RunFile) -> int:
     try:
         train(file)
     except (ValueError, OSError) as error:
+        _tell_torchrun(error)
         return _print_error(error, FAILED)
     # Also if it was stopped: another code would make torchrun on other machines start the run again.
     return 0
@@ -118,6 +125,13 @@ def _stop_on_signal(flag: Path) -> Iterator[_Stop]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _tell_torchrun(error: object) -> None:
+    """Leave the sentence where torchrun looks for it, so that its summary at the end of the log has it."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        info = {"message": f"hpnb train: {error}", "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": info}))
 
 
 def _print_error(error: object, code: int) -> int:

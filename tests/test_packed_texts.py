@@ -93,13 +93,14 @@ def train_texts_apart(kind: str) -> tuple[list[float], float]:
 
 def train_boosted(
     kind: str, layout: dict[str, Any], by_forward: bool, use_cache: bool = True, masked: bool = False,
-    asks_for_cache: bool = False,
+    asks_for_cache: bool = False, verbose: bool = True,
 ) -> tuple[list[float], float, list[str]]:  # fmt: skip
     """The same of a boosted model, where a rank has the losses, and what it warned of."""
     plugin = hpnb.HybridParallelPlugin(precision="fp64", max_norm=1.0, **layout)
     booster = hpnb.Booster(plugin=plugin)
     model = build(kind, use_cache)
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    model, optimizer, *_ = booster.boost(model, optimizer, verbose=verbose)
     local = slice(plugin.mesh.dp.rank, None, plugin.mesh.dp.size)
     losses = []
     with warnings.catch_warnings(record=True) as caught:
@@ -169,6 +170,12 @@ def test_a_config_without_a_cache_needs_no_warning(pools: RankPools) -> None:
         assert ours == pytest.approx(losses, rel=1e-6)
         assert our_norm == pytest.approx(norm, rel=1e-6)
         assert not places
+
+
+def test_only_a_verbose_boost_warns(pools: RankPools) -> None:
+    for by_forward in (False, True):
+        results = pools[2].run(train_boosted, "llama", {}, by_forward, verbose=False)
+        assert [places for *_, places in results] == [[], []]
 
 
 def test_training_makes_no_cache_though_the_caller_asks(pools: RankPools) -> None:

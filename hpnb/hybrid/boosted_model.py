@@ -113,7 +113,7 @@ class Boosted(nn.Module):
         self.last_step: PipelineStepResult | None = None
         self._model_loss, self._weigher, self._device = model_loss, Weigher(plugin.mesh.dp_cp), this_device()
         self._cache = CacheSwitch(module)
-        self._packing = PackingWarning(causal or context is not None, config)
+        self.packing_warning = PackingWarning(causal or context is not None, config)
         self._pipe, self._syncs = pipe, True
         self._frees_other_stages = pipe is not None
         self._compares_batch = True  # at the first step or forward
@@ -398,7 +398,7 @@ class Boosted(nn.Module):
         def cast(x: Any) -> Any:
             return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
-        self._packing.look_at(batch)
+        self.packing_warning.look_at(batch)
         batch = to_device(batch, self._device)
         if self.context is not None and batch:
             if not isinstance(batch, Mapping):

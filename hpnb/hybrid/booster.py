@@ -114,7 +114,8 @@ class Booster(BoosterFiles):
             criterion: (outputs, inputs) -> a scalar, the mean over this rank's targets, or (sum, count).
             dataloader: see `plugin.prepare_dataloader`.
             lr_scheduler: of `optimizer`.
-            verbose: print on the first rank which parameters each pipeline stage has.
+            verbose: print on the first rank which parameters each pipeline stage has, and warn of packed
+                texts that a plain model would not keep apart, as the boosted one does.
 
         Returns:
             The five in that order; what is None stays None.
@@ -130,6 +131,7 @@ class Booster(BoosterFiles):
             self._warn_of_batch_statistics(model)
         example = _example(dataloader) if self.plugin.cut in ("flops", "time") else None
         boosted = parallelize_model(self.plugin, model, optimizer, example)
+        boosted.packing_warning.enabled = verbose
         if verbose:
             description = describe_stages(boosted.unwrap(), self.plugin.mesh.pp)
             if dist.get_rank() == 0:

@@ -65,19 +65,28 @@ def makes_cache(config: Any) -> bool:
 
 
 class PackingWarning:
-    """Warns once where a plain model would not separate packed texts.
+    """Warns once where a plain model would not separate packed texts, if it is asked to: the boosted model
+    separates them, and most configs say use_cache=True.
 
     The first batch with position_ids decides, because to look at them waits for the device.
 
     Args:
         causal, config: of the model.
+
+    Attributes:
+        enabled: whether it warns; it may be set.
     """
 
     def __init__(self, causal: bool, config: Any) -> None:
+        self.enabled = False
         self._waits = causal and makes_cache(config)
 
     def look_at(self, batch: Any) -> None:
-        if not self._waits or not isinstance(batch, Mapping) or batch.get("attention_mask") is not None:
+        if (
+            not (self.enabled and self._waits)
+            or not isinstance(batch, Mapping)
+            or batch.get("attention_mask") is not None
+        ):
             return
         positions = batch.get("position_ids")
         if isinstance(positions, torch.Tensor) and positions.dim() <= 2:  # three dims are those of images

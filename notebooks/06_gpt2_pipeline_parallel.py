@@ -128,7 +128,7 @@ lesson.predict("06.bubble", question, unit="%", rule_of_thumb=formula)
 # `time_steps` runs real steps. Where ranks share cores or a GPU, it times each action alone and *replays* the step
 # from these times, in the schedule's order. Here steps are <data value="06.run.source">measured</data>. Variants of a step share one set of weights
 # and **take turns**, A B C A B C, so that a busy second slows all of them. The cell keeps all <data value="06.repeats">5</data> repeats, because a difference smaller than their spread is no
-# finding. Later we also *simulate* steps, from times of single layers. `FEW_TOKENS` is the reason that a claim prints if it fails.
+# finding. Later we also *simulate* steps, from times of single layers. `FEW_TOKENS` is a text for claims that fail.
 
 
 # %%
@@ -161,7 +161,7 @@ lesson.record("06.run", gpt2_pipeline.unequal_ranks(SOURCE, busy))
 # %% [markdown]
 # The bubble is <data value="06.bubble">43.3 %</data> instead. The formula assumes equal stages, but the last rank works
 # <data value="06.run.slower:.1f">1.7</data> times as long as the others on average, and they wait for it. More microbatches
-# don't cure that. Even with endlessly many, Σ t + (m-1) max t with these times leaves a bubble of <data value="06.run.endless">30.4 %</data>.
+# don't cure that. With endlessly many, these times still leave a bubble of <data value="06.run.endless">30.4 %</data> by Σ t + (m-1) max t.
 #
 # **Takeaway.** A uniform cut gives the exact result, but slowly: the stage with the head sets the pace.
 #
@@ -239,7 +239,7 @@ lesson.claim("The padded median is not slower than the odd size's slowest repeat
              (1e3 * statistics.median(padded), "<=", 1e3 * max(odd)))  # fmt: skip
 
 # %% [markdown]
-# Here the odd size takes <data value="06.padding.gain:.2f">5.87</data> times as long by the median, a difference <data value="06.padding.spread">beyond the spread of the repeats</data>.
+# By the median, the odd size takes <data value="06.padding.gain:.2f">5.87</data> times as long here, a difference <data value="06.padding.spread">beyond the spread of the repeats</data>.
 # If our head gained as much, head and loss would take <data value="06.padding.head">2.79 blocks</data>. FLOPs say <data value="06.head.head-and-loss.predicted">2.37 blocks</data>.
 # Our model stays unpadded, as GPT-2 was published, because this page needs a long head.
 #
@@ -369,8 +369,7 @@ lesson.show(figures.skyline(times.smooth, shown, times.kinds, times.loss, title=
 # in the section on schedules, and takes <data value="06.style.1f1b.fastest">392 ms</data> to <data value="06.style.1f1b.slowest">394 ms</data> there.
 #
 # Layers can take other times in a step than alone. Compare the forwards of rank 0 in this figure and in the one of
-# schedules. Where the first forwards take longer than the later ones, the step can grow, and no sum of layers has that. We
-# did not trace the cause.
+# schedules. Where the first forwards take longer than the later ones, the step can grow. We did not trace the cause.
 # </details>
 #
 # <details><summary>How large is the bubble of the cut by time?</summary>
@@ -401,15 +400,15 @@ lesson.record("06.last", last)
 lesson.claim("Too many blocks on the last stage slow each repeat", (last["by"], ">", 1))
 
 # %% [markdown]
-# On 2 to 8 ranks, the slowest stage by FLOPs takes at most <data value="06.error.ratio:.2f">1.54</data> times as long as the one by time. It is at most
-# <data value="06.error.excess:.1f">4.5</data> blocks longer. It can never be longer by more than FLOPs' errors on head and embedding
-# together, here <data value="06.error.ends:.1f">5.5</data> blocks. If the head alone were the slowest stage of both cuts, the error would cost nothing.
+# On 2 to 8 ranks, the slowest stage of the cut by FLOPs takes at most <data value="06.error.ratio:.2f">1.54</data> times as long as that of the cut by time. It is
+# at most <data value="06.error.excess:.1f">4.5</data> blocks longer. FLOPs' errors on head and embedding add up to <data value="06.error.ends:.1f">5.5</data> blocks, and a cut by FLOPs never
+# loses more than these. If the head alone were the slowest stage of both cuts, the error would cost nothing.
 #
-# By the median, the best number of blocks beside the head is <data value="06.last.first">7</data>. The run doesn't decide between it and numbers
-# whose repeats overlap with its own. <data value="06.last.by-time">The cut by time leaves 6, and its step takes 1.03 times as long, a difference within the spread of the repeats</data>.
-# Even the fastest repeat with <data value="06.last.most">20</data> blocks takes <data value="06.last.by:.2f">1.50</data> times as long as the slowest with the best number.
+# By the median, the best number of blocks beside the head is <data value="06.last.first">7</data>. The run doesn't decide between the best number
+# and others whose repeats overlap. <data value="06.last.by-time">The cut by time leaves 6, and its step takes 1.03 times as long, a difference within the spread of the repeats</data>.
+# With <data value="06.last.most">20</data> blocks, even the fastest repeat takes <data value="06.last.by:.2f">1.50</data> times as long as the slowest repeat with the best number.
 #
-# In the simulation, moving a block beside the head can shorten the step as long as the block's stage is the slowest. Once the
+# In the simulation, moving a block beside the head can shorten the step while the block's old stage is the slowest. Once the
 # head's stage is the slowest, each further block there delays every microbatch. In the run, one block more can vanish in the spread of the repeats.
 #
 # <details><summary>In your tools: where to cut</summary>
@@ -583,8 +582,8 @@ lesson.field_guide.show()
 # <data value="06.distance:.2f">0.59</data> of the table's norm. A GPT-2 checkpoint has one table, so whoever loads it keeps one of the copies.
 #
 # After loading, the loss is
-# <data value="06.loss.never-summed.loaded-with-wte-s-copy:.2f">6.02</data> with wte's copy or <data value="06.loss.never-summed.loaded-with-lm_head-s-copy:.2f">5.29</data> with lm_head's, both worse than as
-# trained. But with lm_head's copy it is close to the summed model's loss, so by itself it doesn't show the mistake.
+# <data value="06.loss.never-summed.loaded-with-wte-s-copy:.2f">6.02</data> with wte's copy, and <data value="06.loss.never-summed.loaded-with-lm_head-s-copy:.2f">5.29</data> with lm_head's. Both are worse than as
+# trained. But with lm_head's copy, the loss is close to the summed model's, so it doesn't show the mistake.
 #
 # <details><summary>In your tools: tied weights</summary>
 #
@@ -604,8 +603,8 @@ lesson.field_guide.show()
 #
 # *Core. Implement, 15 minutes.* Every rank calls `tie(weight, axis)` once; `weight` is its copy, or None on the ranks
 # between. Return a function `add()` for every rank to call between backward and optimizer. The copies begin with different
-# values, and rank 0's are right. The check trains beside one process, and wants equal weights and no bytes from the ranks
-# between.
+# values, and rank 0's are right. The check compares with one process. It wants equal weights, and the ranks between must
+# send nothing.
 #
 # <details><summary>Hint</summary>
 #
@@ -789,8 +788,8 @@ lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 # <data value="06.fastest.zb-h1">beyond the spread of the repeats</data>.
 #
 # Simulated, ZB-H1's step takes
-# <data value="06.h1.simulated:.2f">0.84</data> times as long. The simulation takes W as long as I, but in this library W has only the weight gradients of matmuls, and
-# takes <data value="06.style.zb-h1.w-i:.2f">0.38</data> times as long. The shorter W is, the less a split backward saves.
+# <data value="06.h1.simulated:.2f">0.84</data> times as long as 1F1B's. There W takes as long as I. But in this library W has only the weight gradients of matmuls. In the
+# run it takes <data value="06.style.zb-h1.w-i:.2f">0.38</data> times as long as I. The shorter W is, the less a split backward saves.
 #
 # <details><summary>Why two stages a rank don't balance by themselves</summary>
 # If 2p stages were equal, each would take <data value="06.chunks.equal:.2f">6.99</data> blocks. The head alone takes
@@ -798,7 +797,7 @@ lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 # </details>
 #
 # <details><summary>How the run differs from the simulation</summary>
-# The figure draws 1F1B and ZB-H1, because they have the same stages. In it, a W too narrow for its number has none.
+# The figure draws 1F1B and ZB-H1, because they have the same stages. It leaves out the number of a W that is too narrow.
 #
 # The simulation also lets all schedules compute equally long. In the run, a rank's average compute is
 # <data value="06.style.1f1b.compute-per-rank">283 ms</data> under 1F1B, <data value="06.style.zb-h1.compute-per-rank">282 ms</data> under ZB-H1 and

@@ -493,11 +493,11 @@ lesson.field_guide.add(symptom, instrument, cause, notebook="03")  # table of sy
 # The faulty run starts with the right loss, which falls from <data value="03.loss.first">1.11</data> to <data value="03.loss.last">0.872</data>. The right run ends at
 # <data value="03.right-loss">0.861</data>.
 #
-# This section's first figure compares rank 0's gradients of step 1 with those of one process, in the order in which the backward computes
-# them. All gradients are right until the backward leaves the faulty MLP. Even its fc1 and fc2 are right, because their
-# gradients need no sum. The norm before the MLP, which Hugging Face calls `layernorm_after`, is the first that receives only
-# this rank's term. Its error is the largest, <data value="03.worst.left-out-in-layer-2:.2f">0.82</data>; in the right run no error exceeds <data value="03.worst.right:.0e">5e-15</data>. Modules nearer the input
-# also receive the residual connection's right gradient, so their error is smaller.
+# This section's first figure compares rank 0's gradients of step 1 with those of one process, in the order in which
+# the backward computes them. All gradients are right until the backward leaves the faulty MLP. Even its fc1 and fc2
+# are right, because their gradients need no sum. The norm before the MLP, which Hugging Face calls `layernorm_after`,
+# is the first that receives only this rank's term. Its error is the largest, <data value="03.worst.left-out-in-layer-2:.2f">0.82</data>; in the right run the largest is
+# <data value="03.worst.right:.1e">5.4e-15</data>. Modules nearer the input also receive the residual connection's right gradient, so their error is smaller.
 #
 # Norms and embeddings are replicated, but their gradients now differ from rank to rank. So the copies diverge, as the second
 # figure's lower panel shows; the distance is relative to rank 0's weights. The model that rank 0 saves is not the model that
@@ -852,14 +852,12 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 # - Latency. A block in 1D makes four all-reduces of six steps, so 24 latencies α, <data value="03.latency.all">326 µs</data>. That is <data value="03.latency.share">5.17 %</data> of 1D's time
 #   with few tokens. A link of lower latency shortens them.
 # - Weights that 2D sends. A larger batch makes them, and latency, count less.
-# - Launching operations, and waiting for other ranks. With few tokens, 2D makes <data value="03.calls.more">49</data> calls more than 1D and takes longer. The
-#   difference in time, divided by these calls, is <data value="03.calls.seconds">352 µs</data> a call. A launch alone costs less, because the
-#   difference also contains bytes and latencies. With these, <data value="03.race.2d.predicted">6.81 ms</data> is predicted for 2D and <data value="03.race.1d.predicted">3.82 ms</data> for 1D.
+# - Launching operations, and waiting for other ranks. With few tokens, 2D makes <data value="03.calls.more">49</data> calls more than 1D and takes
+#   longer. The difference in time, divided by these calls, is <data value="03.calls.seconds">352 µs</data> a call. A launch alone costs less: even without
+#   launches, <data value="03.race.2d.predicted">6.81 ms</data> is predicted for 2D and <data value="03.race.1d.predicted">3.82 ms</data> for 1D.
 #
-# Where launching takes longer than computing and sending, a faster link does not help: such a block is *launch-bound*.
-# <data value="03.launch-bound">Here no mode passes this run's test of that: to take less than 1.5 times as long with eight times the tokens, and more than twice its prediction, which contains latency.</data>
-# Such a test only says yes or no. The constants above say more: what latency and weights do not explain is launching and
-# waiting.
+# Where launching takes longer than computing and sending, a faster link does not help. Such a block is
+# *launch-bound*. The part of a constant that latency and weights do not explain is launching and waiting.
 # </details>
 #
 # The next cell maps which mode is predicted to spend the least time communicating, on 64 ranks and InfiniBand NDR, with 10 µs
@@ -907,11 +905,13 @@ lesson.explorers.tensor_modes()
 #
 # <details><summary>Answer</summary>
 #
-# ρ is 8,000. At best 1D has 4.5 · 8,192/(15 · 8,000) = 0.31. The scores of attention add s/6h, which makes
-# 0.36 with sequences of 8,192. The batch is in neither. 2D on 16 ranks meets the challenge with a batch of 8 such sequences, where a rank keeps 1.9 GB.
-# By the table 5.1 GB leave a rank, 103 ms at 50 GB/s. Broadcasts and reduces take 4/3 of that, 137 ms, and latency adds 3 ms. Computing takes 57.7 ms, so the ratio is
-# 57.7/140.1 = 0.41. Both curves of the middle panel are for 2D. They rise because 2D's weight traffic does not grow with the batch, while computing does.
-# In this setting 1D would take 220.0 ms. Sequence parallelism adds 0.3 ms to that, which hardly matters.
+# ρ is 8,000. At best 1D has 4.5 · 8,192/(15 · 8,000) = 0.31. The scores of attention add s/6h, which makes 0.36 with
+# sequences of 8,192. The batch is in neither. 2D on 16 ranks meets the challenge with a batch of 8 such sequences,
+# where a rank keeps 1.9 GB. By the table 5.1 GB leave a rank, 103 ms at 50 GB/s. The table counts 1 - 1/q of a block
+# for each broadcast or reduce, here 3/4, but each takes the time of the block. That makes 137 ms, and latency adds 3
+# ms. Computing takes 57.7 ms, so the ratio is 57.7/140.1 = 0.41. Both curves of the middle panel are for 2D. They
+# rise because 2D's weight traffic does not grow with the batch, while computing does. In this setting 1D would take
+# 220.0 ms. Sequence parallelism adds 0.3 ms to that, which hardly matters.
 # </details>
 #
 # **Takeaway.** Use 1D inside a node, and a grid only when a matrix must be shared across nodes. On 64 ranks, grids are
@@ -951,9 +951,11 @@ lesson.check(exercises.choose_ranks, choose)
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# Replicas that fit are not always best. The check's third job has h = 8,192 and 8,192 tokens. On 64 GPUs that is n = 128 tokens a GPU, and ρ is 8,000, so computing covers hardly any of the gradients. The predicted
-# step takes <data value="03.job.t1">1.57 s</data> for t = 1, most of it gradients, and <data value="03.job.t16">190 ms</data> for t = 16, although r is only 0.31 there.
-# For one layer, the all-reduces of activations send 16 n h (t-1) bytes from a GPU, and those of gradients about 48 h²/t. The sum is least where t² = 3h/n. Here that is t = 14, and 16 is the divisor of 64 next to it. This leaves out overlap.
+# Replicas that fit are not always best. The check's third job has h = 8,192 and 8,192 tokens. On 64 GPUs that is n =
+# 128 tokens a GPU. To cover the gradients, it would take about ρ tokens, which is 8,000. The predicted step takes
+# <data value="03.job.t1">1.57 s</data> for t = 1, most of it gradients, and <data value="03.job.t16">190 ms</data> for t = 16, although r is only 0.31 there. For one layer, the
+# all-reduces of activations send 16 n h (t-1) bytes from a GPU, and those of gradients about 48 h²/t. The sum is
+# least where t² = 3h/n. Here that is t = 14, and 16 is the divisor of 64 next to it. This leaves out overlap.
 #
 # ```python
 # def choose(job):
@@ -978,10 +980,10 @@ lesson.check(exercises.choose_ranks, choose)
 # - Sequence parallelism keeps less and sends hardly more bytes. It can still take longer, so measure it.
 # - Grids send fewer bytes in large batches, but make many small calls.
 #
-# **When not to use this.** By formula, the backward lasts as long as the gradients' all-reduce if a GPU has ρ tokens, such as
-# 800 at 800 FLOP a byte. Use replicas if the model fits and each GPU has many times that. Otherwise share matrices inside a
-# node, with r ≥ 1. With few tokens a smaller r can still beat replicas (exercise 5), so predict both.
-# Across nodes, try pipelines before a grid.
+# **When not to use this.** The backward computes 4 FLOPs for each weight and token, and replicas send about 4 bytes
+# for each weight. So both take equally long at ρ tokens a GPU. Use replicas if the model fits and each GPU has many
+# times ρ tokens. Otherwise share matrices inside a node, with r ≥ 1. With few tokens a smaller r can still beat
+# replicas (exercise 5), so predict both. Across nodes, try pipelines before a grid.
 #
 # **Where to look.**
 #

@@ -359,10 +359,10 @@ lesson.claim("of 4 MB gloo sends under 1 % more than a ring", (more, "<", 1))
 #
 # <details><summary>What NCCL sends</summary>
 #
-# Inside a node NCCL sends over NVLink, NVIDIA's link between GPUs, or over the slower PCIe, the bus that every GPU sits
-# on. This counter sees neither. NCCL does not always use a ring. It may
-# use a *tree*, in which ranks pass partial sums up to one rank and the result back down. Or it lets network switches do
-# the adding, so that each rank sends fewer bytes.
+# Inside a node NCCL sends over NVLink, NVIDIA's link between GPUs, or over the slower PCIe, the bus that every GPU
+# sits on. The counter above sees neither. NCCL does not always use a ring. It may use a *tree*, in which ranks pass
+# partial sums up to one rank and the result back down. Or it lets network switches do the adding, so that each rank
+# sends fewer bytes.
 # </details>
 #
 # <details><summary>In your tools: which algorithm, how many bytes</summary>
@@ -724,11 +724,11 @@ lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", movin
 #
 # <details><summary>How long does an 8 MB all-reduce take, then?</summary>
 #
-# Even in the case "at once", the ranks leave the barrier at different times. The last to arrive was
-# <data value="00.once.last">rank 2 in 4 of 5 steps</data>, and the wait of <data value="00.bar.at-once.measured-wait">32.5 µs</data> was <data value="00.once.wait-is">shorter than</data> the move.
+# Even in the case "at once", the ranks leave the barrier at different times. The last to arrive was <data value="00.once.last">rank 2 in 4 of 5 steps</data>. The
+# median wait, <data value="00.bar.at-once.measured-wait">32.5 µs</data>, was <data value="00.once.wait-is">shorter than</data> the move.
 #
-# The formula counts until the slowest rank is done. So do the <data value="00.calls.1-call-of-8-mb.measured">155 µs</data> of the one call in the previous section and the
-# <data value="00.fit.large">127 µs</data> of 8.4 MB in the fit. A move in the table is a median over ranks and steps. A move that is much longer than
+# The formula counts until the slowest rank is done. The previous section's times do so too: <data value="00.calls.1-call-of-8-mb.measured">155 µs</data> for one call, and
+# <data value="00.fit.large">127 µs</data> for 8.4 MB in the fit. A move in the table is a median over ranks and steps. A move that is much longer than
 # the fit's time contains something besides the link, because the fit used the same link.
 #
 # One candidate is a *cold start*: after a pause, the code that launches a call has left the caches, and GPUs and

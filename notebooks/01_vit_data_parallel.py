@@ -592,9 +592,9 @@ lesson.record("01.extra", figures.cost_of_overlap(times[middle]))
 #
 # The question's answer lies above the largest size that is not free. It is scored only if a larger size is free.
 #
-# A measured ratio can leave the law's line in both directions. A step that computes slower than R lowers it. Costs that
-# the law leaves out, such as latencies, raise it. With <data value="01.slow.tokens:,">197</data> tokens the step alone takes <data value="01.slow.times:.1f">8.5</data> times as long
-# as at R.
+# A measured ratio can leave the law's line in both directions. A step that computes slower than R lowers the ratio.
+# Costs that the law leaves out, such as latencies, raise the ratio. With <data value="01.slow.tokens:,">197</data> tokens the step alone takes <data value="01.slow.times:.1f">8.5</data> times as
+# long as at R.
 #
 # By the law a step with overlap and <data value="01.law.tokens:,">3,152</data> tokens takes <data value="01.law.middle:.2f">1.00</data> times as long as alone. We measure <data value="01.middle.median:.2f">1.22</data>
 # (<data value="01.middle.low:.2f">1.22</data> to <data value="01.middle.high:.2f">1.23</data>).
@@ -650,8 +650,8 @@ lesson.record("01.together", figures.explain_step(causes, last, during[middle]))
 lesson.record("01.wide", figures.describe_wide(wide.size, DTYPE, card))
 
 # %% [markdown]
-# Do these two costs and the last bucket, which no backward can overlap, explain the measured step? By α and B that
-# bucket takes <data value="01.together.last-bucket">200 µs</data>, or <data value="01.together.share:.3f">0.005</data> of the step alone. Together that makes <data value="01.cause.beside-an-unrelated-all-reduce.step-step-alone:.3f">1.093</data> x <data value="01.cause.with-buckets-nothing-sent.step-step-alone:.3f">1.069</data> + <data value="01.together.share:.3f">0.005</data> = <data value="01.together.ratio:.2f">1.17</data>. The sweep's
+# Do these two costs and the last bucket, which no backward can overlap, explain the step with overlap? By α and B
+# that bucket takes <data value="01.together.last-bucket">200 µs</data>, or <data value="01.together.share:.3f">0.005</data> of the step alone. Together that makes <data value="01.cause.beside-an-unrelated-all-reduce.step-step-alone:.3f">1.093</data> x <data value="01.cause.with-buckets-nothing-sent.step-step-alone:.3f">1.069</data> + <data value="01.together.share:.3f">0.005</data> = <data value="01.together.ratio:.2f">1.17</data>. The sweep's
 # range was <data value="01.middle.low:.2f">1.22</data> to <data value="01.middle.high:.2f">1.23</data>.
 # <data value="01.together.lies">The result lies below this range, but the ranges of the factors reach it, so this run cannot decide</data>.
 #

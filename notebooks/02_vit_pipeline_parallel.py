@@ -410,10 +410,10 @@ lesson.claim("1F1B takes about as long as GPipe", (change, "<", 0.2))
 # On rank 0 the activations fall from <data value="02.activations.rank-0.gpipe-measured">10.0 GB</data> under GPipe to <data value="02.activations.rank-0.measured">5.05 GB</data>. They do not shrink
 # with p: p microbatches in a p-th of the layers are as much as one in all layers.
 #
-# We timed GPipe again, beside 1F1B. Its step takes <data value="02.ran.gpipe.makespan">146 ms</data>, and 1F1B's <data value="02.ran.1f1b.makespan">151 ms</data>. The bubbles are
-# <data value="02.ran.gpipe.bubble">47.2 %</data> and <data value="02.ran.1f1b.bubble">38.4 %</data>. With equal stages they would be equal, because filling and draining take as long. *Work* in the
-# last table is the mean time that a rank spends in actions. If ranks work longer in a step of the same length, the bubble is
-# smaller, and nothing is gained.
+# We timed GPipe again, beside 1F1B. Its step takes <data value="02.ran.gpipe.makespan">146 ms</data>, and 1F1B's <data value="02.ran.1f1b.makespan">151 ms</data>. The bubbles are <data value="02.ran.gpipe.bubble">47.2 %</data> and <data value="02.ran.1f1b.bubble">38.4 %</data>. With
+# equal stages they would be equal, because filling and draining take as long. *Work* in the last table is the mean
+# time that a rank spends in actions. If ranks work longer in a step of the same length, the bubble is smaller, but
+# nothing is gained.
 #
 # <details><summary>What separates their steps?</summary>
 #
@@ -624,8 +624,8 @@ lesson.check(exercises.place_w, place_w)
 # %% [markdown]
 # ### The race
 #
-# Exercise 3's schedule is ZB-H1. The prediction uses only the 1F1B step's times and halves backwards into I and W. If a rank
-# has two chunks, it also averages all stages, which favours interleaved and ZB-V over the others.
+# Exercise 3's schedule is ZB-H1. The prediction uses only the 1F1B step's times and halves backwards into I and W.
+# For two chunks it also averages all stages, which favours interleaved and ZB-V.
 #
 # The schedules run in turn, <data value="02.run.repeats:.0f">5</data> times. We show <data value="02.run.shown">the median step</data>. *Spread* is a schedule's longest step minus its
 # shortest. Where Python launches kernels more slowly than a GPU runs them, *work* contains waits for launches.
@@ -965,10 +965,10 @@ if graphed:
 # takes its recorded time and starts as soon as its rank is free and its input is computed. The bubble is the length of this replay
 # minus the mean work of a rank.
 #
-# T and c come from the work alone. The formula adds the bubble of equal stages, and takes c as the same at every m. The
-# times of short actions can vary more, relative to their length. In the replay, a rank also waits for slow actions of other ranks. So
-# with more microbatches the bubble can shrink less than by the formula, or even grow. The line is
-# furthest from the bars at m = <data value="02.sweep.furthest">32</data>, where the step takes <data value="02.sweep.over:.2f">1.87</data> times as long as by the formula.
+# T and c come from the work alone. The formula adds the bubble of equal stages, and takes c as the same at every m.
+# Short actions vary more, relative to their length, and in the replay a rank waits for slow actions of others. So
+# with more microbatches the bubble can shrink less than by the formula, or even grow. The line is furthest from the
+# bars at m = <data value="02.sweep.furthest">32</data>, where the step takes <data value="02.sweep.over:.2f">1.87</data> times as long as by the formula.
 # </details>
 #
 # <details><summary>How sure is the best m?</summary>

@@ -392,8 +392,9 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # The thin slices of forward after the last all-reduce are a bias and the residual. The last slices of input gradient are attention's norm.
 # </details>
 #
-# The formula is for 2-byte numbers; with v bytes it gives 2/v times as much, and here v is <data value="03.value-bytes">2</data>. With attention's scores
-# it predicts r = <data value="03.ratio.predicted">0.703</data>. The run has <data value="03.ratio">1.48</data>. So <data value="03.verdict">the formula calls the interconnect too slow, the run fast enough, because computing took longer than its products, not because the link was faster</data>.
+# The formula is for numbers of 2 bytes. With v bytes r is 2/v times as large, and here v is <data value="03.value-bytes">2</data>. With attention's
+# scores the formula predicts r = <data value="03.ratio.predicted">0.703</data>. The run has <data value="03.ratio">1.48</data>. So
+# <data value="03.verdict">the formula calls the interconnect too slow, the run fast enough, because computing took longer than its products, not because the link was faster</data>.
 # A run's r says only how its time is shared: slower computing raises it, too.
 #
 # <details><summary>Three factors between the formula and the run</summary>

@@ -83,7 +83,7 @@ class Block(nn.Module):
         self.mlp.recomputes, self.mlp.adds_input = call == "recomputed inside", call == "input added inside"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + CALLS[self.call](self, self.norm(x), self.other_norm(x))
+        return x + (CALLS | REFUSED)[self.call](self, self.norm(x), self.other_norm(x))
 
 
 def children(block: Block, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -163,7 +163,10 @@ def build(call: str, layers: int = 2) -> Net:
     register(Net, parts, roles)
     torch.set_num_threads(1)
     torch.manual_seed(3)
-    return Net(call, layers).to(D)
+    net = Net(call, layers).to(D)
+    for p in net.parameters():  # norms and biases away from 1 and 0, or a mistake with them would not show
+        p.data += 0.2 * torch.randn_like(p) * (p.dim() == 1)
+    return net
 
 
 def batch(samples: int = 8, length: int = 5) -> torch.Tensor:
@@ -292,3 +295,39 @@ def test_a_tensor_is_summed_once_for_all_linears_that_read_it(pools: RankPools, 
 
 
 # --- what is refused -------------------------------------------------------------------------------------
+
+
+def gated_for_each_token(block: Block, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return block.mlp.down(block.mlp.up(a) * b.mean(-1, keepdim=True))  # type: ignore[no-any-return]
+
+
+REFUSED: dict[str, Call] = {
+    "gated for each token": gated_for_each_token,
+    "all tokens to a child": lambda block, a, b: block.mlp.down(block.mlp.up(a.flatten(0, 1))),
+    "a gate beside the tokens": lambda block, a, b: block.mlp(a, b.mean((0, 1))),
+}
+
+
+def refused(call: str, sequence: bool, samples: int) -> None:
+    gradients(parallelize(build(call), Mesh(Layout(tp=2)).tp, "1d", sequence), batch(samples))
+
+
+@pytest.mark.parametrize(
+    ("call", "sequence", "samples", "words"),
+    [
+        ("gated for each token", False, 8, r"hidden states that layers\.1 gets differs .*partial_outputs"),
+        ("all tokens to a child", True, 8, r"a column-parallel layer of layers\.0\.mlp gets .*\(1, 20, in\)"),
+        (
+            "a gate beside the tokens",
+            True,
+            8,
+            r"layers\.0\.mlp gets a tensor of shape \(32,\) that needs a grad",
+        ),
+        ("input added inside", True, 2, r"layers\.0\.mlp returns \(2, 5, 32\), the tokens of all ranks"),
+    ],
+)
+def test_what_would_train_wrongly_is_refused(
+    pools: RankPools, call: str, sequence: bool, samples: int, words: str
+) -> None:
+    with pytest.raises(hpnb.RankError, match=words):
+        pools[2].run(refused, call, sequence, samples)

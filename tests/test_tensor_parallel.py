@@ -743,6 +743,55 @@ def test_models_that_are_refused(pools: Callable[[int], hpnb.Ranks]) -> None:
     assert "has not been sharded" in uncut
 
 
+class FusedBlock(OwnBlock):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+
+def refused_fused_attention(mode: str) -> str:
+    def with_attention(model: OwnModel) -> dict[str, Role]:
+        path = "layers.0.attention"
+        fused = Role("column", 0, 1, units=2, fused=3)
+        biased = {f"{path}.in_proj_bias": Role("column", 0, bias=True, units=2, fused=3)}
+        return (
+            own_roles(model) | {f"{path}.in_proj_weight": fused} | biased
+            | dict(linear(f"{path}.out_proj", "row", 2))
+        )  # fmt: skip
+
+    register(OwnModel, own_anatomy, with_attention)
+    model = OwnModel()
+    model.layers[0] = FusedBlock()
+    with pytest.raises(ValueError) as error:
+        parallelize(model, tensor_axis(), mode)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("mode", "size"), [("1d", 2), ("2d", 4)])
+def test_an_attention_of_pytorch_is_named(pools: Callable[[int], hpnb.Ranks], mode: str, size: int) -> None:
+    said = pools(size).run(refused_fused_attention, mode)[0]
+    assert said.startswith("layers.0.attention is an nn.MultiheadAttention")
+
+
+def full_weights_of_a_boosted_model(stage: int) -> tuple[float, str]:
+    plugin = hpnb.HybridParallelPlugin(tp_size=2, zero_stage=stage, precision="fp64")
+    model, wanted = gpt2(), gpt2().state_dict()
+    boosted, *_ = hpnb.Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    try:
+        full = full_state_dict(boosted)
+    except ValueError as error:
+        return 0.0, str(error)
+    assert full.keys() == wanted.keys()
+    return max(float((full[name] - tensor).abs().max()) for name, tensor in wanted.items()), ""
+
+
+def test_the_full_weights_of_a_boosted_model(pools: Callable[[int], hpnb.Ranks], four: hpnb.Ranks) -> None:
+    assert pools(2).run(full_weights_of_a_boosted_model, 0) == [(0.0, "")] * 2
+    for _, said in four.run(full_weights_of_a_boosted_model, 3):
+        assert "is sharded along dp too" in said
+        assert "booster.save_model" in said
+
+
 # --- under a pipeline --------------------------------------------------------------------------------------
 
 

@@ -94,6 +94,7 @@ def parallelize(
     to_shard = _describe(model)
     if axis.size > 1:
         _check_sections(to_shard.anatomy)
+        _check_fused_attentions(to_shard)
         if mode != "1d" or sequence_parallel:
             _check_repeated(model)
     first_forward_check = first_step_check(model) if dist.get_rank() == 0 else None  # of the full model
@@ -173,13 +174,15 @@ def axes(model: nn.Module) -> tuple[Axis, ...]:
     """
     if (mode := _mode_of(model)) is None:
         raise ValueError(
-            "this model has not been sharded; hpnb.tensor_parallel.parallelize(model, mesh.tp) does it"
+            "this model has not been sharded by tensor parallelism, or it is in stages of a pipeline: "
+            "hpnb.tensor_parallel.parallelize(model, mesh.tp) shards a model, and "
+            "booster.save_model(model, folder) writes the full weights of any boosted one"
         )
     return mode.axes
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """{name: tensor} of the full model, on every rank; all ranks call it.
+    """{name: tensor} of the full model, on every rank; all ranks call it. The model may be boosted.
 
     Raises:
         ValueError: a model that has not been sharded, or one that is sharded along another axis too:
@@ -192,6 +195,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     >>> hpnb.launch(full_shape, ranks=2, device="cpu")
     [(256, 64), (256, 64)]
     """
+    _check_axes(model)
     return placement.full_state_dict(model, axes(model))
 
 
@@ -209,6 +213,7 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     >>> hpnb.launch(full_shape, batch, ranks=2, device="cpu")
     [(256, 64), (256, 64)]
     """
+    _check_axes(model)
     axis_by_name = {axis.name: axis for axis in axes(model)}
     parameters = {name: p for name, p in model.named_parameters() if p.grad is not None}
     placements = {name: placement.placement_of(p, name) for name, p in parameters.items()}
@@ -252,9 +257,20 @@ def load_full_state_dict(model: nn.Module, full: Mapping[str, torch.Tensor]) -> 
 
 def _mode_of(model: nn.Module) -> TensorParallelMode | None:
     for module in model.modules():
-        if (mode := module.__dict__.get(_MODE)) is not None:
+        if (mode := getattr(module, _MODE, None)) is not None:  # a boosted model has its model's attributes
             return mode  # type: ignore[no-any-return]
     return None
+
+
+def _check_axes(model: nn.Module) -> None:
+    names = {axis.name for axis in axes(model)}
+    for name, p in model.named_parameters():
+        if others := [axis for axis in placement.placement_of(p, name).axes if axis not in names]:
+            raise ValueError(
+                f"{name} is sharded along {' and '.join(others)} too, and here it is gathered along "
+                f"{' and '.join(sorted(names))} alone: hpnb.placement.full_state_dict takes all axes, and "
+                "booster.save_model(model, folder) writes the full weights of a boosted model"
+            )
 
 
 def _describe(model: nn.Module) -> ModelToShard:
@@ -317,6 +333,19 @@ def _check_sections(parts: Anatomy) -> None:
                     "parallelism makes it a layer of one of them: give each a module of its own with the "
                     f"same Parameter, as in net.output.weight = net.{part.name}.weight, and a Part"
                 )
+
+
+def _check_fused_attentions(model: ModelToShard) -> None:
+    """PyTorch's attention gives its weights to a function of all heads, and does not call its out_proj."""
+    sharded = [name for name, role in model.roles.items() if role.cut_dim is not None]
+    for path, module in model.module.named_modules():
+        if isinstance(module, nn.MultiheadAttention) and any(n.startswith(f"{path}.") for n in sharded):
+            raise ValueError(
+                f"{path} is an nn.MultiheadAttention, which computes all heads in one function of PyTorch, "
+                "so tensor parallelism cannot give a rank some of them: write it with an nn.Linear for each "
+                "of q, k, v and the output and F.scaled_dot_product_attention, or use a pipeline or ZeRO, "
+                "which take it as it is"
+            )
 
 
 def _check_repeated(model: nn.Module) -> None:

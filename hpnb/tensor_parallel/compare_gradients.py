@@ -1,0 +1,57 @@
+"""The gradient of replicated hidden states is equal on all ranks. If it is not, something lacks a sum.
+
+    x (equal on all ranks) -> block -> z         dL/dx must be equal on all ranks, as x is
+
+1D tensor parallelism sums the gradients of what column-parallel layers read. It cannot see a replicated
+tensor that meets a sharded one further on, as in `down(up(x) * gate)` with a gate for each token. There each
+rank has a summand of the gate's gradient, and everything below trains wrongly without an error. So the first
+backward of a registered model compares the gradient at the input of each block, once. It costs a message of h
+numbers, the sum of the tokens' gradients under fixed signs, r = sum_i s_i g_i with s_i = +1 or -1: averaged
+over signs, such a sketch keeps the norm of any difference.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hpnb.mesh import Axis
+
+
+def compare_first_gradient(name: str, block: nn.Module, axis: Axis) -> None:
+    """In its first backward, raise ValueError if the gradient of the block's input differs between ranks."""
+
+    def watch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+        if x is not None and x.requires_grad and torch.is_grad_enabled():
+            before.remove()
+            x.register_hook(lambda grad: _compare(grad.detach(), name, axis))
+
+    before = block.register_forward_pre_hook(watch, with_kwargs=True)
+
+
+def _compare(grad: torch.Tensor, name: str, axis: Axis) -> None:
+    if grad.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    sketch = _sketch(grad)
+    gathered = sketch.new_empty(axis.size * len(sketch))
+    dist.all_gather_into_tensor(gathered, sketch, group=axis.group)
+    sketches = gathered.view(axis.size, -1)
+    distance = float((sketches - sketches[0]).norm(dim=1).max() / sketches.norm(dim=1).max())
+    if distance > (1e-6 if grad.dtype == torch.float64 else 1e-2):  # NaN, as after an overflow, is not
+        raise ValueError(
+            f"the gradient of the hidden states that {name} gets differs between the {axis.size} ranks of "
+            f"{axis.name}, by {distance:.0%} of its norm, so the model would train wrongly. In {name}, a "
+            "tensor that all ranks have alike meets a sharded one between a column and its row: multiply or "
+            "add it after the row, or compute it by a linear whose role has partial_outputs"
+        )
+
+
+def _sketch(grad: torch.Tensor) -> torch.Tensor:
+    """(..., h) -> (h,)."""
+    vectors = grad.reshape(-1, grad.size(-1)).to(torch.promote_types(grad.dtype, torch.float32))  # (n, h)
+    bits = torch.arange(len(vectors), device=grad.device) * 2_654_435_761 >> 15 & 1  # Knuth's hash
+    return (1 - 2 * bits).to(vectors.dtype) @ vectors

@@ -729,7 +729,7 @@ lesson.claim("ZeRO-3 trains a deeper model", (depth[deep], ">", depth[shallow]))
 # ### An autopsy
 #
 # A colleague's run fits with room to spare: its budget is the peak of one step of one sequence plus 8.5 copies of the logits. Its loss
-# falls. After some steps it is out of memory, although its states do not grow. What does?
+# falls. After some steps it is out of memory, but its states do not grow. What does?
 
 # %%
 def train_and_log(headroom, steps=20):
@@ -801,7 +801,7 @@ lesson.explorers.sharded_step()
 # $$ B_{noise} = \mathrm{tr}(\Sigma) / |G|^2. $$
 #
 # In theory, reaching a given loss takes $s_{min} (1 + B_{noise}/B)$ steps, where $s_{min}$ is the number of steps with an
-# unlimited batch. By this law, each doubling of the batch saves less than the one before: far below the noise scale it
+# unlimited batch. So each doubling of the batch saves less than the one before. Far below the noise scale it
 # halves the steps, far above it saves nothing.
 #
 # Squared norms at two batch sizes give both unknowns: at a small one b, here 1, and a large one B, here 8 or 128. In data

@@ -362,7 +362,7 @@ lesson.show(figures.skyline(times.smooth, shown, times.kinds, times.loss, title=
 # The four steps take <data value="06.ratio.least:.2f">0.92</data> to <data value="06.ratio.most:.2f">0.96</data> times as long as simulated. The more these four ratios differ, the
 # less the simulated order is worth.
 #
-# Compare only steps that took turns, because a machine can be slower at one time than at another.
+# Compare only steps that took turns, because a machine can be slower at another time.
 #
 # <details><summary>Why is a step not the sum of its layers?</summary>
 # The step of the cut by time takes <data value="06.cut.by-time.fastest">402 ms</data> to <data value="06.cut.by-time.slowest">428 ms</data> here. It runs again as 1F1B

@@ -125,7 +125,7 @@ lesson.predict("07.attention", f"{SIZE.heads} heads, {N} ranks: how long does at
     " take on the rank with the most heads, over the mean rank?", rule_of_thumb=1)
 
 # %% [markdown]
-# The chunk's output has the right shape, but is off by a relative distance of <data value="07.heads.chunk.measured:.2f">1.19</data>. Whole heads are
+# With chunks, the output has the right shape, but a relative distance of <data value="07.heads.chunk.measured:.2f">1.19</data>. Whole heads are
 # exact, and so is the library.
 #
 # ### What uneven heads cost
@@ -179,8 +179,7 @@ lesson.record("07.nearer", gpt2_tensor.nearer_in_words(fullest, ratio, seconds))
 # %% [markdown]
 # By the medians, the rank with most heads needs <data value="07.attention:.2f">1.04</data> times the mean. The formula knows only FLOPs, and says
 # <data value="07.attention.predicted:.2f">1.12</data>. The range pairs the slowest repeats of one number of heads with the
-# fastest of the other, so it can begin below 1.
-# <data value="07.nearer">Here the repeats overlap, so this run doesn't decide whether a head more costs time</data>.
+# fastest of the other, so it can begin below 1. If it contains 1, the run doesn't decide whether one more head costs time.
 #
 # <details><summary>In your tools: uneven heads</summary>
 #
@@ -300,7 +299,7 @@ lesson.claim("Both ways give the same gradient", (off, "<", 1e-5))
 lesson.claim("In bytes, reductions send under 1/8,000", (reduced, "<", gathered / 8000))
 
 # %% [markdown]
-# Per token, gathering sends <data value="07.loss.gathered">151 kB</data> from every rank and reducing <data value="07.loss.reduced">18 B</data>. Both are
+# Per token, every rank sends <data value="07.loss.gathered">151 kB</data> to gather logits, and <data value="07.loss.reduced">18 B</data> to reduce three numbers. Both are
 # proportional to 1 - 1/t, so their ratio is V/6 = 8,376 for any t and batch. In the step without blocks,
 # <data value="07.vocab-bytes">39.4 MB</data> leave a rank, as predicted. Nearly all belong to the two all-reduces of b·s·h numbers.
 #
@@ -331,8 +330,8 @@ lesson.claim("In bytes, reductions send under 1/8,000", (reduced, "<", gathered 
 #
 # <details><summary>What the check wants</summary>
 #
-# Sum and gradients of one process on 2 and 3 ranks, also where logits are in the ten thousands and where no target
-# counts, with at most three calls.
+# On 2 and 3 ranks, sum and gradients equal those of one process. This also holds for logits in the ten thousands, and if no target
+# counts. The forward calls at most three collectives.
 # </details>
 #
 # <details><summary>Hint</summary>
@@ -418,7 +417,7 @@ lesson.predict("07.one-seed", question, unit="%", rule_of_thumb=100)
 
 # %% [markdown]
 # The figure has the masks of the first and the last rank. Their XOR is empty if they are equal, and half full
-# if they are independent; its share stands beneath. A red frame judges all pairs of ranks. "MLP: by the row" means that the MLP's output is replicated in the first three rows, and sharded by
+# if they are independent; its share stands beneath. A frame marks a fault on any pair of ranks. "MLP: by the row" means that the MLP's output is replicated in the first three rows, and sharded by
 # tokens in the last three.
 
 # %%
@@ -578,7 +577,7 @@ lesson.field_guide.show()
 # every run.
 #
 # After the first wrong mask, ranks have different residual streams, but the backward assumes a common one. So it computes
-# a wrong gradient. The check should give 1, and gives at most
+# a wrong gradient. The gradient check should give 1. It gives at most
 # <data value="07.faults.a-seed-each.gradient-check-highest:.3f">0.945</data> with a seed each and
 # <data value="07.faults.one-seed.gradient-check-highest:.3f">0.979</data> with one seed.
 #
@@ -594,7 +593,7 @@ lesson.field_guide.show()
 # rank to rank.
 # </details>
 #
-# **Takeaway.** Compare replicated activations across ranks: they are equal bit for bit, or something is wrong. Compare masks, too, because replicated activations don't show that heads share a mask.
+# **Takeaway.** Compare replicated activations across ranks: they must be equal bit for bit. Compare masks, too, because replicated activations don't show that heads share a mask.
 #
 # ### Exercise 3: read the masks
 #
@@ -846,7 +845,7 @@ lesson.check(exercises.activation_bytes, kept)
 # ## Three things are called sequence parallelism
 #
 # Ulysses and ring attention are called sequence parallelism, too, or *context parallelism*. Both
-# shard tokens everywhere outside of attention, Megatron's method only between the pairs. Inside attention, each token must
+# shard tokens everywhere outside of attention. Megatron's method does so only between the pairs. Inside attention, each token must
 # meet all tokens before it:
 #
 # ```text
@@ -856,7 +855,7 @@ lesson.check(exercises.activation_bytes, kept)
 # ring       q, k, v (a, s/t, d)   k, v to the next rank, t - 1 times    all heads, its own tokens   replicated
 # ```
 #
-# In an all-to-all, each rank sends another part of its tensor to each other rank. The ring needs a softmax over parts, as
+# In an all-to-all, each rank sends every other rank a different part of its tensor. The ring needs a softmax over parts, as
 # the loss did.
 #
 # <details><summary>How a ring merges its parts</summary>
@@ -911,11 +910,11 @@ lesson.reveal("07.ways", counted, predicted=order, source="counted")
 lesson.claim("All are exact", (max(off for off, _ in compared.values()), "<", 1e-9))
 
 # %% [markdown]
-# For n = b·s tokens on t ranks, forward and backward together, they send
+# For n = b·s tokens on t ranks, each rank sends so many numbers, forward and backward together:
 #
 # $$ \text{Megatron: } 4\,\tfrac{t-1}{t}\,n\,h \qquad \text{Ulysses: } \tfrac{8}{t}\,\tfrac{t-1}{t}\,n\,h \qquad \text{ring: } 6\,\tfrac{t-1}{t}\,n\,h $$
 #
-# numbers from each rank. Ulysses moves q, k, v, the output and their gradients, but only for a rank's n/t
+# Ulysses moves q, k, v, the output and their gradients, but only for a rank's n/t
 # tokens. The ring sends k and v twice, and their gradients once.
 #
 # <details><summary>What if t doesn't divide the heads?</summary>
@@ -926,11 +925,11 @@ lesson.claim("All are exact", (max(off for off, _ in compared.values()), "<", 1e
 # </details>
 #
 # Under Ulysses and ring every rank also all-reduces the gradients of all weights, which the table leaves out:
-# 8h²·(t-1)/t numbers for each attention layer, however many tokens there are. Here these are <data value="07.gradients">1.77 MB</data>, so for our
-# 64 tokens Megatron's method sends least in all. On 4 ranks Ulysses sends less than it with more than 4h tokens.
+# 8h²·(t-1)/t numbers for each attention layer, however many tokens there are. Here these take <data value="07.gradients">1.77 MB</data>. So for our
+# 64 tokens, Megatron's method sends least in all. With more than 4h tokens on 4 ranks, Ulysses
+# sends least.
 #
-# Take tensor parallelism if the weights don't fit on a rank. For long sequences take Ulysses; on more ranks than heads only
-# the ring is left.
+# Take tensor parallelism if the weights don't fit on a rank. For long sequences take Ulysses, or the ring on more ranks than heads.
 #
 # <details><summary>In your tools: long sequences</summary>
 #
@@ -955,7 +954,7 @@ lesson.claim("All are exact", (max(off for off, _ in compared.values()), "<", 1e
 # - A matrix divides, a head does not. By FLOPs, the rank with most heads sets the pace.
 # - A loss from sharded logits needs three numbers per token.
 # - Dropout: equal masks where an activation is replicated, different ones where it is sharded.
-# - Wrong masks of replicated activations show when you compare these across ranks, not in the loss.
+# - The loss doesn't show wrong masks. Compare replicated activations across ranks.
 # - A layer keeps 34 + 5as/h. Tensor parallelism shards 24 and the scores, sequence parallelism the other 10 (in hpnb 6).
 #
 # **When not to use this.** If the vocabulary is small, a replicated LM head is simpler. If t doesn't divide the heads,

@@ -257,7 +257,7 @@ lesson.reveal("10.rank-0", 100 * seen, source="counted")
 # ```text
 # forward    k, v of s/p tokens          p - 1 messages
 # backward   k, v once more              p - 1 messages
-#            gradients of k and v        p - 1 messages, in float32 even if k and v have 16 bits
+#            gradients of k and v        p - 1 messages, in at least 4 bytes a value
 # ```
 #
 # In 16 bits, a running sum over many ranks would lose digits, so gradients travel in float32. The library's
@@ -291,8 +291,8 @@ lesson.show(predicted=predicted, counted=counted, unit="B", key="10.ring",
             columns={"counted, in the forward (B)": forward}, title="A ring's bytes")
 
 # %% [markdown]
-# With 8 kv heads, <data value="10.ring.8-kv-heads.counted">295 kB</data> leave a rank, and a third of these bytes in the forward. With 2 kv heads for 8 heads, called
-# *grouped queries*, it is a quarter of these bytes, because queries never travel.
+# With 8 kv heads, <data value="10.ring.8-kv-heads.counted">295 kB</data> leave a rank, a third of them in the forward. With 2 kv heads for 8 heads, called
+# *grouped queries*, a quarter of these bytes leaves it: k and v are a quarter as large, and queries never travel.
 #
 # **Takeaway.** In the forward a ring sends p - 1 blocks of keys and values. In the backward it sends them once more, and
 # as many blocks of gradients.
@@ -683,7 +683,7 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 # <details><summary>Why lines and dots differ</summary>
 #
 # **All three.** Notebook 00 fitted the card's latency and bandwidth to all-reduces. A send or an all-to-all can be faster or
-# slower. Both include the start of a call, and an all-to-all includes copies. At <data value="10.lengths.first">1,024</data> tokens a ring's
+# slower. The times measured here include the start of a call, and those of an all-to-all include copies. At <data value="10.lengths.first">1,024</data> tokens a ring's
 # message takes <data value="10.over.first.message-of-a-ring">14.8</data> times as long as the card says, and an all-to-all
 # <data value="10.over.first.all-to-all">5.77</data> times. At <data value="10.lengths.last">65,536</data> tokens the message takes <data value="10.over.last.message-of-a-ring">2.91</data> times as long,
 # and the all-to-all <data value="10.over.last.all-to-all">2.18</data> times. Ulysses' lines only rise with the length, so where its dots fall from one length to the
@@ -692,8 +692,8 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 # **The ring** differs by a factor of up to <data value="10.off.ring">3.86</data>, at <data value="10.farthest">32,768</data> tokens. There a forward step computes for
 # <data value="10.over.worst.computing-of-a-forward-step">4.57</data> times as long as its FLOPs say, a backward step for
 # <data value="10.over.worst.computing-of-a-backward-step">3.10</data> times as long, and a message takes
-# <data value="10.over.worst.message-of-a-ring">3.63</data> times as long as the card says. Where computing covers all messages but the last, on the line and in the replay,
-# a dot is off as a message is, and a little more, because the replay doubles a message's start along with its bytes.
+# <data value="10.over.worst.message-of-a-ring">3.63</data> times as long as the card says. Where computing covers all messages but the last, only that message counts.
+# Then a dot is off by about the same factor as a message, and by a little more, because the replay doubles a message's start, too.
 # Elsewhere exposed time is a difference of times, and can be off by a larger factor than they are.
 #
 # **The dotted line** leaves out two things. Starting a message takes time, which would move the line to the right. By
@@ -732,11 +732,11 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 #
 # <details><summary>A third way: one all-gather</summary>
 #
-# Llama 3 gathers k and v of all ranks at once, and so does PyTorch by default. That sends a ring's bytes in one call, but at most one step's
-# computing covers them, and a rank holds k and v of all tokens. With few kv heads, k and v are small, so gathering and holding them costs little.
+# Llama 3 gathers k and v of all ranks at once, and so does PyTorch by default. That sends a ring's bytes in one call. Meanwhile a rank can
+# compute with its own block alone, and afterwards it holds k and v of all tokens. With few kv heads, k and v are small, so gathering and holding them costs little.
 # </details>
 #
-# The *explorer* draws the ring, Ulysses one by one, and the computing of an H100. **Challenge:** on 8 ranks over InfiniBand NDR, with 32 heads, at least
+# The *explorer* draws the ring, unpacked Ulysses, and the computing of an H100. **Challenge:** on 8 ranks over InfiniBand NDR, with 32 heads, at least
 # 8 kv heads and at most 65,536 tokens, keep the exposed time of the better way below 5 % of the computing time.
 
 # %%
@@ -876,8 +876,7 @@ lesson.field_guide.show()
 # <data value="10.fault.positions-of-shard_batch.rows-of-wpe-with-a-gradient-of-64">63</data> of 64 rows do, because the last token has no
 # target. With positions that restart, only <data value="10.fault.positions-that-restart.rows-of-wpe-with-a-gradient-of-64">16</data> do.
 #
-# Many models have no such table. There, gather `position_ids` from all ranks of cp and sort them. They should be 0 to s
-# - 1, each once.
+# Many models have no such table. There, gather `position_ids` from all ranks of cp and sort them. Each position below s should appear once.
 #
 # <details><summary>Why not compare the norms of rows?</summary>
 #

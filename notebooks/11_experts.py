@@ -700,7 +700,7 @@ lesson.check(exercises.who_reduces, reduces)
 # H100s at 400 TFLOP/s, ep = 64, InfiniBand NDR with 50 GB/s, and 4,096 tokens a microbatch.
 # </details>
 #
-# In the figure, digits are microbatches. Each passes three layers. The forward of microbatch 0 ran earlier.
+# In the figure after the next two cells, digits are microbatches. Each passes three layers. The forward of microbatch 0 ran earlier.
 
 
 # %%
@@ -768,8 +768,8 @@ lesson.claim("In pairs, the plugin trains as without a pipeline", (off, "<", 1e-
 # messages, during which nothing computes, shrink from <data value="11.exposed.apart">119 ms</data> to <data value="11.exposed.paired">18.3 ms</data>. Overlap saves so
 # much because the layer's computing and its messages take about equally long.
 #
-# Notebook 06 has a relative of DualPipe, `dualpipe-v`. After <data value="11.pairs">70.3 %</data> of the forwards, a rank directly runs the backward
-# of another microbatch. These two run as a pair. Other forwards run alone, while the pipeline fills. In pairs, a
+# Notebook 06 has a relative of DualPipe, `dualpipe-v`. In its order, <data value="11.pairs">70.3 %</data> of the forwards are followed at once by a backward of another microbatch.
+# We run such two together, as a pair. Other forwards run alone, while the pipeline fills. In pairs, a
 # simulated step takes <data value="11.step.in-pairs.simulated">5.96 s</data> instead of <data value="11.step.one-after-the-other.simulated">8.21 s</data>. Without any messages it would take <data value="11.step.no-messages.simulated">4.06 s</data>.
 #
 # <details><summary>DualPipe and dualpipe-v</summary>

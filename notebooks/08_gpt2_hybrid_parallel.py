@@ -218,13 +218,13 @@ lesson.claim("The hybrid step is exact up to rounding", exact.equal)
 # stages, its chunks. With sequence parallelism, which shards norms, each all-reduce of tp becomes two collectives.
 #
 # `theory.layout_parts` adds what earlier pages measured. ZeRO-3 gathers the blocks' weights twice and embeddings once.
-# So it sends 1.5 times the bytes of dp alone for blocks, and as many for embeddings. With ZeRO-3, Booster reduces the gradients after the backward, not during it.
+# So for blocks it sends 1.5 times the bytes of dp alone, and for embeddings the same bytes. With ZeRO-3, Booster reduces the gradients after the backward, not during it.
 # Recomputation adds a third of a block and two all-reduces.
 #
 # Memory can peak at two times. In the forward, a rank holds weights, optimizer state, the activations in flight, and gradient
 # buckets, the buffers in which gradients are all-reduced together. The
-# last stage also holds logits, a shifted copy and their log-softmax, the last two in FP32. At the end of the backward it
-# holds all gradients. The larger one is the peak.
+# last stage also holds logits, a shifted copy and their log-softmax, the last two in FP32. At the end of the backward a rank
+# holds weights, optimizer state and all its gradients. The peak is the larger of the two sums.
 # </details>
 
 # %%
@@ -329,7 +329,7 @@ lesson.claim("zb-h1 idles a smaller share than 1F1B", idle["zb-h1"] < idle["1f1b
 # right order. A coin would have half. The first choice, <data value="08.fastest.predicted">dp 4 x tp 2</data>, takes
 # <data value="08.cost.prediction">130 %</data> longer than the fastest. The rule of thumb, replicas alone, loses <data value="08.cost.replicas">0 %</data>.
 #
-# Steps are *tied* if they differ by no more than repeats of one layout, up to <data value="08.ties.spread">11.3 %</data>: <data value="08.ties.first">no layout is tied with the first</data>. Of the
+# Steps are *tied* if they differ by no more than any repeats of one layout did, that is <data value="08.ties.spread">11.3 %</data>: <data value="08.ties.first">no layout is tied with the first</data>. Of the
 # <data value="08.ties.decided">58</data> pairs that are not tied, <data value="08.ties.order">34</data> are predicted in the right order.
 #
 # With tp, steps take <data value="08.short.with-tp.least:.2f">1.57</data> to <data value="08.short.with-tp.most:.2f">2.52</data> times as long as predicted; without, <data value="08.short.no-tp.least:.2f">0.74</data> to <data value="08.short.no-tp.most:.2f">1.71</data> times. The

@@ -398,8 +398,8 @@ lesson.claim("More terms beat any fit", (plan[h100_runs], "<", least))
 #
 # We plan 39.1B on 1,024 A100s, 512 samples a step, over two networks: one InfiniBand NIC (HDR, 25 GB/s) per GPU, and one
 # Ethernet NIC of 12.5 GB/s per node. Each cell of a map is a layout with recomputation, without ZeRO, with microbatches of one
-# sample and its best chunks; dp is what remains. Our rule of thumb for the slow network is the order predicted for the
-# fast one. There, the first four of the five layouts below are tied.
+# sample and its best chunks; dp is what remains. Of five layouts we ask which is
+# fastest on the slow network. Our rule of thumb is their order on the fast one, where the first four are tied.
 
 
 # %%
@@ -744,8 +744,8 @@ lesson.record("09.days", {"trained": days, "all": days / share}, "days")
 # <details><summary>How long does a run take?</summary>
 #
 # Now we can say **how long a run takes**: steps times seconds of a step, over the share that trains. For 1008.0B on 3,072
-# GPUs and 450 billion tokens we predict <data value="09.days.trained:.0f">93</data> days of training. A save of 13.8 TB takes 51 s at the 273 GB/s that 384 nodes wrote in 2021. With
-# these saves, Llama 3's failures and restarts of 300 s it takes <data value="09.days.all:.0f">98</data> days. Without failures, Narayanan et al. expect 84 days. They divide 8 FLOPs a parameter and token by
+# GPUs and 450 billion tokens we predict <data value="09.days.trained:.0f">93</data> days of training. A save of 13.8 TB takes 51 s at the 273 GB/s that 384 nodes wrote in 2021. If
+# it saves so, fails as often as Llama 3's run, and needs 300 s for a restart, it takes <data value="09.days.all:.0f">98</data> days. Without failures, Narayanan et al. expect 84 days. They divide 8 FLOPs a parameter and token by
 # the published 163 TFLOP/s of each GPU. This leaves out attention's scores, which add about 1 % to the FLOPs.
 # </details>
 #

@@ -14,6 +14,7 @@ from torch import nn
 
 import hpnb
 from hpnb.pipeline_parallel.criterion_check import check_is_mean
+from hpnb.pipeline_parallel.label_shift import ChangedMapping
 
 D = torch.float64
 CLASSES, SAMPLES, TOKENS = 5, 6, 7
@@ -170,6 +171,19 @@ def test_an_ignored_index_that_does_not_occur_is_a_warning() -> None:
     said = _check(lambda o, b: F.cross_entropy(*_flat(o, b), ignore_index=-1), outputs, inputs)
     assert len(said) == 1
     assert "ignore_index=-1" in said[0]
+
+
+def test_nobody_counts_the_samples_that_were_only_compared() -> None:
+    """A Trainer's hooks take what they see for a microbatch unless it is marked."""
+    outputs, inputs = _microbatch(True)
+    seen: list[tuple[int, bool]] = []
+
+    def criterion(o: torch.Tensor, b: Any) -> Any:
+        seen.append((len(b["labels"]), isinstance(b, ChangedMapping)))
+        return mean(o, b)
+
+    _check(criterion, outputs, inputs)
+    assert seen == [(6, False), (6, True), (3, True), (3, True), (3, True)]
 
 
 def test_shifted_labels_are_another_question() -> None:

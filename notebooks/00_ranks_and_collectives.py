@@ -144,7 +144,7 @@ x
 #
 # | collective | input of each rank | each rank gets | bytes that leave a rank |
 # |---|---|---|---|
-# | broadcast | S on one rank, nothing on the others | a copy of S | S from the rank that has it; (n-1)/n S on average |
+# | broadcast | S on one rank, nothing on the others | a copy of S | S (the average over ranks is (n-1)/n S) |
 # | reduce-scatter | S | its shard of the sum, S/n | (n-1)/n S |
 # | all-gather | its shard, S/n | all shards, S | (n-1)/n S |
 # | all-reduce | S | the sum, S | 2(n-1)/n S |
@@ -534,8 +534,8 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 # The formula says <data value="00.many-calls.predicted:.1f">69.6</data> times as long. Trust the formula to say which is slower, and measure by how much.
 #
 # On average each of the hundred took <data value="00.off.call">50.1 µs</data>, bytes included, which is <data value="00.off.than">shorter than</data> that latency. On a GPU the fitted time
-# of a call is its start plus its move. In a row, the process starts calls while earlier ones still move, so each
-# costs about the longer of the two.
+# of a call is its start plus its move. When many follow, the process starts the next one while an earlier one still
+# moves, so each costs about the longer of the two.
 # <data value="00.off.started">The process needed 4.96 ms only to start the hundred, so here starting calls, not the link, sets the time</data>.
 #
 # <details><summary>On a laptop</summary>
@@ -551,7 +551,7 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 # late. Other programs may use the cores or the links. On GPUs a process needs time to hear that its GPU is done.
 #
 # If it is too short, the fit contains a cost that these calls do not pay. On GPUs the fit starts each call on an idle
-# GPU, so start and move come one after the other. In a row they run side by side.
+# GPU, so start and move come one after the other. With many calls, the start of one overlaps the move of an earlier one.
 #
 # Of these causes the cell times only the starts, and only on GPUs. Run the cell twice. What differs between the runs
 # is noise.

@@ -415,7 +415,7 @@ lesson.record("01.launch", figures.describe_launches(launches, here.device))
 # <data value="01.overlap.predicted:.3f">0.929</data> lies <data value="01.c-over-b.predicted-is">below this range</data>. It leaves out two costs: C's backward also fills the buckets, and an all-reduce beside
 # it may slow it. The next section measures both, on a wider model.
 #
-# **Late ranks.** Ranks with equal work do not keep step, and the prediction leaves this out too. In C the last rank
+# **Late ranks.** Ranks with equal work still do not start together, and the prediction leaves this out too. In C the last rank
 # begins its backward <data value="01.versions.late.seconds">2.23 ms</data> after the first, a median of nine rounds. Messages of early ranks wait for it. Meanwhile
 # these ranks compute in C, and idle in B. A rank that is slow by itself would be last in every round. Here no rank is
 # last more often than <data value="01.versions.late.last">rank 3 in 4 of 9 rounds</data>.
@@ -424,7 +424,7 @@ lesson.record("01.launch", figures.describe_launches(launches, here.device))
 #
 # The end of the cell times it by the clock of each process, so compare these times only with each other. The fastest rank
 # takes <data value="01.launch.fastest">62.7 ms</data> and the slowest, <data value="01.launch.rank">rank 0</data>, takes <data value="01.launch.slowest">66.3 ms</data>. On GPUs we also time *launches*, the calls that start a
-# GPU's kernels. On the slowest rank we see this: <data value="01.launch.words">its process has launched the step after 54.5 ms, so launches do not set the time there</data>.
+# GPU's kernels. For the slowest rank, compare with its time above: <data value="01.launch.words">its process has launched the step after 54.5 ms, so launches do not set the time there</data>.
 # </details>
 #
 # <details><summary>In your tools: overlap</summary>
@@ -590,7 +590,7 @@ lesson.record("01.extra", figures.cost_of_overlap(times[middle]))
 # - Reduced after it, a step is <data value="01.measured.after">not free at 197, 788 and 3,152, free from 12,608 on</data>. By the law it is free from <data value="01.law.after:,.0f">11,275</data> on.
 # - Overlap, against reducing after the backward, is <data value="01.measured.overlap">faster at 3,152, slower at 788, undecided at 197 and 12,608</data>.
 #
-# The question's answer lies above the largest size that is not free. It is scored only if a larger size is free.
+# Your guess was a number of tokens from which a step with overlap is free. It is scored only if a size that we timed is free.
 #
 # A measured ratio can leave the law's line in both directions. A step that computes slower than R lowers the ratio.
 # Costs that the law leaves out, such as latencies, raise the ratio. With <data value="01.slow.tokens:,">197</data> tokens the step alone takes <data value="01.slow.times:.1f">8.5</data> times as

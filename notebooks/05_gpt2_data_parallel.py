@@ -25,7 +25,7 @@
 # (Zero Redundancy Optimizer) by hand; choose between sharding, recomputation, and offloading to CPU memory; read an
 # out-of-memory report; and measure a gradient noise scale.
 #
-# **You should know** reduce-scatter, all-gather, and ρ from notebook 00: the FLOPs that a rank can compute while it sends one byte. From 01
+# **You should know** reduce-scatter, all-gather, and ρ from notebook 00: the FLOPs that a rank can compute while it sends one byte. From 01:
 # DDP, gradient buckets, and the *token knee*: the tokens per rank above which the backward overlaps the whole
 # all-reduce.
 #
@@ -292,8 +292,8 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 #   loss, for float32 log-probabilities and two gradients of that size.
 # - **block i**, counted from 0, in its backward: the activations of blocks 0 to i, and what the fold lists. With recomputation, the
 #   inputs of blocks 0 to i and all activations of block i.
-# - **end** of the backward: no activations. ZeRO-2 and 3 free gradients after each update, so they have none at the turn, and their P/N
-#   here.
+# - **end** of the backward: no activations. ZeRO-2 and 3 free gradients after each update. So they hold none at the turn, and P/N at
+#   the end.
 # - **step**, the update: the same as at the end, and a float32 copy of 16-bit gradients, which the optimizer needs for master weights.
 #
 # <details><summary>What else is there in the backward of block i?</summary>
@@ -765,15 +765,16 @@ lesson.field_guide.add(  # the series' table of symptoms
 #
 # **Takeaway.** When memory grows, look for a shape that is alive as often as steps have begun.
 #
-# **Challenge.** The *explorer* below, a figure with knobs, simulates such steps. Your GPUs have 80 GB. Train 30 billion parameters or more in bf16, on at most 64 ranks with InfiniBand
+# **Challenge.** The *explorer* below simulates such steps, with GELU as one kernel: a block stores 16 times its input, not 28.
+# You may fill 80 GB a GPU. Train 30 billion parameters or more in bf16, on at most 64 ranks with InfiniBand
 # NDR and at most 1,000,000 tokens a step. A step may take at most 1.25 times as long as its computing alone. Why can ZeRO-2
 # not do it?
 #
 # <details><summary>Answer</summary>
 #
 # With ZeRO-2 each rank keeps all 60 GB of weights. Their all-gather after each update takes 1.2 s at 50 GB/s. With 8
-# sequences a rank, the gather adds a third to the computing. With 15, the most allowed, it adds less. But then activations fit only if all
-# blocks are recomputed, which adds a third.
+# sequences a rank, the gather adds a third to the computing. With 15, the most allowed, it adds less. But then nothing fits, even if all
+# blocks are recomputed.
 #
 # With ZeRO-3 and half of the blocks recomputed, 32.5 billion parameters take 67 GB on each of 64 ranks. A step takes 1.19 times as
 # long as its computing alone.

@@ -399,7 +399,7 @@ def _step_calls(shape: Attention, axis: Axis, dtype: torch.dtype) -> dict[str, C
     local = shape.sequence // axis.size
     wide = torch.promote_types(dtype, torch.float32)
     q, k, v, dout = (
-        torch.randn(1, shape.heads, local, shape.head_size, device=hpnb.device(), dtype=dtype)
+        torch.randn(1, shape.heads, local, int(shape.head_size), device=hpnb.device(), dtype=dtype)
         for _ in range(4)
     )
     block, lse = torch.stack([k, v]), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
@@ -416,7 +416,7 @@ def _message_calls(shape: Attention, axis: Axis, dtype: torch.dtype) -> dict[str
     """{"ring": one block goes on, "ulysses": the all-to-alls of a forward, "packed": q, k and v in one}."""
     local = shape.sequence // axis.size
     ring = Ring.of(axis, local, zigzag=True)
-    q = torch.randn(1, shape.heads, local, shape.head_size, device=hpnb.device(), dtype=dtype)
+    q = torch.randn(1, shape.heads, local, int(shape.head_size), device=hpnb.device(), dtype=dtype)
     block = torch.stack([q, q])
 
     def ulysses() -> None:

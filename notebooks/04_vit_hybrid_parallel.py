@@ -321,8 +321,8 @@ lesson.claim("A hybrid step is exact in all three ways", exact.equal)
 # ### The same step on slower links
 #
 # N ranks train on the same batch three times: split along dp only, along pp only, and along tp only. Along pp they run 1F1B with
-# m = 8 microbatches. In theory, each rank computes 1/N of the step in all three. So we predict them from the time of 1/N of the batch on one
-# rank. Communication that a rank has to wait for is called *exposed*.
+# m = 8 microbatches. In theory, each rank does 1/N of the computing each time. So each prediction is the time of
+# 1/N of the batch on one rank, plus what ranks wait for along that axis. Communication that a rank has to wait for is called *exposed*.
 #
 # The next cell asks you to guess a ranking. Without a guess, a *rule of thumb* takes its place: here, fewest bytes first.
 
@@ -442,8 +442,9 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 #
 # <details><summary>On a laptop or a shared GPU</summary>
 #
-# Ranks of a CPU share memory bandwidth, so measured times vary from run to run. Ranks that share a GPU compute by turns, so launches
-# count in full along tp. There dp's step is a step that sends nothing plus the calculated time of its all-reduces.
+# Ranks of a CPU share memory bandwidth, so measured times vary from run to run. Ranks that share a GPU compute by turns:
+# along tp each all-reduce ends a turn, and the next turn's compute includes the GPU's wait for the CPU's first launches.
+# On a shared GPU, dp's step is a step that sends nothing plus the calculated time of its all-reduces.
 # </details>
 #
 # **Takeaway.** tp needs the fastest links. On the slowest link here, the step along <data value="04.added-least">pp</data> grows least. A pipeline pays for its bubble on every link.

@@ -409,7 +409,8 @@ lesson.claim("Too many blocks on the last stage slow each repeat", (last["by"], 
 # With <data value="06.last.most">20</data> blocks, even the fastest repeat takes <data value="06.last.by:.2f">1.50</data> times as long as the slowest repeat with the best number.
 #
 # In the simulation, moving a block beside the head can shorten the step while the block's old stage is the slowest. Once the
-# head's stage is the slowest, each further block there delays every microbatch. In the run, one block more can vanish in the spread of the repeats.
+# head's stage is the slowest, each further block there delays every microbatch. In the run, the delay of one more block
+# can be smaller than the spread of the repeats.
 #
 # <details><summary>In your tools: where to cut</summary>
 #
@@ -793,7 +794,8 @@ lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 #
 # <details><summary>Why two stages a rank don't balance by themselves</summary>
 # If 2p stages were equal, each would take <data value="06.chunks.equal:.2f">6.99</data> blocks. The head alone takes
-# <data value="06.head.head-and-loss.measured">7.68 blocks</data>, <data value="06.chunks.words">0.69 blocks more, so with two stages a rank the head's stage still takes longest</data>. ZB-V also splits backwards, and its W fill gaps.
+# <data value="06.head.head-and-loss.measured">7.68 blocks</data>, <data value="06.chunks.words">0.69 blocks more, so with two stages a rank the head's stage still takes longest</data>.
+# Interleaved and ZB-V cut the model alike. ZB-V also splits backwards, so its W can fill gaps.
 # </details>
 #
 # <details><summary>How the run differs from the simulation</summary>
@@ -830,8 +832,9 @@ lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 # backwards at the start and at the end, where W fills gaps, and keeps them whole between. In the picture, r0 is rank 0, and
 # the axis of the bubble over microbatches is logarithmic.
 #
-# The explorer also prints the speed-up over one rank, as "as fast as so many devices". Set `zb-h1` and 32 microbatches, and
-# read 3.7 on 4 ranks and 6.0 on 8. The limit is all layers over the head, with 0.1 blocks for the embedding: (0.1 + 24 + 4.5)/4.5 = 6.4.
+# The running explorer also prints how many times as fast as one rank the setting is. Cut by time, with `zb-h1` and 32
+# microbatches, it prints 3.7 on 4 ranks and 6.0 on 8. The limit is all layers over the head, with 0.1 blocks for
+# the embedding: (0.1 + 24 + 4.5)/4.5 = 6.4.
 # </details>
 
 # %%

@@ -178,15 +178,16 @@ lesson.record("07.nearer", gpt2_tensor.nearer_in_words(fullest, ratio, seconds))
 
 # %% [markdown]
 # By the medians, the rank with most heads needs <data value="07.attention:.2f">1.04</data> times the mean. The formula knows only FLOPs, and says
-# <data value="07.attention.predicted:.2f">1.12</data>. The range pairs the slowest repeats of one number of heads with the
-# fastest of the other, so it can begin below 1. If it contains 1, the run doesn't decide whether one more head costs time.
+# <data value="07.attention.predicted:.2f">1.12</data>. The range's lower end takes the fastest repeat with most heads
+# and the slowest with fewer; the upper end does the opposite. So the range can begin below 1. If it contains 1, the run
+# doesn't decide whether one more head costs time.
 #
 # <details><summary>In your tools: uneven heads</summary>
 #
 # PyTorch's `ColwiseParallel` shards columns and knows no heads, so choose t among the divisors of the number of heads.
-# In many newer models several heads share a k and v, such as 32 heads of q and 8 of k and v. Then the number of ranks must
-# divide 8. With more than 8 ranks, several ranks need a copy of the same k and v, and the gradients of the copies have to be
-# summed. Check before you start:
+# In many newer models several heads share a k and v, such as 32 heads of q and 8 of k and v. Up to 8 ranks, their number
+# must divide 8. More than 8 ranks work only if several ranks hold a copy of the same k and v and sum the copies'
+# gradients; the second assert excludes that. Check before you start:
 #
 # ```python
 # assert config.num_attention_heads % tp_size == 0
@@ -802,8 +803,9 @@ lesson.ledger.add("07", Layout(tp=N), model, quantities, vit_pipeline.hardware(N
 # In hpnb no setting fits, because the inputs of the pairs stay
 # unsharded: 4 · 4/5 · b·s·h bytes in each of 48 blocks are 2.0 GB more, 6.8 GB in all.
 #
-# 2, 4, 8 and 16 don't divide 25 heads, so the first rank computes 3 to 18 % more than the mean. One rank alone keeps
-# 23.9 GB. If nothing is recomputed, scores are 5as/h = 640 beside the other 34, and 5 ranks keep 85 GB. With tokens
+# 2, 4, 8 and 16 don't divide 25 heads, so the first rank computes 3 to 18 % more than the mean. With the answer's other
+# knobs, one rank alone keeps 23.9 GB. If nothing is recomputed, scores are 5as/h = 640 beside the other 34, and each of
+# 5 ranks keeps 85 GB. With tokens
 # replicated, the 10 of 34 that nobody shards are 6.3 GB by themselves. With full recomputation, blocks and logits keep
 # only 1.8 GB, but 32 % of the FLOPs are recomputed, more than the limit. The table above says 33.3 % because it leaves out
 # the logits. A logit takes 6 bytes, 2 for itself and 4 for its softmax.

@@ -341,7 +341,8 @@ def test_a_ranking_is_scored_by_what_its_first_choice_costs(said: Callable[[], s
     assert outcome.truth == ("pp4", "dp4", "tp4")
     assert outcome.regret == pytest.approx(0.2)
     lesson.reveal("08.r", {**costs, "dp4": 165.0}, predicted=["pp4", "tp4", "dp4"])
-    assert "Your guess puts dp4 first, which costs 165 times as much as pp4, and 1" in " ".join(said().split())
+    answer = " ".join(said().split())
+    assert "Your guess puts dp4 first, which costs 165 times as much as pp4, and 1" in answer
     lesson.reveal("08.r", {**costs, "dp4": 11.0}, predicted=["pp4", "tp4", "dp4"])
     assert "puts dp4 first, which costs 1,000 % more than pp4" in " ".join(said().split())
     lesson.reveal("08.r", {"dp4": 1.0, "pp4": 1.0, "tp4": 2.0}, predicted=["tp4", "pp4", "dp4"])

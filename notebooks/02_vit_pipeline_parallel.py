@@ -417,9 +417,10 @@ lesson.claim("1F1B takes about as long as GPipe", (change, "<", 0.2))
 #
 # <details><summary>What separates their steps?</summary>
 #
-# Unequal stages, messages, launches and noise can. A simulation with the median times of GPipe's stages knows only unequal
-# stages: in it, 1F1B's step takes <data value="02.by-medians:.3f">0.839</data> times as long as GPipe's. In the run the factor is <data value="02.by-run:.3f">1.032</data>. The other three
-# causes make the difference between these two factors.
+# Unequal stages, messages, launches and noise can. A simulation with GPipe's median times knows how unequal its actions
+# are, launches included: in it, 1F1B's step takes <data value="02.by-medians:.3f">0.839</data> times as long as GPipe's. In the run the factor is <data value="02.by-run:.3f">1.032</data>.
+# The simulation leaves out messages, noise, and how much longer or shorter actions take under 1F1B: ranks work <data value="02.step.1f1b.work">92.8 ms</data>
+# there, and <data value="02.step.gpipe.work">77.1 ms</data> under GPipe.
 # </details>
 #
 # **Takeaway.** 1F1B keeps at most p microbatches instead of m, and with equal stages it has GPipe's bubble.
@@ -625,7 +626,7 @@ lesson.check(exercises.place_w, place_w)
 # ### The race
 #
 # Exercise 3's schedule is ZB-H1. The prediction uses only the 1F1B step's times and halves backwards into I and W.
-# For two chunks it also averages all stages, which favours interleaved and ZB-V.
+# For interleaved and ZB-V it takes all stages as equally fast, so there it is too short if stages are unequal.
 #
 # The schedules run in turn, <data value="02.run.repeats:.0f">5</data> times. We show <data value="02.run.shown">the median step</data>. *Spread* is a schedule's longest step minus its
 # shortest. Where Python launches kernels more slowly than a GPU runs them, *work* contains waits for launches.
@@ -730,8 +731,8 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 # DeepSpeed's pipeline engine has 1F1B alone.
 # </details>
 #
-# **Takeaway.** At equal costs, all four idle less than 1F1B and keep more activations in flight on some ranks. Interleaving
-# and ZB-V also send more messages.
+# **Takeaway.** At equal costs, the four other schedules have a smaller bubble than 1F1B and keep more activations in
+# flight on some ranks. Interleaving and ZB-V also send more messages.
 #
 # ## Three numbers are called "bubble"
 #
@@ -773,9 +774,9 @@ lesson.explorers.pipeline_bubble()
 
 # %% [markdown]
 # For ZB-H2 the paper reports <data value="02.paper.zb-h2.published">6.98 %</data>, and the simulation agrees. Of ranks × makespan, the same step is idle for
-# <data value="02.paper.zb-h2.of-ranks-makespan">10.0 %</data>. Its overhead over ideal is <data value="02.paper.zb-h2.overhead-over-ideal">11.2 %</data>. Only these two definitions count that the last rank starts
-# and ends later than the first. No rank starts the next step before all have ended this one. So idle time at both ends is
-# lost, and we use this page's bubble.
+# <data value="02.paper.zb-h2.of-ranks-makespan">10.0 %</data>. Its overhead over ideal is <data value="02.paper.zb-h2.overhead-over-ideal">11.2 %</data>. Only these two definitions include the idle
+# time at the ends: the last rank starts later than the first, and the first ends earlier than the last. No rank
+# starts the next step before all have ended, so this time is lost, and we use this page's bubble.
 #
 # <details><summary>The challenge: why this answer</summary>
 #
@@ -951,9 +952,7 @@ if graphed:
 # A *CUDA graph* records all kernels of a stage's forward or backward once and launches them with one call. So c falls, and more
 # microbatches pay.
 #
-# <details><summary>What do graphs change in this run?</summary>
-#
-# In this run, <data value="02.graphs">the step at m = 32 takes 97.0 ms with graphs instead of 574 ms, and the shortest step is 85.0 ms at m = 16. At m = 8, as in the race, graphs take 85.8 ms instead of 156 ms: there, too, work and bubble contain waits for launches</data>.
+# <details><summary>How to read the lower panel</summary>
 #
 # If the figure has a lower panel, it has an axis of its own, and the formula belongs to the upper panel. With graphs one m runs
 # after the other, so a small difference between two m decides nothing there.

@@ -81,7 +81,8 @@ here = lesson.banner(N, model=NAME, data=leaves.describe(), sizes=sizes)
 # ```
 #
 # The first layer leaves its output sharded by columns, and the second wants its input sharded like that. So an MLP,
-# z = GELU(x A) B, needs no communication in the middle if A is sharded by columns and B by rows:
+# z = GELU(x A) B, needs no communication in the middle if A is sharded by columns and B by rows.
+# In the drawing, *f* and *g*, Megatron-LM's names, mark where ranks must add terms:
 #
 # ```text
 #             column-parallel                  row-parallel
@@ -94,8 +95,8 @@ here = lesson.banner(N, model=NAME, data=leaves.describe(), sizes=sizes)
 # terms of each number. GELU of a sum is not the sum of GELUs, so the terms would have to be added first.
 #
 # Each rank multiplies x by its own columns of A only. So in the backward it computes one of the t terms of x's gradient, and
-# the terms must be added. Megatron-LM calls the two operations *f* and *g*. At f the forward does nothing and the backward
-# all-reduces. At g the forward all-reduces and the backward does nothing.
+# the terms must be added. At f the forward does nothing and the backward all-reduces. At g
+# the forward all-reduces and the backward does nothing.
 
 
 # %%
@@ -854,8 +855,8 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 #   with few tokens. A link of lower latency shortens them.
 # - Weights that 2D sends. A larger batch makes them, and latency, count less.
 # - Launching operations, and waiting for other ranks. With few tokens, 2D makes <data value="03.calls.more">49</data> calls more than 1D and takes
-#   longer. The difference in time, divided by these calls, is <data value="03.calls.seconds">352 µs</data> a call. A launch alone costs less: even without
-#   launches, <data value="03.race.2d.predicted">6.81 ms</data> is predicted for 2D and <data value="03.race.1d.predicted">3.82 ms</data> for 1D.
+#   longer. The difference in time, divided by these calls, is <data value="03.calls.seconds">352 µs</data> a call. A launch alone costs less, because a part
+#   of that difference is predicted without launches: 2D's <data value="03.race.2d.predicted">6.81 ms</data> against 1D's <data value="03.race.1d.predicted">3.82 ms</data>.
 #
 # Where launching takes longer than computing and sending, a faster link does not help. Such a block is
 # *launch-bound*. The part of a constant that latency and weights do not explain is launching and waiting.
@@ -908,14 +909,15 @@ lesson.explorers.tensor_modes()
 #
 # ρ is 8,000. At best 1D has 4.5 · 8,192/(15 · 8,000) = 0.31. The scores of attention add s/6h, which makes 0.36 with
 # sequences of 8,192. The batch is in neither. 2D on 16 ranks meets the challenge with a batch of 8 such sequences,
-# where a rank keeps 1.9 GB. By the table 5.1 GB leave a rank, 103 ms at 50 GB/s. The table counts 1 - 1/q of a block
-# for each broadcast or reduce, here 3/4, but each takes the time of the block. That makes 137 ms, and latency adds 3
-# ms. Computing takes 57.7 ms, so the ratio is 57.7/140.1 = 0.41. Both curves of the middle panel are for 2D. They
+# where a rank keeps 1.9 GB. By the table of the section on grids, 5.1 GB leave a rank, 103 ms at 50 GB/s.
+# That table counts the mean bytes that a rank sends, 3/4 of a block for each broadcast or reduce. But each takes as long
+# as sending all of the block, so 103 ms become 103 · 4/3 = 137 ms. Latency adds 3 ms.
+# Computing takes 57.7 ms, so the ratio is 57.7/140.1 = 0.41. Both curves of the middle panel are for 2D. They
 # rise because 2D's weight traffic does not grow with the batch, while computing does. In this setting 1D would take
 # 220.0 ms. Sequence parallelism adds 0.3 ms to that, which hardly matters.
 # </details>
 #
-# **Takeaway.** Use 1D inside a node, and a grid only when a matrix must be shared across nodes. On 64 ranks, grids are
+# **Takeaway.** Use 1D inside a node, and a grid only when a matrix must be shared across nodes. On 64 ranks, 3D or 2.5D is
 # predicted to spend less time communicating than 1D, except where tokens are few and h is large.
 #
 # ### Exercise 5: how many ranks should share a matrix?

@@ -41,7 +41,8 @@ def _compare(grad: torch.Tensor, name: str, axis: Axis) -> None:
     dist.all_gather_into_tensor(gathered, sketch, group=axis.group)
     sketches = gathered.view(axis.size, -1)
     distance = float((sketches - sketches[0]).norm(dim=1).max() / sketches.norm(dim=1).max())
-    if distance > (1e-6 if grad.dtype == torch.float64 else 1e-2):  # NaN, as after an overflow, is not
+    tolerance = {torch.float64: 1e-6, torch.float32: 1e-2}.get(grad.dtype, 0.1)  # roundings of many blocks
+    if distance > tolerance:  # NaN, as after an overflow, is not
         raise ValueError(
             f"the gradient of the hidden states that {name} gets differs between the {axis.size} ranks of "
             f"{axis.name}, by {distance:.0%} of its norm, so the model would train wrongly. In {name}, a "

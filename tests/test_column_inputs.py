@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ import hpnb
 from hpnb import Layout, Mesh, record
 from hpnb.models import Anatomy, Part, Role, register, registry
 from hpnb.models.role import linear, norm
-from hpnb.tensor_parallel import full_gradients, parallelize
+from hpnb.tensor_parallel import compare_gradients, full_gradients, parallelize
 
 D = torch.float64
 HIDDEN, HEAD = 32, 4
@@ -331,3 +332,8 @@ def test_what_would_train_wrongly_is_refused(
 ) -> None:
     with pytest.raises(hpnb.RankError, match=words):
         pools[2].run(refused, call, sequence, samples)
+
+
+def test_blocks_that_get_no_gradient_are_not_compared() -> None:
+    axis = SimpleNamespace(size=2, name="tp", group=None)  # whoever compared would need a group
+    compare_gradients._compare(None, "block 0", axis)  # type: ignore[arg-type]

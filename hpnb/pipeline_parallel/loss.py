@@ -49,8 +49,8 @@ class BatchLoss:
             range until the correction.
         checks_shift: whether `causal` is to be compared with what the function averages (`label_shift.py`);
             on a GPU only as long as the reduction is not known.
-        checks_mean: whether a scalar is to be compared with the mean over its targets (`criterion_check.py`),
-            if several of them are weighted.
+        checks_mean: whether to look what a scalar has averaged over (`criterion_check.py`), if several of
+            them are weighted.
 
     Attributes:
         shift_checked: whether that was done, and they agree.
@@ -126,7 +126,7 @@ class BatchLoss:
             return value, self._grad_of_sum.to(value.dtype)
         self._check_shift(microbatch, outputs, value.detach())
         if self._checks_mean and outputs is not None:
-            check_is_mean(self._function, outputs, self._inputs[microbatch], value, self._causal)
+            check_is_mean(value, self._inputs[microbatch], self._causal)
             self._checks_mean = False
         if self._grads_of_means.dtype != value.dtype:
             self._grads_of_means = self._grads_of_means.to(value.dtype)

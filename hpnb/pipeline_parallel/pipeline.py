@@ -83,8 +83,8 @@ class Pipeline:
         causal: whether `loss_fn` shifts labels, so that the first of each sequence is no target; False for
             labels that are shifted already. By default as the model says. A mean over other labels than these
             is refused where its weight would be wrong, for which `loss_fn` is called twice more, once.
-            The first training step also calls it four times on up to 8 samples, to see whether a scalar is
-            such a mean (`criterion_check.py`): a sum is refused, and other values give a warning.
+            The first training step also reads what PyTorch's cross entropy has averaged over: class weights,
+            another ignore_index that occurs and reduction="sum" are refused (`criterion_check.py`).
         loss_reduction: what `loss_fn` returns: "mean", or "sum_and_count", which takes means too. By default
             the first training step decides for the later ones; a (sum, count) after a mean is refused then.
         cuda_graphs: capture each stage's forward and backward in the third training step with microbatches

@@ -28,15 +28,15 @@ def compare_first_gradient(name: str, block: nn.Module, axis: Axis) -> None:
         x = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
         if x is not None and x.requires_grad and torch.is_grad_enabled():
             before.remove()
-            x.register_hook(lambda grad: _compare(grad.detach(), name, axis))
+            x.register_hook(lambda grad: _compare(grad, name, axis))
 
     before = block.register_forward_pre_hook(watch, with_kwargs=True)
 
 
-def _compare(grad: torch.Tensor, name: str, axis: Axis) -> None:
-    if grad.is_cuda and torch.cuda.is_current_stream_capturing():
+def _compare(grad: torch.Tensor | None, name: str, axis: Axis) -> None:
+    if grad is None or not grad.dim() or (grad.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
-    sketch = _sketch(grad)
+    sketch = _sketch(grad.detach())
     gathered = sketch.new_empty(axis.size * len(sketch))
     dist.all_gather_into_tensor(gathered, sketch, group=axis.group)
     sketches = gathered.view(axis.size, -1)

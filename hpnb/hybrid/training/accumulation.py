@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -73,8 +72,7 @@ class HookedCriterion:
         if isinstance(loss, tuple) or trainer.booster.plugin.mesh.dp_cp.size == 1:
             return
         if model.checks_mean_of(self):
-            function = partial(call_criterion, self.criterion)
-            check_is_mean(function, outputs, self._of_outputs(inputs), loss, trainer.causal)
+            check_is_mean(loss, self._of_outputs(inputs), trainer.causal)
 
     def _show(self, outputs: Any, inputs: Any, value: torch.Tensor, count: Any) -> None:
         known = count_targets(inputs, self._trainer.causal) if count is None else count

@@ -322,7 +322,8 @@ def test_auto_takes_the_gpus_and_ranks_share_them(monkeypatch: pytest.MonkeyPatc
         choice = devices.choose_device("auto", ranks)
         assert (choice.name, choice.ranks_per_gpu, choice.device == "cuda") == (name, on_each, gpus > 0)
         assert choice.shares_gpus is (on_each > 1)
-        assert str(choice).startswith(f"{ranks} ranks on {choice.device}")
+        plural = "s" if ranks > 1 else ""
+        assert str(choice).startswith(f"{ranks} rank{plural} on {choice.device}")
         assert devices.choose_device("cpu", ranks).backend == "gloo"
         if gpus:
             assert devices.choose_device("cuda", ranks).backend == choice.backend

@@ -193,8 +193,8 @@ def test_what_cannot_run_starts_nothing(
     assert main(["train", str(tmp_path / "none.toml")]) == train_main.REFUSED
     assert main(["train", path, "--ranks", "3"]) == train_main.REFUSED
     assert main(["train", path, "--ranks", "0"]) == train_main.REFUSED
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "1")
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):  # who says it on a machine
+        monkeypatch.setenv(name, value)
     assert main(["train", path, "--ranks", "2"]) == train_main.REFUSED
     missing = str(tmp_path / "missing")
     assert main(["train", path, "--set", f"data.folder={missing}", "--set", "data.kind=auto"]) == 2
@@ -334,21 +334,23 @@ def test_the_rate_grows_with_the_replicas_if_it_is_asked_to(four: hpnb.Ranks, tm
 def test_a_run_that_is_stopped_goes_on(
     four: hpnb.Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The flag is there from the start: ranks learn of it in step 1, and all of them leave after step 2."""
+    """The flag is there from the start: ranks learn of it in step 1, and all of them leave after step 2, or
+    after step 1 on a busy machine, where that takes more than a second."""
     dropout = {"model__dropout": 0.1, "training__epochs": 2}
     whole = run(four, changed(folder=tmp_path / "whole", **dropout))
     flag = tmp_path / "stop"
     flag.touch()
     file = changed(folder=tmp_path / "parts", **dropout)
     first = run(four, file, flag)
-    assert (first.stopped, first.step, first.history) == (True, 2, [])
+    stopped_at = first.step
+    assert (first.stopped, first.history) == (True, [])
+    assert stopped_at in (1, 2)
     flag.unlink()
     capfd.readouterr()
     second = run(four, file, flag)
-    assert (second.stopped, second.step, second.resumed) == (False, 6, 2)
-    assert (
-        f"goes on from {tmp_path / 'parts' / 'step-00000002'}, after 2 of 6 steps" in capfd.readouterr().out
-    )
+    assert (second.stopped, second.step, second.resumed) == (False, 6, stopped_at)
+    saved = tmp_path / "parts" / f"step-0000000{stopped_at}"
+    assert f"goes on from {saved}, after {stopped_at} of 6 steps" in capfd.readouterr().out
     assert figures(second.history) == figures(whole.history)
     assert second.final == whole.final
 

@@ -59,6 +59,9 @@ class SequenceSharding:
         self._background = Background(axis, device)
         self._seen_shapes: dict[int, set[tuple[int, int]]] = defaultdict(set)  # by tokens of this rank
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceSharding:
+        return self  # hooks are functions, which a copy of a model shares, and they set the shape here
+
     @property
     def sizes(self) -> tuple[int, ...]:
         """Tokens of each rank."""

@@ -337,3 +337,12 @@ def test_what_would_train_wrongly_is_refused(
 def test_blocks_that_get_no_gradient_are_not_compared() -> None:
     axis = SimpleNamespace(size=2, name="tp", group=None)  # whoever compared would need a group
     compare_gradients._compare(None, "block 0", axis)  # type: ignore[arg-type]
+
+
+def test_a_copy_of_a_block_is_compared_once_too() -> None:
+    axis = SimpleNamespace(size=2, name="tp", group=None)
+    block = nn.Linear(3, 3)
+    compare_gradients.compare_first_gradient("block 0", block, axis)  # type: ignore[arg-type]
+    copied = copy.deepcopy(block)
+    copied(torch.ones(2, 3, requires_grad=True))
+    assert (len(block._forward_pre_hooks), len(copied._forward_pre_hooks)) == (1, 0)

@@ -638,14 +638,20 @@ def test_a_folder_without_the_data_is_called_as_the_file_calls_it(pools: RankPoo
     assert f"[data] folder = {str(tmp_path)!r} has no Beans" in str(raised.value)
 
 
-def test_under_torchrun_a_refusal_is_said_once_and_at_the_end(tmp_path: Path) -> None:
-    path = written(tmp_path, training__epochs=1)
+def torchrun_of_two(path: Path, setting: str) -> tuple[list[str], dict[str, str]]:
+    """(command, environment) of `hpnb train path --set setting` under torchrun, with two ranks."""
     environ = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
     environ.update(CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               "-m", "hpnb", "train", str(path), "--set", "layout.tp_mode=5d"]  # fmt: skip
+               "-m", "hpnb", "train", str(path), "--set", setting]  # fmt: skip
+    return command, environ
+
+
+def test_under_torchrun_a_refusal_is_said_once_and_at_the_end(tmp_path: Path) -> None:
+    path = written(tmp_path, training__epochs=1)
+    command, environ = torchrun_of_two(path, "layout.tp_mode=5d")
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ, timeout=200)
     lines = ended.stderr.splitlines()
     said = [i for i, line in enumerate(lines) if "hpnb train: " in line and "tp_mode" in line]
@@ -660,12 +666,7 @@ def test_under_torchrun_it_is_one_of_the_ranks_and_a_signal_saves(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     path = written(tmp_path, training__epochs=5000)
-    environ = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
-    environ.update(CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               "-m", "hpnb", "train", str(path), "--set", "layout.tp_size=2"]  # fmt: skip
+    command, environ = torchrun_of_two(path, "layout.tp_size=2")
     out = tmp_path / "out"
     with out.open("w") as file:
         torchrun = subprocess.Popen(command, stdout=file, stderr=file, cwd=tmp_path, env=environ)

@@ -71,8 +71,9 @@ def start(task: TrainingTask, layout: ParallelLayout, candidate: Candidate) -> P
     torch.cuda.reset_peak_memory_stats()
     program.step()
     torch.cuda.synchronize()
-    kept = graph_pool_bytes() - before
-    held, peak = torch.cuda.memory_allocated() + kept, torch.cuda.max_memory_allocated() + kept
+    in_pools = graph_pool_bytes()
+    held = torch.cuda.memory_allocated() + in_pools - before
+    peak = torch.cuda.max_memory_allocated() + in_pools - before
     return ProgramStart(losses, held, peak, torch.cuda.mem_get_info()[1])
 
 

@@ -24,10 +24,11 @@ from hpnb.mesh import Axis
 def compare_first_gradient(name: str, block: nn.Module, axis: Axis) -> None:
     """In its first backward, raise ValueError if the gradient of the block's input differs between ranks."""
 
-    def watch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
         if x is not None and x.requires_grad and torch.is_grad_enabled():
-            before.remove()
+            for hooks in (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs):
+                hooks.pop(before.id, None)  # of a copy of the block, too, which `before.remove` does not know
             x.register_hook(lambda grad: _compare(grad, name, axis))
 
     before = block.register_forward_pre_hook(watch, with_kwargs=True)

@@ -39,7 +39,7 @@ class HookedCriterion:
     """A criterion that shows outputs and losses to the hooks, and multiplies by the weight of the batch.
 
     Attributes:
-        criterion: what it was given, or the model's loss.
+        criterion: as passed, or the loss of the model.
         weight: (), of the batch in its step; None is 1.
     """
 

@@ -70,7 +70,7 @@ class TrainingTask:
         dtype = "bf16" if self.bits == 16 else f"float{self.bits}"
         return (
             f"{self.what}: {size.layers} blocks of {size.hidden}, {size.heads} heads, {words}, {dtype}, "
-            f"global batch {batch}"
+            f"global batch {batch}{f' in {self.microbatches} microbatches' if self.microbatches else ''}"
         )
 
     @property

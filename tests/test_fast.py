@@ -13,8 +13,8 @@ from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 
 import hpnb
-from hpnb import precision
-from hpnb.hybrid import HybridAdam, compile_blocks, recompute
+from hpnb import HybridAdam, precision
+from hpnb.hybrid import compile_blocks, recompute
 from hpnb.hybrid.boosted_optimizer import boosted_optimizer
 from hpnb.pipeline_parallel.split_backward import SplitBackward
 from hpnb.precision import Masters, flat_adam

@@ -60,15 +60,9 @@ import hpnb
 from hpnb import HybridParallelPlugin
 from hpnb.bench.tiny_models import build as build_tiny
 from hpnb.bench.tiny_models import planned_architecture
-from hpnb.hybrid import (
-    REFUSED,
-    GeminiPlugin,
-    LowLevelZeroPlugin,
-    TorchDDPPlugin,
-    boosted_optimizer,
-    global_loss,
-    recompute,
-)
+from hpnb.hybrid import boosted_optimizer, global_loss, recompute
+from hpnb.hybrid.presets import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from hpnb.hybrid.refused import REFUSED
 from hpnb.pipeline_parallel import Builder, Pipeline, full_state_dict, schedules
 from hpnb.pipeline_parallel.microbatches import split_batch
 from hpnb.pipeline_parallel.stages import WholeModel

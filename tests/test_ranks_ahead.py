@@ -224,7 +224,7 @@ def test_in_a_kernel_the_server_imports_while_the_notebook_does() -> None:
         kernel.cell("import hpnb, sys\nbefore_torch = 'torch' not in sys.modules")
         assert len(children_of(kernel_pid(kernel))) == 1
         assert kernel.text("before_torch") == "True"
-        kernel.cell("from hpnb import lesson, plot, theory\nfrom hpnb.hybrid import Booster")
+        kernel.cell("from hpnb import Booster, lesson, plot, theory")
         servers = children_of(kernel_pid(kernel))
         assert len(servers) == 1
         parents = kernel.text("hpnb.launch(os.getppid, ranks=2, device='cpu')")

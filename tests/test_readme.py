@@ -131,7 +131,7 @@ def test_the_run_file_is_one(tmp_path: Path) -> None:
 
 
 def test_the_table_of_what_cannot_be_combined_is_that_of_the_library() -> None:
-    from hpnb.hybrid import REFUSED
+    from hpnb.hybrid.refused import REFUSED
 
     for refusal in REFUSED:
         assert f"| {refusal.what} | {refusal.why} |" in LIBRARY

@@ -27,8 +27,8 @@ import torch.distributed as dist
 
 import hpnb
 from hpnb import theory
-from hpnb.hybrid import HybridParallelPlugin
 from hpnb.hybrid.model_loss import causal
+from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.lesson.programs.device_timing import Batch, random_gpt2, random_tokens, warmup_steps
 from hpnb.lesson.programs.rank_rates import MIN_BUCKETS
 from hpnb.lesson.programs.rank_rates import layout_task as layout_task

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import hpnb
-from hpnb.pipeline_parallel import Schedule, ScheduleError, schedules
-from hpnb.pipeline_parallel.action_lists import Action
+from hpnb.pipeline_parallel import Action, Schedule, ScheduleError, schedules
 
 EXACT = 1e-12
 

@@ -1,6 +1,6 @@
 """Pipeline parallelism: a model is partitioned into stages, and microbatches pass through them.
 
-schedule.py         Schedule: what every rank does, in order; action_lists.py: the lists as plain data
+schedule.py         Schedule: what every rank does, in order; action.py: one operation
 schedules.py        the schedules of the literature
 check.py            can it be run? draw_grid.py shows where not
 simulate.py         what each rank does when, given the cost of each action

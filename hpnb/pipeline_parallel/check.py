@@ -12,12 +12,16 @@ one that it needs. So everything that is sent arrives, and only the lists can be
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
-from hpnb.pipeline_parallel.action_lists import Action, ActionLists, ScheduleError
+from hpnb.pipeline_parallel.action import Action, ScheduleError
 from hpnb.pipeline_parallel.draw_grid import Position, draw_lists
 
+if TYPE_CHECKING:
+    from hpnb.pipeline_parallel.schedule import Schedule
 
-def check(schedule: ActionLists) -> None:
+
+def check(schedule: Schedule) -> None:
     """Prove that every rank gets through its list.
 
     Raises:
@@ -35,12 +39,12 @@ def check(schedule: ActionLists) -> None:
 
 
 def _error(
-    schedule: ActionLists, position: Position, reason: str, also_marked: Collection[Position] = ()
+    schedule: Schedule, position: Position, reason: str, also_marked: Collection[Position] = ()
 ) -> ScheduleError:
     return ScheduleError(*position, reason, draw_lists(schedule, {position, *also_marked}))
 
 
-def _check_actions(schedule: ActionLists) -> None:
+def _check_actions(schedule: Schedule) -> None:
     if not schedule.ranks:
         raise ScheduleError(0, 0, "the schedule has no ranks")
     for rank, actions in enumerate(schedule.actions):
@@ -52,7 +56,7 @@ def _check_actions(schedule: ActionLists) -> None:
                 raise _error(schedule, (rank, step), reason)
 
 
-def _check_stages(schedule: ActionLists) -> None:
+def _check_stages(schedule: Schedule) -> None:
     first: dict[int, Position] = {}
     for rank, actions in enumerate(schedule.actions):
         for step, a in enumerate(actions):
@@ -67,7 +71,7 @@ def _check_stages(schedule: ActionLists) -> None:
             raise _error(schedule, first[after], reason)
 
 
-def _check_once(schedule: ActionLists) -> None:
+def _check_once(schedule: Schedule) -> None:
     for rank, actions in enumerate(schedule.actions):
         seen: dict[tuple[int, str, int], tuple[int, Action]] = {}
         for step, a in enumerate(actions):
@@ -79,7 +83,7 @@ def _check_once(schedule: ActionLists) -> None:
                     raise _error(schedule, (rank, step), reason, [(rank, before)])
 
 
-def _check_complete(schedule: ActionLists) -> None:
+def _check_complete(schedule: Schedule) -> None:
     positions = schedule.positions
     for stage in range(schedule.stages):
         for k in range(schedule.microbatches):
@@ -94,7 +98,7 @@ def _check_complete(schedule: ActionLists) -> None:
             raise _error(schedule, position, here + _describe_partner(schedule, missing))
 
 
-def _describe_partner(schedule: ActionLists, missing: Action) -> str:
+def _describe_partner(schedule: Schedule, missing: Action) -> str:
     """Who sends to, or waits for, an action that is missing, in words."""
     if missing.op == "W":
         return ": nobody computes that weight gradient"
@@ -111,7 +115,7 @@ def _describe_partner(schedule: ActionLists, missing: Action) -> str:
     return ""
 
 
-def _check_order_on_rank(schedule: ActionLists) -> None:
+def _check_order_on_rank(schedule: Schedule) -> None:
     for rank, actions in enumerate(schedule.actions):
         for step, a in enumerate(actions):
             for need in schedule.needs(a):
@@ -121,7 +125,7 @@ def _check_order_on_rank(schedule: ActionLists) -> None:
                     raise _error(schedule, (rank, step), reason, [(rank, later)])
 
 
-def _check_no_circle(schedule: ActionLists) -> None:
+def _check_no_circle(schedule: Schedule) -> None:
     steps = schedule.steps_done
     rank = next((r for r, actions in enumerate(schedule.actions) if steps[r] < len(actions)), None)
     if rank is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpnb.pipeline_parallel.action_lists import Action
+from hpnb.pipeline_parallel.action import Action
 
 StageMicrobatch = tuple[int, int]  # a stage, and a microbatch that passes through it
 

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hpnb.overlapped_pair import Segments
-from hpnb.pipeline_parallel.action_lists import Action, ActionLists
+from hpnb.pipeline_parallel.schedule import Action, Schedule
 from hpnb.pipeline_parallel.simulate import Costs
 
 Pairs = tuple[frozenset[int], ...]
 """Of each rank, the steps whose F overlaps the backward after it."""
 
 
-def overlapped_pairs(schedule: ActionLists) -> Pairs:
+def overlapped_pairs(schedule: Schedule) -> Pairs:
     """All F with the B or I directly after them that can overlap. `schedule` is one that runs.
 
     The two are of different stages, so 1F1B has no pair: modules have state for one use at a time, such as
@@ -48,7 +48,7 @@ def overlapped_pairs(schedule: ActionLists) -> Pairs:
 
 
 def _runnable_groups(
-    schedule: ActionLists, pairs: Sequence[frozenset[int] | set[int]]
+    schedule: Schedule, pairs: Sequence[frozenset[int] | set[int]]
 ) -> Iterator[tuple[int, int, Sequence[Action]]]:
     """(rank, step, the action or the pair that it does there), in an order in which they can be done.
 
@@ -93,7 +93,7 @@ class ExposedTime:
 
 
 def exposed_time(
-    schedule: ActionLists,
+    schedule: Schedule,
     pairs: Pairs,
     segments: Mapping[Action, Segments],
     message_seconds: Callable[[float], float],
@@ -129,9 +129,7 @@ def exposed_time(
     return ExposedTime(max(free_at), *(tuple(totals[name]) for name in ("compute", "exposed", "sent")))
 
 
-def even_segments(
-    schedule: ActionLists, costs: Costs, layers: int, nbytes: float
-) -> dict[Action, Segments]:
+def even_segments(schedule: Schedule, costs: Costs, layers: int, nbytes: float) -> dict[Action, Segments]:
     """Segments as a model predicts them: a stage has so many `layers` of experts, routing is even, and
     computing falls evenly between the messages.
 

@@ -34,8 +34,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
-from hpnb.pipeline_parallel.action_lists import Action, Op
-from hpnb.pipeline_parallel.schedule import Schedule
+from hpnb.pipeline_parallel.schedule import Action, Op, Schedule
 
 
 def make(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:

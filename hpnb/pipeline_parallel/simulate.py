@@ -15,10 +15,13 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hpnb.pipeline_parallel.action_lists import Action, ActionLists
+from hpnb.pipeline_parallel.action import Action
 from hpnb.record.timeline import Event, Source, Timeline
+
+if TYPE_CHECKING:
+    from hpnb.pipeline_parallel.schedule import Schedule
 
 PerStage = float | Sequence[float]
 
@@ -104,7 +107,7 @@ class Costs:
         )
 
 
-def simulate(schedule: ActionLists, costs: Costs) -> Timeline:
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """The Timeline of a checked schedule, if its actions cost `costs`.
 
     Raises:
@@ -115,7 +118,7 @@ def simulate(schedule: ActionLists, costs: Costs) -> Timeline:
 
 
 def replay(
-    schedule: ActionLists,
+    schedule: Schedule,
     duration: Callable[[Action], float],
     transfer: float = 0.0,
     source: Source = "simulated",

@@ -214,7 +214,6 @@ def test_layouts_that_differ_by_less_than_repeats_are_tied() -> None:
     took = {name: one.seconds for name, one in runs.items()}
     judged = gpt2_hybrid_words.ties(runs, took, ["b", "c", "a"])
     assert judged["spread"] == (pytest.approx(100 / 9.5), "%")
-    assert (judged["second"], judged["longer"]) == ("b", (pytest.approx(10.0), "%"))
     assert judged["first"] == "the first 2 layouts are tied"
     assert (judged["decided"], judged["order"]) == (2, 1)  # b and c; not a and c, and a and b are tied
     runs["a"] = run(10.0, 10.0)

@@ -192,15 +192,15 @@ def compare_times(seconds: float, others: float) -> str:
 def describe_calls(
     predicted: Mapping[str, float], measured: Mapping[str, float], started: float, card: MachineCard
 ) -> dict[str, object]:
-    """What one call and a hundred took over their predictions, and what bounds the hundred, in words.
+    """Seconds of one of a hundred calls, how they compare with latency, and what bounds them, in words.
 
     Args:
-        predicted, measured: {name: seconds} of one call, then of a hundred with the same bytes together.
+        predicted: not read; the page gives it.
+        measured: {name: seconds} of one call, then of a hundred with the same bytes together.
         started: seconds until the process had started all of the hundred.
         card: whose latency the formula counts 2 (n - 1) times for a call.
     """
-    _, together = seconds = list(measured.values())
-    one, hundred = (took / said for took, said in zip(seconds, predicted.values(), strict=True))
+    _, together = measured.values()
     call, share = together / 100, started / together
     latency = 2 * (card.ranks - 1) * card.latency
     if card.device == "cpu":
@@ -216,9 +216,6 @@ def describe_calls(
             "set the time here"
         )
     return {
-        "one": one,
-        "hundred": hundred,
-        "ratio": hundred / one,
         "call": (call, "s"),
         "latency": (latency, "s"),
         "than": compare_times(call, latency),

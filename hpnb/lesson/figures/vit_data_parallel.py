@@ -229,30 +229,6 @@ def law_words(law: float, ratios: Mapping[int, Spread]) -> str:
     return "the steps with overlap do not contradict the law"
 
 
-def answer_words(ratios: Mapping[int, Spread]) -> str:
-    """How the question for the first free size is scored."""
-    first_free, most = _surely_free(ratios), _surely_not_free(ratios)
-    if first_free is not None:
-        return f"So the question is scored with {first_free:,} tokens"
-    answer = f"the answer is more than {most:,} tokens and is not scored" if most else "nothing is scored"
-    return f"No size is surely free with overlap, so {answer}"
-
-
-def compare_free(after: Mapping[int, Spread], during: Mapping[int, Spread]) -> str:
-    """Which of the two ways is surely free at a size that was timed, in words."""
-    without, overlapped = (_surely_free(ratios) for ratios in (after, during))
-    if without is None and overlapped is None:
-        return "no measured size is surely free, with overlap or without"
-    if without is None or overlapped is None:
-        way = "without" if overlapped is None else "with"
-        return f"a measured size is surely free only {way} overlap"
-    if without == overlapped:
-        return f"steps are surely free from {without:,} tokens on, with overlap and without"
-    return (
-        f"steps are surely free from {overlapped:,} tokens on with overlap, and from {without:,} on without"
-    )
-
-
 def verdict_words(ratios: Mapping[int, Spread]) -> str:
     """At which tokens a ratio is "faster", at which "slower", and at which undecided, in words."""
     verdicts = (("faster", "faster"), ("slower", "slower"), ("cannot tell", "undecided"))
@@ -275,8 +251,6 @@ def describe_sweep(
         "during": free_words(during),
         "after": free_words(after),
         "versus-law": law_words(law["during"], during),
-        "score": answer_words(during),
-        "free": compare_free(after, during),
         "overlap": verdict_words(overlap),
     }
 

@@ -44,19 +44,16 @@ def ties(
         ranking: the layouts in the predicted order.
 
     Returns:
-        For `lesson.record`: by what share repeats of one layout differ at most ("spread"), the "second"
-        layout and how much longer its step is ("longer"), how many are tied for the first place in words
-        ("first"), and of the pairs that are not tied ("decided") how many the ranking has in "order".
+        For `lesson.record`: by what share repeats of one layout differ at most ("spread"), how many are tied
+        for the first place in words ("first"), and of the pairs that are not tied ("decided") how many the
+        ranking has in "order".
     """
     spread = max(max(run.repeats) / min(run.repeats) - 1 for run in runs.values())
-    best, second, *_ = order = sorted(took, key=lambda name: took[name])
-    first = sum(took[name] <= (1 + spread) * took[best] for name in order)
+    first = sum(seconds <= (1 + spread) * min(took.values()) for seconds in took.values())
     gaps = [took[late] / took[early] for early, late in combinations(ranking, 2)]
     decided = [gap for gap in gaps if max(gap, 1 / gap) > 1 + spread]
     return {
         "spread": (100 * spread, "%"),
-        "second": second,
-        "longer": (100 * (took[second] / took[best] - 1), "%"),
         "first": f"the first {first} layouts are tied" if first > 1 else "no layout is tied with the first",
         "decided": len(decided),
         "order": sum(gap > 1 for gap in decided),

@@ -157,12 +157,6 @@ def ratio_range(measured: Mapping[Any, float], predicted: Mapping[Any, float]) -
     return {"least": min(ratios), "most": max(ratios)}
 
 
-def lower_or_higher(**differences: float) -> dict[str, str]:
-    """For prose: {name: "0.18 lower"} of {name: difference}."""
-    words = {name: "lower" if by < 0 else "higher" for name, by in differences.items()}
-    return {name: f"{abs(by):.2f} {words[name]}" for name, by in differences.items()}
-
-
 def unequal_ranks(source: str, busy: Mapping[str, float]) -> dict[str, Any]:
     """For prose: the "source" of what ranks take for a microbatch, how many times as long as the others the
     last one takes ("slower"), and the bubble that stays with "endless" microbatches, by sum t + (m-1) max t.
@@ -181,8 +175,8 @@ def beside(base: float, **values: float) -> dict[str, str]:
 
 
 def last_cut_in_words(positions: Mapping[int, StepRepeats], beside: int) -> dict[str, Any]:
-    """For prose: the number of blocks beside the head that is fastest by the median ("first"), whether the
-    run decides that ("others"), and how the cut by time compares with it ("by-time").
+    """For prose: the number of blocks beside the head that is fastest by the median ("first"), and how the
+    cut by time compares with it ("by-time").
 
     Beside them the "most" blocks, and how many times as long their fastest repeat takes as the slowest one
     of "first" ("by").
@@ -191,12 +185,7 @@ def last_cut_in_words(positions: Mapping[int, StepRepeats], beside: int) -> dict
         positions: {blocks beside the head: repeats of the step}.
         beside: how many blocks the cut by time leaves there.
     """
-    first, *close = fastest_of(positions)
-    most = max(positions)
-    others = "no other repeats overlap with its own"
-    if close:
-        numbers = " and ".join(map(str, sorted(close)))
-        others = f"the repeats with {numbers} overlap with its own, so the run doesn't decide"
+    first, most = fastest_of(positions)[0], max(positions)
     ratio = positions[beside].median.makespan / positions[first].median.makespan
     spread = spread_words(positions[beside].seconds, positions[first].seconds)
     by_time = f"The cut by time leaves {beside}, and its step takes {ratio:.2f} times as long"
@@ -205,7 +194,7 @@ def last_cut_in_words(positions: Mapping[int, StepRepeats], beside: int) -> dict
         by_time = "The cut by time leaves the same number"
     edge = ", the fewest that ran" if first == min(positions) > 0 else ""
     by = positions[most].fastest / positions[first].slowest
-    return {"first": f"{first}{edge}", "others": others, "by-time": by_time, "most": most, "by": by}
+    return {"first": f"{first}{edge}", "by-time": by_time, "most": most, "by": by}
 
 
 def cuts_in_words(same: bool, versus: Mapping[str, Any]) -> str:

@@ -115,8 +115,8 @@ def record_doublings(
     steps: Mapping[int, float], repeats: Mapping[int, int], fewest: float, noise: float
 ) -> None:
     """Record under 05.doublings by what doubled batches divide the steps, the last also by `theory.steps_at`;
-    and in words whether the last one saves less than all others. 05.repeats is how many runs a batch had, at
-    least and at most, and 05.fitted the noise scale.
+    and in words whether the last one saves less than all others. 05.repeats is how many runs a batch had
+    at most, and 05.fitted the noise scale.
 
     Args:
         steps: {batch: steps}, each batch twice the one before; at least two doublings.
@@ -132,6 +132,6 @@ def record_doublings(
         "most": max(saved),
         "wall": wall if saved[-1] < min(saved[:-1]) else none,
     }
-    record("05.repeats", {"least": min(repeats.values()), "most": max(repeats.values())})
+    record("05.repeats", {"most": max(repeats.values())})
     record("05.fitted", noise, "samples")
     record("05.doublings", {**measured, "law-last": law})

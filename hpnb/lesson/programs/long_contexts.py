@@ -202,33 +202,13 @@ def _parts(step: BothWays, message: float, exchange: float) -> dict[str, float]:
 
 def ratios_beside(
     seconds: Mapping[str, Sequence[float]], lengths: Sequence[int], border: float
-) -> list[dict[str, float | str]]:
-    """Packed Ulysses' seconds over the ring's, at lengths below the border and at the others: {"lengths": how
-    many, "least", "most", "last" (at the longest of them), "words"} of both. The shortest counts as below it,
-    and the longest as above.
+) -> list[dict[str, float]]:
+    """Packed Ulysses' seconds over the ring's, at lengths below the border and at the others: the "least" and
+    the "most" of both. The shortest length counts as below the border, and the longest as above.
     """
     ratios = [p / r for p, r in zip(seconds["Ulysses, packed"], seconds["ring"], strict=True)]
     below = min(max(sum(length < border for length in lengths), 1), len(lengths) - 1)
-    return [
-        {"lengths": len(part), "least": min(part), "most": max(part), "last": part[-1],
-         "words": ratios_in_words(part)}
-        for part in (ratios[:below], ratios[below:])
-    ]  # fmt: skip
-
-
-def ratios_in_words(ratios: Sequence[float], close: float = 1.25) -> str:
-    """For prose: what ratios of packed Ulysses' seconds to the ring's say, at some lengths.
-
-    Args:
-        close: up to this factor, another run may show the other order.
-    """
-    if min(ratios) > close:
-        return "There, too, the ring exposes less"
-    if max(ratios) < 1 / close:
-        return "There Ulysses exposes less"
-    if min(ratios) > 1 / close and max(ratios) < close:
-        return "In another run their order can be the other way round: this machine can't say which is faster"
-    return "There the length decides which exposes less, and another run can change the order of close times"
+    return [{"least": min(part), "most": max(part)} for part in (ratios[:below], ratios[below:])]
 
 
 def wins_in_words(seconds: Mapping[str, Sequence[float]], lengths: Sequence[int]) -> str:

@@ -162,11 +162,7 @@ def record_ratios(
 
 def record_steps(card: MachineCard, steps: AxisSteps) -> dict[str, float]:
     """Record the link and where its numbers are from, a step of one rank alone, and what the steps along each
-    axis took; return {axis: seconds that the busiest rank computes}.
-
-    04.longer is this compute over that of the rank alone. Where ranks share a GPU, the step along dp is the
-    one of the rank alone with its all-reduces, so dp's is 1.
-    """
+    axis took; return {axis: seconds that the busiest rank computes}."""
     ranks = steps.timelines["tp"].ranks
     busy = {axis: max(map(tl.work, ranks)) for axis, tl in steps.timelines.items()}
     replayed = steps.source == "replayed"
@@ -176,7 +172,6 @@ def record_steps(card: MachineCard, steps: AxisSteps) -> dict[str, float]:
     record("04.source", steps.source)
     record("04.predicted", {"share": steps.alone.end}, "s")
     record("04.busy", busy, "s")
-    record("04.longer", {axis: seconds / steps.alone.end for axis, seconds in busy.items()})
     record("04.axes", {axis: {"measured": seconds} for axis, seconds in steps.seconds.items()}, "s")
     return busy
 
@@ -192,8 +187,8 @@ def record_rest(
     """Record under 04.rest a step along pp and along tp three times, and what is not compute of the busiest
     rank; return {axis: measured less predicted seconds of that}.
 
-    04.rest.pp.off and 04.rest.tp.off are compute and the rest, measured less predicted; 04.rest.signs says
-    so in words, and whether they cancel.
+    04.rest.signs says in words how compute and the rest differ from their predictions, and whether these
+    errors cancel.
 
     Args:
         share: predicted seconds of this compute.
@@ -210,7 +205,6 @@ def record_rest(
         for source, step in steps.items():
             record(f"04.rest.{axis}.{source}", {"step": step, "rest": rest[source]}, "s")
         off[axis] = rest["measured"] - rest["predicted"]
-        record(f"04.rest.{axis}.off", {"compute": busy[axis] - share, "rest": off[axis]}, "s")
     errors = {axis: (busy[axis] - share, off[axis]) for axis in ("tp", "pp")}
     record("04.rest.signs", _errors_in_words(errors))
     return off
@@ -231,58 +225,8 @@ def _errors_in_words(errors: Mapping[str, tuple[float, float]]) -> str:
     return " ".join(said)
 
 
-def record_fewer(
-    pool: hpnb.Ranks,
-    card: MachineCard,
-    size: ViTSize,
-    images: int,
-    dtype: torch.dtype,
-    steps: AxisSteps,
-    buckets: int,
-) -> None:
-    """Record in words what compute along each axis takes with a quarter of the images.
-
-    04.fewer is a sentence, on a CPU followed by what it says of fixed costs.
-
-    Args:
-        card: says whether the ranks are GPUs.
-        images: of the steps' batch; a quarter is a multiple of ranks and microbatches.
-        buckets: as for `record_axes`.
-    """
-    fewer = record_axes(pool, size, images // 4, dtype, steps.schedule, buckets)
-    share = {}
-    for axis, tl in fewer.timelines.items():
-        many = steps.timelines[axis]
-        share[axis] = max(map(tl.work, tl.ranks)) / max(map(many.work, many.ranks))
-    record("04.fewer", fewer_in_words(share, card.device))
-
-
-def fewer_in_words(share: Mapping[str, float], device: str = "cuda") -> str:
-    """For prose: what a quarter of the images says of recorded compute.
-
-    Args:
-        share: {axis: compute with a quarter of the images, over compute with all}.
-        device: on a "cpu" launching and computing add up, so two times give the fixed part. On a GPU the
-            longer of the two counts: a small step may only have reached the time to launch it, and says
-            nothing of the fixed part of a full one.
-    """
-    *parts, last = (f"{took:.2f} times as long along {axis}" for axis, took in share.items())
-    took = f"With a quarter of the images, the busiest rank computes {', '.join(parts)} and {last}."
-    if device != "cpu":
-        return took
-    # f + v = 1 and f + v / 4 = share, where f is fixed and v grows with the images
-    fixed = {axis: min(max((4 * ratio - 1) / 3, 0.0), 1.0) for axis, ratio in share.items()}
-    *parts, last = (f"{100 * part:.0f} % along {axis}" for axis, part in fixed.items())
-    said = (
-        f"{took} If compute has a fixed part and a part that grows with the images, the fixed part is"
-        f" {', '.join(parts)} and {last}: fixed costs of operations, or waits for cores."
-    )
-    if bound := [axis for axis, part in fixed.items() if part > 1 / 2]:
-        said += (
-            f" Along {' and '.join(bound)} that is more than half, so the ratio to the prediction says little"
-            " about the arithmetic."
-        )
-    return said
+def record_fewer(*settings: object) -> None:
+    """Record nothing: the prose no longer gives times of fewer images, and the page still calls this."""
 
 
 def _data_parallel(

@@ -23,7 +23,6 @@ from hpnb.lesson.programs.vit_pipeline import (
     IN_ONE_PIECE,
     SPLIT,
     add_to_ledger,
-    input_over_weight,
     spread_of,
 )
 from hpnb.lesson.tables import number
@@ -110,7 +109,6 @@ def record_race(
     - "The prediction puts [first.predicted] first; by medians, the run puts [first.run] first."
     - "The four other schedules take [ratio.least] to [ratio.most] times as long as predicted."
     - "In the race, work goes from [work]", a range.
-    - "[formulas]", what the formulas for idle time say of this run's I and W.
     - "In the 1F1B step of this run, half a backward takes [half-backward] times as long as a forward."
 
     02.race.step gives 1F1B's seconds to the sentence that compares its steps of three cells.
@@ -127,11 +125,11 @@ def record_race(
     spreads = {schedule: spread_of(timelines) for schedule, timelines in rounds.items()}
     others = {schedule: seconds for schedule, seconds in predicted.items() if schedule != "1f1b"}
     words = {"faster": race_words(makespans, spreads), "idle": idle_words(rounds), "work": work_words(steps)}
-    record("02.race", {**words, "first": first, "formulas": formula_words(input_over_weight(steps["zb-h1"]))})
+    record("02.race", {**words, "first": first})
     record("02.race.ratio", gpt2_pipeline.ratio_range(makespans, others))
     total = {op: sum(e.duration for e in steps["1f1b"].events if e.op == op) for op in "FB"}
     record("02.race.half-backward", total["B"] / 2 / total["F"])  # the prediction's W over F
-    record("02.race.step", makespans, "s")
+    record("02.race.step", {"1f1b": makespans["1f1b"]}, "s")
     add_to_ledger(name, predicted, steps)
 
 
@@ -157,14 +155,6 @@ def work_words(steps: Mapping[str, Timeline]) -> str:
     work = {name: compute_seconds(tl) for name, tl in steps.items()}
     ends = min(work, key=work.__getitem__), max(work, key=work.__getitem__)
     return " to ".join(f"{number(work[name], 's')} under {name}" for name in ends)
-
-
-def formula_words(input_over_weight: float) -> str:
-    """What the formulas for idle time say if an input gradient takes so many times as long as W."""
-    if 1 <= input_over_weight <= 2:
-        return "By the formulas above, a larger I makes ZB-H1 idle longer and leaves ZB-H2 as it is"
-    side = "I is above 2W" if input_over_weight > 2 else "I is below W"
-    return f"In this run {side}, where the formulas above do not hold"
 
 
 def record_cuts(
@@ -269,10 +259,7 @@ def record_graphs(
     notes: Sequence[str],
     usual: int,
 ) -> str:
-    """Record in words what CUDA graphs changed at the largest number of microbatches, and return them.
-
-    02.graphs fills "So c falls, and more microbatches pay. In this run, [..]". What is returned is printed
-    under the figure: the same words, then `notes`.
+    """What CUDA graphs changed at the largest number of microbatches, and `notes`, to print under the figure.
 
     Args:
         steps, graphed: {number of microbatches: median step}, launched from Python and as graphs.
@@ -281,7 +268,6 @@ def record_graphs(
         usual: the number of microbatches of the race, for which a sentence is added.
     """
     if not graphed:
-        record("02.graphs", "the ranks have no GPU, so the figure has one panel")
         return "On GPUs the figure has a second panel: the same steps with CUDA graphs."
     most, (best, rivals) = max(steps), best_and_rivals(graphed, graph_rounds)
     eager, replayed = (number(at[most].makespan, "s") for at in (steps, graphed))
@@ -289,9 +275,8 @@ def record_graphs(
     words += f"and the shortest step is {number(graphed[best].makespan, 's')} at m = {best}"
     words += f", where m = {listed(rivals)} may be as good" if rivals else ""
     words += ", although some stages could not be captured" if notes else ""
-    words += f". {launch_words(rounds[usual], graph_rounds[usual], usual)}"
-    record("02.graphs", words)
-    return "\n".join([f"{words[0].upper()}{words[1:]}.", *notes])
+    words += f". {launch_words(rounds[usual], graph_rounds[usual], usual)}."
+    return "\n".join([f"{words[0].upper()}{words[1:]}", *notes])
 
 
 def launch_words(eager: Sequence[Timeline], graphed: Sequence[Timeline], usual: int) -> str:

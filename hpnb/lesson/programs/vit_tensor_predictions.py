@@ -107,8 +107,6 @@ def record_race(
     record("03.too-low", {mode: measured[mode] / expected[mode] for mode in measured})
     growth = {mode: seconds[size, many][mode] / measured[mode] for mode in measured}
     record("03.constant", constant_in_words(growth, many / few))
-    bound = [m for m in growth if growth[m] < LITTLE and measured[m] > 2 * expected[m]]
-    record("03.launch-bound", launch_bound_in_words(bound, four.device))
     latencies = four.predicted(0)  # of no bytes: 6 steps of a ring
     record("03.latency", {"all": (4 * latencies, "s"), "share": (400 * latencies / measured["1d"], "%")})
     record("03.norms", latencies, "s")
@@ -175,29 +173,6 @@ def constant_in_words(growth: Mapping[str, float], factor: float) -> str:
     (other,) = (mode for mode in shares if mode.upper() not in flat)
     constant = f"the constant is {shares[other]} of {other.upper()}'s time with few tokens"
     return f"Then {constant}. {flat[0]} took no longer, so it shows no part proportional to the tokens."
-
-
-def launch_bound_in_words(modes: Sequence[str], device: str = "cuda") -> str:
-    """For prose: which modes neither tokens nor latency explain, whole sentences.
-
-    On a CPU, waits of ranks for cores and launches look alike.
-    """
-    if device == "cpu":
-        return (
-            "On a CPU, waits for cores take constant time, too, so this run cannot tell launches from waits."
-        )
-    if not modes:
-        return (
-            "Here no mode passes this run's test of that: to take less than"
-            f" {LITTLE} times as long with eight times the tokens, and more than twice its prediction, which"
-            " contains latency."
-        )
-    names = ", ".join(mode.upper() for mode in modes)
-    return (
-        f"By this run's numbers that is so for {names}: eight times the tokens took less than {LITTLE} times"
-        " as long, and the prediction, which contains latency, is less than half of the time. So waits for"
-        " the host and for other ranks set the time, and measured / predicted says little of kernels."
-    )
 
 
 def computing_in_words(few: float, many: float, factor: float) -> str:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import nn
+
+from hpnb.placement import placement_of, set_placement
 
 
 class Unfilled:
@@ -40,4 +43,40 @@ class Unfilled:
         self._on_meta = set()
 
 
-__all__ = ["Unfilled"]
+def move_module(module: nn.Module, device: torch.device) -> None:
+    """Move `module` to `device`, in place. What is on the meta device gets zeros there; a parameter stays the
+    same object, placed as it was.
+
+    Raises:
+        ValueError: a buffer on the meta device that is in no state dict.
+    """
+    fill_buffers(module, device)
+    for name, p in module.named_parameters():
+        if p.is_meta:  # swapped, which keeps the object; .data cannot go from meta to real
+            where = placement_of(p, name)
+            torch.utils.swap_tensors(p, nn.Parameter(torch.zeros_like(p, device=device), p.requires_grad))
+            if where.cuts:
+                set_placement(p, where)
+    module.to(device)
+
+
+def fill_buffers(module: nn.Module, device: torch.device) -> None:
+    """Give buffers on the meta device zeros on `device`.
+
+    Raises:
+        ValueError: one that is in no state dict.
+    """
+    on_meta = {name for name, buffer in module.named_buffers() if buffer.is_meta}
+    if on_meta and (lost := on_meta - module.state_dict().keys()):
+        raise ValueError(
+            f"buffer {min(lost)} is on the meta device and in no state dict, so nothing would fill it; give "
+            "it its values before"
+        )
+    filled: dict[torch.Tensor, torch.Tensor] = {}
+    for inner in module.modules():
+        for key, buffer in inner._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                inner._buffers[key] = filled.setdefault(buffer, torch.zeros_like(buffer, device=device))
+
+
+__all__ = ["Unfilled", "fill_buffers", "move_module"]

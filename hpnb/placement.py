@@ -190,6 +190,14 @@ def full_state_dict(module: nn.Module, axes: Iterable[Axis]) -> dict[str, torch.
     return {name: gather_tensor(name) for name in state}
 
 
+def full_gradients(module: nn.Module, axes: Iterable[Axis]) -> dict[str, torch.Tensor]:
+    """{name: gradient} of the full model's parameters that have one; see `full_state_dict`."""
+    grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    placements = {name: placement_of(module.get_parameter(name), name) for name in grads}
+    gather_tensor = _gatherer(grads, placements, axes)
+    return {name: gather_tensor(name) for name in grads}
+
+
 def full_tensors(
     module: nn.Module, axes: Iterable[Axis], *, apart: frozenset[str] = frozenset()
 ) -> tuple[dict[str, torch.Tensor], Callable[[str], torch.Tensor]]:
@@ -208,7 +216,6 @@ def full_tensors(
     Raises:
         ValueError: a parameter is sharded along an axis that is in neither, or is not on all ranks of one.
     """
-    by_name = {axis.name: axis for axis in axes}
     state = module.state_dict()  # first: ZeRO 3 then registers shards again, if a forward was interrupted
     shards, placements = dict[str, torch.Tensor](), dict[str, Placement]()
     for name, p in module.named_parameters(remove_duplicate=False):
@@ -216,11 +223,26 @@ def full_tensors(
         shards[name] = p.detach()
         cuts = tuple(cut for cut in placement.cuts if cut.axis not in apart)
         placements[name] = replace(placement, cuts=cuts)
+    gather_shards = _gatherer(shards, placements, axes)
+
+    def gather_tensor(name: str) -> torch.Tensor:
+        buffer: torch.Tensor = state[name]
+        return gather_shards(name) if name in shards else buffer.detach()
+
+    return state, gather_tensor
+
+
+def _gatherer(
+    shards: Mapping[str, torch.Tensor], placements: Mapping[str, Placement], axes: Iterable[Axis]
+) -> Callable[[str], torch.Tensor]:
+    """A function that gathers one of `shards` in full. Every rank of the axes calls this, and then that with
+    the same names in the same order."""
+    by_name = {axis.name: axis for axis in axes}
     _check_axis_names(placements.values(), by_name)
     peers: dict[str, list[dict[str, Placement]]] = {}
     for axis in by_name.values():  # what every rank of an axis holds, in one message
         messages: list[dict[str, Placement]] = [{} for _ in range(axis.size)]
-        dist.all_gather_object(messages, placements, axis.group)
+        dist.all_gather_object(messages, dict(placements), axis.group)
         peers[axis.name] = messages
         for name, placement in placements.items():
             if axis.name in placement.axes and not all(name in message for message in messages):
@@ -230,14 +252,11 @@ def full_tensors(
                 )
 
     def gather_tensor(name: str) -> torch.Tensor:
-        if name not in shards:
-            buffer: torch.Tensor = state[name]
-            return buffer.detach()
         placement = placements[name]
         along = {axis: [message[name] for message in peers[axis]] for axis in placement.axes}
         return gather_full(shards[name], placement, along, by_name)
 
-    return state, gather_tensor
+    return gather_tensor
 
 
 @torch.no_grad()

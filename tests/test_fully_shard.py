@@ -23,7 +23,6 @@ from hpnb.data_parallel import DataParallel, fsdp_hooks
 from hpnb.data_parallel.fsdp import fully_shard, load_full_state_dict, no_sync
 from hpnb.data_parallel.fsdp_hooks import FSDPState, fsdp_state_of
 from hpnb.mesh import Axis
-from hpnb.placement import gather_full, placement_of
 from hpnb.theory import model_states
 
 D = torch.float64
@@ -104,17 +103,7 @@ def dp() -> Axis:
 
 def whole_gradients(model: nn.Module, axis: Axis | None) -> Tensors:
     """Of every parameter that has one; gathered if `axis`."""
-    shares = {n: p for n, p in model.named_parameters() if p.grad is not None}
-    if axis is None:
-        return {n: p.grad.clone() for n, p in shares.items() if p.grad is not None}
-    found = {}
-    for name, p in shares.items():
-        assert p.grad is not None
-        where = placement_of(p, name)
-        everyone: list[Any] = [None] * axis.size
-        torch.distributed.all_gather_object(everyone, where, axis.group)
-        found[name] = gather_full(p.grad, where, {axis.name: everyone}, {axis.name: axis})
-    return found
+    return {n: g.clone() for n, g in placement.full_gradients(model, [] if axis is None else [axis]).items()}
 
 
 def train(

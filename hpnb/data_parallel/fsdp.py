@@ -35,6 +35,7 @@ from hpnb.data_parallel.replicas import broadcast, check_replicas
 from hpnb.data_parallel.split_reducer import is_expert
 from hpnb.gradients import GradientSink
 from hpnb.mesh import Axis, Mesh, axis_of
+from hpnb.meta_device import fill_buffers
 from hpnb.placement import load_full_state_dict as load_full_state_dict
 from hpnb.ranks.current_rank import device as this_device
 
@@ -195,17 +196,10 @@ def _check_replica_axis(axis: Axis, replicas: Axis | None) -> None:
 
 
 def _broadcast_buffers(module: nn.Module, axes: Sequence[Axis], device: torch.device) -> None:
-    on_meta = {name for name, buffer in module.named_buffers() if buffer.is_meta}
-    if on_meta and (lost := on_meta - module.state_dict().keys()):
-        raise ValueError(
-            f"buffer {min(lost)} is on the meta device and in no state dict, so nothing would fill it; "
-            "give it its values before"
-        )
+    fill_buffers(module, device)
     for owner in module.modules():
         for key, buffer in owner._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                owner._buffers[key] = torch.zeros_like(buffer, device=device)
-            elif buffer is not None:
+            if buffer is not None:
                 owner._buffers[key] = buffer.to(device)
     for axis in axes:
         broadcast(list(module.buffers()), axis)

@@ -41,12 +41,11 @@ from hpnb.hybrid.compile_blocks import backend, compile_blocks
 from hpnb.hybrid.model_loss import find_model_loss
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.recompute import enable_recomputation
-from hpnb.meta_device import Unfilled
+from hpnb.meta_device import Unfilled, move_module
 from hpnb.models import accept_empty_batch, anatomy, chunk_loss, use_patch_matmul
 from hpnb.models.compare_parts import skip_first_step_check
 from hpnb.models.empty_batch import drop_empty_mask
 from hpnb.pipeline_parallel import Builder, Pipeline
-from hpnb.pipeline_parallel.stages import move_module
 from hpnb.placement import keep_placements, placement_of, set_placement
 from hpnb.ranks.current_rank import device as this_device
 from hpnb.tensor_parallel.dropout_rng import has_dropout

@@ -27,7 +27,6 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from hpnb.models import registry
@@ -50,7 +49,7 @@ from hpnb.models.registry import (
     registration_of,
     roles,
 )
-from hpnb.placement import gather_full, placement_of
+from hpnb.placement import full_gradients
 from hpnb.ranks import launch
 from hpnb.ranks.current_rank import inside_rank
 from hpnb.ranks.errors import RankError
@@ -309,7 +308,7 @@ def _on_zero_3(registration: Registration, model: nn.Module, inputs: dict[str, A
     zero.fully_shard(model, axis, find_unused_parameters=True)
     outputs = tensors_of(model_forward(model, inputs))
     loss_of(outputs.values()).backward()
-    return {name: value.detach() for name, value in outputs.items()}, _gather_gradients(model, axis)
+    return {name: value.detach() for name, value in outputs.items()}, full_gradients(model, [axis])
 
 
 def _on_zero_3_in_a_pipeline(registration: Registration, model: nn.Module, inputs: dict[str, Any]) -> Result:
@@ -327,24 +326,7 @@ def _on_zero_3_in_a_pipeline(registration: Registration, model: nn.Module, input
     zero.fully_shard(pipe.module, axis, units=blocks, find_unused_parameters=True)
     pipe.gradients = zero.sink(pipe.module)
     outputs = tensors_of(pipe.step(inputs).outputs)
-    return {name: value.detach() for name, value in outputs.items()}, _gather_gradients(pipe.module, axis)
-
-
-def _gather_gradients(module: nn.Module, axis: Any) -> dict[str, torch.Tensor]:
-    """In full, of parameters that are sharded over `axis`."""
-    sharded = {name: p for name, p in module.named_parameters() if p.grad is not None}
-    placements = {name: placement_of(p, name) for name, p in sharded.items()}
-    peers: list[Any] = [None] * axis.size
-    dist.all_gather_object(peers, placements, axis.group)
-    return {
-        name: gather_full(
-            torch.as_tensor(p.grad),
-            placements[name],
-            {axis.name: [of[name] for of in peers]},
-            {axis.name: axis},
-        )
-        for name, p in sharded.items()
-    }
+    return {name: value.detach() for name, value in outputs.items()}, full_gradients(pipe.module, [axis])
 
 
 def _on_sequence_parallel(

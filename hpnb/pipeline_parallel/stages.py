@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 
 from hpnb import comm
 from hpnb.mesh import Axis
+from hpnb.meta_device import move_module
 from hpnb.models import Part
 from hpnb.pipeline_parallel import microbatches
 from hpnb.pipeline_parallel.layers import Builder, Inputs, Layer, first_input, layers, shared_parameters
@@ -192,33 +193,6 @@ def _run_whole_model(
         f"{type(model).__name__} takes {arguments}: no name is in both; rename entries of the batch "
         "(a collate_fn can), or arguments of the forward"
     )
-
-
-def move_module(module: nn.Module, device: torch.device) -> None:
-    """Move `module` to `device`, in place; what is on the meta device gets zeros there, and stays the same
-    Parameter, placed as it was.
-
-    Raises:
-        ValueError: a buffer on the meta device that is in no state dict.
-    """
-    without_values = {name for name, buffer in module.named_buffers() if buffer.is_meta}
-    if without_values and (without_values := without_values - module.state_dict().keys()):
-        raise ValueError(
-            f"buffer {min(without_values)} is on the meta device and in no state dict, so nothing would "
-            "fill it; give it its values before"
-        )
-    for name, p in module.named_parameters():
-        if p.is_meta:  # swapped, which keeps the object; .data cannot go from meta to real
-            where = placement_of(p, name)
-            torch.utils.swap_tensors(p, nn.Parameter(torch.zeros_like(p, device=device), p.requires_grad))
-            if where.cuts:
-                set_placement(p, where)
-    filled: dict[torch.Tensor, torch.Tensor] = {}
-    for inner in module.modules():
-        for key, buffer in inner._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                inner._buffers[key] = filled.setdefault(buffer, torch.zeros_like(buffer, device=device))
-    module.to(device)
 
 
 def build_stages(

@@ -26,6 +26,7 @@ from torch import nn
 
 from hpnb import placement
 from hpnb.mesh import Axis, Mesh, axis_of
+from hpnb.meta_device import move_module
 from hpnb.models import Role, anatomy, attentions, roles
 from hpnb.models.compare_parts import FirstStepCheck, first_step_check
 from hpnb.models.model_anatomy import Anatomy, Inputs, Part, WrappedAnatomy, wrap_anatomy
@@ -214,26 +215,13 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     [(256, 64), (256, 64)]
     """
     _check_axes(model)
-    axis_by_name = {axis.name: axis for axis in axes(model)}
-    parameters = {name: p for name, p in model.named_parameters() if p.grad is not None}
-    placements = {name: placement.placement_of(p, name) for name, p in parameters.items()}
-    peers: dict[str, list[dict[str, Placement]]] = {}
-    for axis in axis_by_name.values():
-        peers[axis.name] = [{} for _ in range(axis.size)]
-        dist.all_gather_object(peers[axis.name], placements, axis.group)
-    gradients = {}
-    for name, p in parameters.items():
-        assert p.grad is not None
-        others = {a: [of_peer[name] for of_peer in peers[a]] for a in placements[name].axes}
-        gradients[name] = placement.gather_full(p.grad, placements[name], others, axis_by_name)
-    return gradients
+    return placement.full_gradients(model, axes(model))
 
 
 def load_full_state_dict(model: nn.Module, full: Mapping[str, torch.Tensor]) -> None:
     """Fill `model` from the full model's tensors. Each rank takes its shards, and nothing is sent.
 
-    A parameter on the meta device is replaced by a new Parameter on `hpnb.device()`, so make the optimizer
-    after this call.
+    A parameter on the meta device gets memory on `hpnb.device()`, and stays the same object.
 
     Args:
         full: {name: tensor}; read one after the other, so that a mapping that reads files never holds all.
@@ -241,14 +229,7 @@ def load_full_state_dict(model: nn.Module, full: Mapping[str, torch.Tensor]) -> 
     Raises:
         ValueError: a missing or unexpected name, or another shape.
     """
-    filled: dict[nn.Parameter, nn.Parameter] = {}  # by the old one: a tied parameter stays tied
-    for module in model.modules():
-        for name, p in module._parameters.items():
-            if p is not None and p.is_meta:
-                if p not in filled:
-                    filled[p] = nn.Parameter(torch.empty_like(p, device=this_device()), p.requires_grad)
-                    placement.set_placement(filled[p], placement.placement_of(p, name))
-                module._parameters[name] = filled[p]
+    move_module(model, this_device())
     placement.load_full_state_dict(model, full)
 
 

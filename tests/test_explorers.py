@@ -48,70 +48,69 @@ def sketch(ranks: int, bandwidth: float, mode: str) -> tuple[dict[str, Any], Cal
 KNOBS: Knobs = {
     "ranks": lesson.Slider(2, 8, 4),
     "bandwidth": lesson.Slider(1e3, 1e6, 2e3, log=True, unit="B/s"),
-    "mode": lesson.Choice(["ring", "none", "bug"]),
+    "mode": lesson.Choice(["ring", "none", "bug"], "ring"),
 }
 QUICK = lesson.Challenge("Under 1 ms.", lambda at: at["time (s)"] < 1e-3)
 
 
+def sketched() -> lesson.Explorer:
+    return lesson.Explorer(KNOBS, sketch, QUICK, {"bandwidth": 1e6}, ("ranks", "time (s)"))
+
+
+def move(shown: lesson.Explorer, **values: Any) -> None:
+    """Move knobs as a reader does, one after the other."""
+    for name, value in values.items():
+        shown.controls[name].value = value
+
+
+def meets(shown: lesson.Explorer, **values: Any) -> bool:
+    """Whether the challenge is met with these knobs elsewhere."""
+    return shown.challenge.met(shown.read(**values))
+
+
 def test_an_explorer_follows_its_knobs() -> None:
-    shown = lesson.Explorer(KNOBS, sketch, QUICK)
-    first = shown.png
+    shown = sketched()
+    first = shown.image.value
     assert shown.values == {"ranks": 4, "bandwidth": 2e3, "mode": "ring"}
-    assert first.startswith(b"\x89PNG")
+    assert bytes(first).startswith(b"\x89PNG")
     assert shown.readings == {"time (s)": 0.002, "odd": False}
-    assert "time <b>2.00 ms</b> · odd <b>no</b>" in shown.reading
-    assert "a line to 4 &amp; more" in shown.reading
+    assert "time <b>2.00 ms</b> · odd <b>no</b>" in shown.reading.value
+    assert "a line to 4 &amp; more" in shown.reading.value
     drawn.clear()
     assert shown.read(ranks=6)["time (s)"] == 0.003
     assert drawn == []  # reading alone draws nothing
-    shown.set(ranks=3, bandwidth=2.1e3)
-    assert shown.values["bandwidth"] == 2e3  # the nearest stop
+    move(shown, ranks=3)
     assert shown.readings["time (s)"] == 0.0015
-    assert shown.png != first
-    assert drawn == [False]  # once, and in full
-    shown.set(ranks=4)
-    assert shown.png == first
+    assert shown.image.value != first
+    assert drawn == [False]  # in full, where no event loop could do so later
+    move(shown, ranks=4)
+    assert shown.image.value == first
 
 
 def test_a_challenge_is_judged_at_every_setting() -> None:
-    shown = lesson.Explorer(KNOBS, sketch, QUICK)
-    assert shown.status == "<div>Challenge: Under 1 ms: <b>open</b></div>"
+    shown = sketched()
+    assert shown.status.value == "<div>Challenge: Under 1 ms: <b>open</b></div>"
     assert not shown.solved
-    shown.set(bandwidth=1e6)
-    assert shown.status == "<div>Challenge: Under 1 ms: <b>met</b></div>"
-    shown.set(bandwidth=1e3)
-    assert "<b>open</b> (but met before)" in shown.status
+    move(shown, bandwidth=1e6)
+    assert shown.status.value == "<div>Challenge: Under 1 ms: <b>met</b></div>"
+    move(shown, bandwidth=1e3)
+    assert "<b>open</b> (but met before)" in shown.status.value
     assert shown.solved
 
 
 def test_an_error_while_moving_is_one_sentence_under_the_last_good_picture() -> None:
-    shown = lesson.Explorer(KNOBS, sketch, QUICK)
-    first = shown.png
-    shown.set(mode="none")
-    assert "mode &#x27;none&#x27; moves nothing" in shown.reading
-    assert shown.png == first
-    shown.set(mode="bug")
-    assert "KeyError: &#x27;oops&#x27;" in shown.reading
-    shown.set(mode="ring")
-    assert "2.00 ms" in shown.reading
+    shown = sketched()
+    first = shown.image.value
+    move(shown, mode="none")
+    assert "mode &#x27;none&#x27; moves nothing" in shown.reading.value
+    assert shown.image.value == first
+    move(shown, mode="bug")
+    assert "KeyError: &#x27;oops&#x27;" in shown.reading.value
+    move(shown, mode="ring")
+    assert "2.00 ms" in shown.reading.value
+    still = {**KNOBS, "mode": lesson.Choice(["none"], "none")}
     with pytest.raises(ValueError, match="moves nothing"):  # at the first setting it is the author's
-        lesson.Explorer({**KNOBS, "mode": lesson.Choice(["none"])}, sketch)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"rank": 3}, "no knob 'rank'; there are ranks, bandwidth, mode"),
-        ({"ranks": 9}, "ranks goes from 2 to 8, not to 9"),
-        ({"bandwidth": 1}, r"bandwidth goes from 1.00 kB/s to 1.00 MB/s, not to 1"),
-        ({"mode": "tree"}, "mode is one of ring, none, bug, not 'tree'"),
-    ],
-)
-def test_a_knob_goes_only_where_it_goes(values: dict[str, Any], message: str) -> None:
-    shown = lesson.Explorer(KNOBS, sketch)
-    with pytest.raises(ValueError, match=message):
-        shown.set(**values)
-    assert shown.values["ranks"] == 4
+        lesson.Explorer(still, sketch, QUICK, {}, ("ranks", "time (s)"))
 
 
 def test_stops_of_a_slider_are_round_and_hold_its_ends_and_its_value() -> None:
@@ -119,9 +118,6 @@ def test_stops_of_a_slider_are_round_and_hold_its_ends_and_its_value() -> None:
     assert lesson.Slider(1e-6, 1e-5, 2e-6, log=True).stops[:4] == (1e-6, 1.3e-6, 1.6e-6, 2e-6)
     assert lesson.Slider(1, 256, 4, step=0.30103, log=True).stops == (1, 2, 4, 8, 16, 32, 64, 128, 256)
     assert lesson.Slider(0.0, 1.0, 0.33, step=0.25).stops == (0.0, 0.25, 0.33, 0.5, 0.75, 1.0)
-    for wrong in ((3, 1, 2), (1, 3, 5), (0, 10**9, 3), (0, 1, 1, 0), (0, 1, 1, None, True)):
-        with pytest.raises(ValueError, match="Slider"):
-            lesson.Slider(*wrong)
 
 
 def test_an_explorer_in_a_kernel_moves_coarsely_then_in_full(tmp_path: Path) -> None:
@@ -139,14 +135,15 @@ def test_an_explorer_in_a_kernel_moves_coarsely_then_in_full(tmp_path: Path) -> 
         "        return fig, f'{ranks} ranks'\n"
         "    return {'ranks': ranks}, draw\n"
         "calls = []\n"
-        "lesson.Explorer({'ranks': lesson.Slider(2, 8, 4)}, readings).display()",
-        "shown = lesson.Explorer({'ranks': lesson.Slider(2, 8, 4)}, readings).display(static=False)\n"
-        "first = shown.png; calls.clear()\n"
+        "shown = lesson.Explorer(\n"
+        "    {'ranks': lesson.Slider(2, 8, 4)}, readings,\n"
+        "    lesson.Challenge('Five.', lambda at: at['ranks'] == 5), {'ranks': 5}, ('ranks', 'ranks')).display()",
+        "first = shown.image.value; calls.clear()\n"
         "slider = shown.widget.children[0].children[0]\n"
         "slider.value = 5; slider.value = 6\n"
-        "coarse, seen = shown.png, list(calls)\n"
+        "coarse, seen = shown.image.value, list(calls)\n"
         "await asyncio.sleep(0.6)\n"
-        "print(seen, calls, coarse != first, shown.png != coarse, shown.readings)",
+        "print(seen, calls, coarse != first, shown.image.value != coarse, shown.readings)",
         "def f(x): ...\n"
         "here = lesson.banner(2)\nlesson.check(lesson.Exercise('00.1', 'f', 1, lambda f: []), f)",
         "print([v.status for v in _oh.values() if hasattr(v, 'status') and hasattr(v, 'findings')])",
@@ -157,9 +154,8 @@ def test_an_explorer_in_a_kernel_moves_coarsely_then_in_full(tmp_path: Path) -> 
     view, static = [out.data for out in first]
     assert "application/vnd.jupyter.widget-view+json" in view
     assert view["text/plain"] == "An explorer; its knobs are ranks. Run the notebook to move them."
-    assert '<img alt="4 ranks"' in static["text/html"]
-    assert len(second) == 2  # no static figure
-    assert second[1].text == "[True, True] [True, True, False] True True {'ranks': 6}\n"
+    assert '<img alt="As it opens: 4 ranks Answer, ranks 5: 5 ranks"' in static["text/html"]
+    assert second[0].text == "[True, True] [True, True, False] True True {'ranks': 6}\n"
     assert "<table" in third[0].data["text/html"]
     assert [out.output_type for out in third] == ["display_data", "stream"]  # nothing is shown twice
     assert fourth[0].text == "['not yet']\n"
@@ -211,10 +207,10 @@ def test_a_challenge_is_hard_and_can_be_met(name: str) -> None:
     shown = getattr(lesson.explorers, name)()
     assert not shown.solved
     for change in CHALLENGES[name]:
-        assert not shown.meets(**{**shown.answer, **change}), change
-    shown.set(**shown.answer)
+        assert not meets(shown, **{**shown.answer, **change}), change
+    move(shown, **shown.answer)
     assert shown.solved
-    assert shown.png.startswith(b"\x89PNG")
+    assert bytes(shown.image.value).startswith(b"\x89PNG")
 
 
 @pytest.mark.sampled(2)
@@ -233,7 +229,7 @@ def test_without_widgets_opening_trade_off_and_answer_are_shown(name: str) -> No
     assert "Answer" in alt
     assert not shown.solved  # nothing has moved
     assert len(plot.png(figure)) < 150_000
-    knob, reading = shown._trade
+    knob, reading = shown.trade
     assert reading in shown.readings
     assert knob in shown.values
 
@@ -251,7 +247,7 @@ def titles_of(shown: lesson.Explorer, **values: Any) -> list[str]:
 def test_notebook_01_wants_buckets_of_one_size_only() -> None:
     shown = lesson.explorers.overlapped_backward()
     sizes = (25, 32, 50, 63, 75, 100, 160, 1000)
-    assert [size for size in sizes if shown.meets(tokens=50_000, bucket=size)] == [50, 63, 75]
+    assert [size for size in sizes if meets(shown, tokens=50_000, bucket=size)] == [50, 63, 75]
     assert 50_000 in KNOBS_01["tokens"].stops  # type: ignore[union-attr]
     assert SIZES["l16"].parameters(classes=3) == PARAMETERS
     nbytes = GRADIENT_BYTES / 2**20
@@ -267,10 +263,10 @@ def test_notebook_02_opens_on_the_longest_warm_up_and_wants_a_trade() -> None:
     assert shown.readings["of the longest span (%)"] == pytest.approx(2.44, abs=0.005)
     counts = {"dualpipe-v": (8, 13)}  # the fewest microbatches that it takes
     settings = [(name, m) for name in schedules.NAMES for m in range(*counts.get(name, (1, 13)))]
-    good = [(name, m) for name, m in settings if shown.meets(schedule=name, microbatches=m)]
+    good = [(name, m) for name, m in settings if meets(shown, schedule=name, microbatches=m)]
     assert good == [("zb-h1", 12)]
-    shown.set(schedule="dualpipe-v", ranks=8, microbatches=8)
-    assert "needs two microbatches a rank" in shown.reading
+    move(shown, schedule="dualpipe-v", ranks=8, microbatches=8)
+    assert "needs two microbatches a rank" in shown.reading.value
 
 
 def test_notebook_03_says_what_theory_says_and_no_batch_helps_1d() -> None:
@@ -286,15 +282,15 @@ def test_notebook_03_says_what_theory_says_and_no_batch_helps_1d() -> None:
         taken = theory.block_seconds(block, mode[:2], ranks, link, 400e12, 1, mode == "1d+sp")
         assert shown.read(mode=mode, ranks=ranks)["block (s)"] == pytest.approx(taken.total)
     settings = itertools.product(("1d", "1d+sp", "2d", "2.5d"), (1, 8, 64))
-    good = [(m, b) for m, b in settings if shown.meets(**{**GOOD_03, "mode": m, "batch": b})]
+    good = [(m, b) for m, b in settings if meets(shown, **{**GOOD_03, "mode": m, "batch": b})]
     assert good == [("2d", 8)]
     states = 16 * block.parameters / 16
     for mode, stays in (("2d", 1.34e9), ("1d", states + theory.activation_bytes(block, "1d", 16))):
         headings = [title for title in titles_of(shown, mode="2d") if title.startswith(mode)]
         assert len(headings) == 1
         assert f"keeps {number(stays, 'B')} a rank" in headings[0]
-    shown.set(mode="2d", ranks=8)
-    assert "4 or 9" in shown.reading
+    move(shown, mode="2d", ranks=8)
+    assert "4 or 9" in shown.reading.value
 
 
 @pytest.mark.parametrize(("mode", "ranks"), [("1d", 8), ("1d+sp", 8), ("2d", 16), ("2.5d", 8), ("3d", 8)])
@@ -324,11 +320,11 @@ def test_notebook_04_wants_the_pipeline_outside() -> None:
     good = {
         (dp, pp, tp, order.split(" > ")[0])
         for (dp, pp, tp), order in settings
-        if shown.meets(dp=dp, pp=pp, tp=tp, order=order)
+        if meets(shown, dp=dp, pp=pp, tp=tp, order=order)
     }
     assert good == {(4, 4, 2, "pp")}
-    shown.set(dp=16, pp=4, tp=2)
-    assert "16 x 4 x 2 are 128 ranks; 2 to 64 can be drawn" in shown.reading
+    move(shown, dp=16, pp=4, tp=2)
+    assert "16 x 4 x 2 are 128 ranks; 2 to 64 can be drawn" in shown.reading.value
 
 
 @pytest.mark.parametrize("billions", [0.1, 1.5, 13.0, 175.0])
@@ -342,7 +338,7 @@ def test_notebook_06_opens_on_the_uniform_cut_and_no_pipeline_beats_its_head() -
     shown = lesson.explorers.uneven_layers()
     assert shown.readings["bubble (%)"] == pytest.approx(44.0, abs=0.05)
     settings = itertools.product(("uniform", "by parameters", "by time"), schedules.NAMES)
-    good = [(cut, name) for cut, name in settings if shown.meets(cut=cut, schedule=name)]
+    good = [(cut, name) for cut, name in settings if meets(shown, cut=cut, schedule=name)]
     assert good == [("by time", "dualpipe-v")]
     most = (24 + 4.5 + 0.1) / 4.5
     for ranks in (6, 8):
@@ -353,7 +349,7 @@ def test_notebook_06_opens_on_the_uniform_cut_and_no_pipeline_beats_its_head() -
 def test_notebook_07_wants_five_ranks_sequence_parallelism_and_recomputed_attention() -> None:
     shown = lesson.explorers.kept_by_rank()
     settings = itertools.product((4, 5, 8), ("replicated", "sharded"), ("nothing", "attention", "blocks"))
-    good = [s for s in settings if shown.meets(tokens=8192, ranks=s[0], between=s[1], recomputed=s[2])]
+    good = [s for s in settings if meets(shown, tokens=8192, ranks=s[0], between=s[1], recomputed=s[2])]
     assert good == [(5, "sharded", "attention")]
     with pytest.raises(ValueError, match="5 heads cannot be split over 8 ranks"):
         shown.read(heads=5, ranks=8)
@@ -375,7 +371,7 @@ def test_notebook_10_opens_on_ulysses_and_wants_a_ring_of_few_kv_heads() -> None
     shown = lesson.explorers.ring_or_ulysses()
     assert shown.readings["less exposed"] == "Ulysses"
     settings = itertools.product((16_384, 32_768, 65_536), (8, 16, 32))
-    assert [at for at in settings if shown.meets(sequence=at[0], kv_heads=at[1])] == [(65_536, 8)]
+    assert [at for at in settings if meets(shown, sequence=at[0], kv_heads=at[1])] == [(65_536, 8)]
     assert shown.read(**shown.answer)["less exposed"] == "ring"
     assert shown.read(cp=64)["Ulysses (ms)"] == "needs 64 heads"
     with pytest.raises(ValueError, match="16 heads do not divide into groups of 32"):
@@ -386,7 +382,7 @@ def test_notebook_11_opens_on_narrow_experts_far_away_and_wants_wide_ones_on_few
     shown = lesson.explorers.expert_layer()
     assert shown.readings["messages (ms)"] > 3 * shown.readings["layer (ms)"] / 5
     settings = itertools.product((16, 32, 64), (2, 4, 8), (1, 4))
-    good = {(e, ep) for e, ep, k in settings if shown.meets(experts=e, ep=ep, top_k=k, imbalance=1.2)}
+    good = {(e, ep) for e, ep, k in settings if meets(shown, experts=e, ep=ep, top_k=k, imbalance=1.2)}
     assert good == {(16, 4)}
     one, four = (shown.read(ep=4, top_k=k)["times the ideal"] for k in (1, 4))
     assert one == pytest.approx(four, rel=0.03)  # k is in computing and in messages

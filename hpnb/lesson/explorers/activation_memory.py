@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from hpnb.comm import split_sizes
-from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
+from hpnb.lesson.explorers.explorer import Challenge, Evaluation, Explorer, Picture
 from hpnb.lesson.explorers.knobs import Choice, Knobs, Slider
 from hpnb.lesson.tables import number
 from hpnb.theory import (
@@ -17,9 +15,6 @@ from hpnb.theory import (
     recomputed_share,
 )
 from hpnb.theory.activation_table import Recompute
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 LAYERS = 48
 HEAD_WIDTH = 64
@@ -59,7 +54,7 @@ def kept_by_rank() -> Explorer:
 
 def _readings(
     heads: int, vocabulary: int, ranks: int, tokens: int, between: str, recomputed: str
-) -> tuple[dict[str, Any], Draw]:
+) -> Evaluation:
     if ranks > heads:
         raise ValueError(f"{heads} heads cannot be split over {ranks} ranks; use at most {heads}")
     block, recompute = Block(HEAD_WIDTH * heads, heads, tokens), RECOMPUTE[recomputed]
@@ -78,7 +73,7 @@ def _readings(
         f"{readings['largest compute (×mean)']:.3f} × mean"
     )
 
-    def draw(fast: bool) -> tuple[Figure, str]:
+    def draw(fast: bool) -> Picture:
         from hpnb.lesson.figures import gpt2_tensor
 
         rows = {

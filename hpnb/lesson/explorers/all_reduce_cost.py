@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
+from hpnb.lesson.explorers.explorer import Challenge, Evaluation, Explorer, Picture
 from hpnb.lesson.explorers.knobs import Choice, Knobs, Slider
 from hpnb.lesson.tables import number
 from hpnb.theory import ALGORITHMS, Link, cheapest, seconds
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _SIZES = tuple(10 ** (k / 4) for k in range(8, 37))  # 100 B to 1 GB
 
@@ -46,9 +41,7 @@ def all_reduce_cost() -> Explorer:
     ).display()
 
 
-def _readings(
-    ranks: int, kilobytes: float, latency: float, bandwidth: float, algorithm: str
-) -> tuple[dict[str, Any], Draw]:
+def _readings(ranks: int, kilobytes: float, latency: float, bandwidth: float, algorithm: str) -> Evaluation:
     link, nbytes = Link(latency * 1e-6, bandwidth * 1e9), kilobytes * 1e3
     took = seconds("all_reduce", nbytes, ranks, link, algorithm)
     readings = {
@@ -57,7 +50,7 @@ def _readings(
         "of it latency (%)": 100 * seconds("all_reduce", 0.0, ranks, link, algorithm) / took,
     }
 
-    def draw(fast: bool) -> tuple[Figure, str]:
+    def draw(fast: bool) -> Picture:
         from hpnb.lesson.figures import ranks_and_collectives
 
         curves = {a: (_SIZES, [seconds("all_reduce", n, ranks, link, a) for n in _SIZES]) for a in ALGORITHMS}

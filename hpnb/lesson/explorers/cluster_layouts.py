@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
-from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
+from hpnb.lesson.explorers.explorer import Challenge, Evaluation, Explorer, Picture
 from hpnb.lesson.explorers.knobs import Choice, Knobs
 from hpnb.lesson.programs import cluster_planning
 from hpnb.lesson.tables import number
 from hpnb.theory.cluster import cluster_memory, cluster_parts
 from hpnb.theory.planner import best_by_cut, fastest
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _MEMORY = 80e9  # bytes of an A100
 
@@ -47,7 +43,7 @@ def cluster_layouts() -> Explorer:
 
 def _readings(
     model: str, gpus: int, node: int, network: str, batch: int, recompute: str, zero: int
-) -> tuple[dict[str, Any], Draw]:
+) -> Evaluation:
     run = replace(cluster_planning.MODELS[model], batch=batch, recompute=recompute == "yes")
     cluster = cluster_planning.cluster(gpus, network, node, _MEMORY)
     plans = best_by_cut(run, cluster, zero)
@@ -65,7 +61,7 @@ def _readings(
         "MFU (%)": 100 * useful_flops / step / gpus / cluster.peak,
     }
 
-    def draw(fast: bool) -> tuple[Figure, str]:
+    def draw(fast: bool) -> Picture:
         from hpnb.lesson.figures import plan_at_scale
 
         steps = {

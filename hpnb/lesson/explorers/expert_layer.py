@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
-from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
+from hpnb.lesson.explorers.explorer import Challenge, Evaluation, Explorer, Picture
 from hpnb.lesson.explorers.knobs import Choice, Knobs, Slider
 from hpnb.lesson.tables import number
 from hpnb.theory import LINKS
 from hpnb.theory.communication import seconds
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 RATE = 400e12  # FLOP/s of matmuls in 16 bits, about what an H100 reaches
 HIDDEN, TOTAL_WIDTH, TOKENS = 4096, 131_072, 8192  # of a token; of all experts together; of a rank
@@ -77,7 +74,7 @@ def layer_cost(experts: int, top_k: int, ep: int, imbalance: float, link: str) -
     return LayerCost(ideal, (busiest - 1) * ideal, messages, 2 * 3 * HIDDEN * TOTAL_WIDTH / ep)
 
 
-def _readings(experts: int, top_k: int, ep: int, imbalance: float, link: str) -> tuple[dict[str, Any], Draw]:
+def _readings(experts: int, top_k: int, ep: int, imbalance: float, link: str) -> Evaluation:
     cost = layer_cost(experts, top_k, ep, imbalance, link)
     readings = {
         "times the ideal": cost.total / cost.ideal,
@@ -87,7 +84,7 @@ def _readings(experts: int, top_k: int, ep: int, imbalance: float, link: str) ->
         "width of an expert": TOTAL_WIDTH // experts,
     }
 
-    def draw(fast: bool) -> tuple[Figure, str]:
+    def draw(fast: bool) -> Picture:
         from hpnb.plot.bars import Bar, BarPanel, bars
         from hpnb.plot.grammar import STYLE, OpStyle
 

@@ -1,7 +1,8 @@
 """A formula with knobs: move one, and the picture, its readings and the challenge follow.
 
-    Explorer({"p": Slider(2, 8, 4), "schedule": Choice(["gpipe", "1f1b"])}, readings,
-             Challenge("bubble under 10 %", lambda at: at["bubble (%)"] < 10)).display()
+    Explorer({"p": Slider(2, 8, 4), "schedule": Choice(["gpipe", "1f1b"], "gpipe")}, readings,
+             Challenge("bubble under 10 %", lambda at: at["bubble (%)"] < 10), answer={"schedule": "1f1b"},
+             trade=("p", "bubble (%)")).display()
 
 `readings(**values)` evaluates the formula at one setting of the knobs. It returns `({name: value}, draw)`,
 and `draw(fast)` makes the picture with its alt text. While a knob moves the picture is coarse (fast=True);
@@ -25,8 +26,9 @@ from hpnb.lesson.tables import number, split_unit
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Draw = Callable[[bool], tuple["Figure", str]]  # fast -> (figure, alt text)
-Readings = Callable[..., tuple[Mapping[str, Any], Draw]]
+Picture = tuple["Figure", str]  # with its alt text
+Draw = Callable[[bool], Picture]  # of fast
+Evaluation = tuple[Mapping[str, Any], Draw]  # readings, and how to draw them
 REST_SECONDS = 0.25  # without a move, after which the full picture is drawn
 _SCREEN_READER_ONLY = "position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)"
 
@@ -56,7 +58,9 @@ class Explorer:
     Attributes:
         readings: what was read at the present setting.
         solved: whether the challenge has been met at some setting.
-        widget: the controls, the picture and the text, as ipywidgets.
+        controls: {knob: its widget}.
+        image, reading, status: the widgets of the picture, its readings and the challenge.
+        widget: all of them.
 
     Raises:
         ValueError: the formula cannot be evaluated at the first setting.
@@ -65,10 +69,10 @@ class Explorer:
     def __init__(
         self,
         knobs: Knobs,
-        readings: Readings,
-        challenge: Challenge | None = None,
-        answer: Mapping[str, Any] | None = None,
-        trade: tuple[str, str] | None = None,
+        readings: Callable[..., Evaluation],
+        challenge: Challenge,
+        answer: Mapping[str, Any],
+        trade: tuple[str, str],
         trade_names: tuple[str, str] = ("as it opens", "with the answer's other knobs"),
         goal: float | None = None,
         trade_title: str = "",
@@ -76,26 +80,25 @@ class Explorer:
     ) -> None:
         import ipywidgets
 
-        self.readings: dict[str, Any] = {}
+        self.readings: Mapping[str, Any] = {}
         self.solved = False
-        self.answer, self._trade = dict(answer or {}), trade
+        self.challenge, self.answer, self.trade = challenge, answer, trade
         self._trade_names, self._goal = trade_names, goal
-        self._trade_title, self._trade_looks = trade_title, tuple(trade_looks)
-        self._evaluate, self._knobs, self._challenge = readings, dict(knobs), challenge
-        self._quiet, self._later = False, None  # type: bool, asyncio.TimerHandle | None
+        self._trade_title, self._trade_looks = trade_title, trade_looks
+        self._evaluate, self._knobs = readings, knobs
+        self._later: asyncio.TimerHandle | None = None
         self._lock = threading.Lock()  # newer kernels handle widgets in a thread of their own
-        self._controls = {name: knob.control(name) for name, knob in self._knobs.items()}
-        self._image = ipywidgets.Image(format="png", layout={"max_width": "100%"})
-        self._reading, self._status = ipywidgets.HTML(), ipywidgets.HTML()
-        controls = ipywidgets.Box(list(self._controls.values()), layout={"flex_flow": "row wrap"})
-        lines = [self._reading] + [self._status] * (challenge is not None)
-        self.widget = ipywidgets.VBox([controls, self._image, *lines])
-        self._first_figure = self._redraw_or_raise(fast=False)
-        for control in self._controls.values():
+        self.controls = {name: knob.control(name) for name, knob in knobs.items()}
+        self.image = ipywidgets.Image(format="png", layout={"max_width": "100%"})
+        self.reading, self.status = ipywidgets.HTML(), ipywidgets.HTML()
+        controls = ipywidgets.Box(list(self.controls.values()), layout={"flex_flow": "row wrap"})
+        self.widget = ipywidgets.VBox([controls, self.image, self.reading, self.status])
+        self._first_picture = self._redraw_or_raise(fast=False)
+        for control in self.controls.values():
             control.observe(self._moved, names="value")
 
-    def display(self, static: bool = True) -> Explorer:
-        """Show the widget in a notebook; with `static` also the figure for pages without widgets."""
+    def display(self) -> Explorer:
+        """Show the widget in a notebook, and the figure for pages without widgets."""
         ipython = sys.modules.get("IPython")
         if ipython is not None and ipython.get_ipython() is not None:
             from hpnb import plot
@@ -104,30 +107,29 @@ class Explorer:
             names = ", ".join(name.replace("_", " ") for name in self._knobs)
             view["text/plain"] = f"An explorer; its knobs are {names}. Run the notebook to move them."
             ipython.display.display(view, raw=True)
-            if static:
-                plot.show(*self.static_figure())
+            plot.show(*self.static_figure())
         return self
 
-    def static_figure(self) -> tuple[Figure, str]:
+    def static_figure(self) -> Picture:
         """The opening setting, the trade-off and the answer in one figure, with its alt text."""
-        opening, alt = self._first_figure
-        if not self.answer:
-            return opening, alt
         from hpnb.lesson.explorers import small_multiples
 
+        opening, alt = self._first_picture
         start = {name: knob.value for name, knob in self._knobs.items()}
         setting = {**start, **self.answer}
         answer, answer_alt = self._evaluate(**setting)[1](False)
         moved = ", ".join(f"{name.replace('_', ' ')} {_shown(v)}" for name, v in self.answer.items())
-        pictures = [("It opens here", opening), (f"An answer to the challenge: {moved}", answer)]
-        if self._trade is not None:
-            knob, reading = self._trade
-            places = dict(zip(self._trade_names, (start, setting), strict=True))
-            middle = small_multiples.trade_off(
-                self.read, knob, self._knobs[knob], reading, places, self._goal,
-                self._trade_title, self._trade_looks,
-            )  # fmt: skip
-            pictures.insert(1, (f"What changes with {knob.replace('_', ' ')}", middle))
+        knob, reading = self.trade
+        places = dict(zip(self._trade_names, (start, setting), strict=True))
+        middle = small_multiples.trade_off(
+            self.read, knob, self._knobs[knob], reading, places, self._goal,
+            self._trade_title, self._trade_looks,
+        )  # fmt: skip
+        pictures = [
+            ("It opens here", opening),
+            (f"What changes with {knob.replace('_', ' ')}", middle),
+            (f"An answer to the challenge: {moved}", answer),
+        ]
         words = f"As it opens: {alt} Answer, {moved}: {answer_alt}"
         return small_multiples.stack(pictures), words
 
@@ -136,55 +138,15 @@ class Explorer:
         setting = {**self.values, **values}
         return {**setting, **self._evaluate(**setting)[0]}
 
-    def meets(self, **values: Any) -> bool:
-        """Whether the challenge is met with these knobs elsewhere."""
-        return self._challenge is not None and bool(self._challenge.met(self.read(**values)))
-
-    def set(self, **values: Any) -> None:
-        """Move knobs as a reader would, to the nearest stops, and draw the full picture once.
-
-        Raises:
-            ValueError: there is no such knob, or it does not go there.
-        """
-        stops = {}
-        for name, value in values.items():
-            if name not in self._knobs:
-                raise ValueError(f"no knob {name!r}; there are {', '.join(self._knobs)}")
-            stops[name] = self._knobs[name].nearest(name, value)
-        self._quiet = True
-        try:
-            for name, value in stops.items():
-                self._controls[name].value = value
-        finally:
-            self._quiet = False
-        self._redraw(fast=False)
-
     @property
     def values(self) -> dict[str, Any]:
         """{knob: where it stands}."""
-        return {name: control.value for name, control in self._controls.items()}
-
-    @property
-    def png(self) -> bytes:
-        """The picture at hand."""
-        return bytes(self._image.value)
-
-    @property
-    def reading(self) -> str:
-        """The line under the picture, as HTML."""
-        return str(self._reading.value)
-
-    @property
-    def status(self) -> str:
-        """The line of the challenge, as HTML; empty without one."""
-        return str(self._status.value)
+        return {name: control.value for name, control in self.controls.items()}
 
     def _ipython_display_(self) -> None:
         """Nothing: `display` has shown it."""
 
     def _moved(self, _: object) -> None:
-        if self._quiet:
-            return
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:  # without an event loop nothing can be drawn later
@@ -203,30 +165,27 @@ class Explorer:
             message = str(error).strip().partition("\n")[0]
             if not isinstance(error, ValueError) or not message:
                 message = f"{type(error).__name__}: {message}"
-            self._reading.value = f"<div>Not at this setting: {escape(message)}</div>"
-            self._status.value = self._challenge_line(met=False)
+            self.reading.value = f"<div>Not at this setting: {escape(message)}</div>"
+            self.status.value = self._challenge_line(met=False)
 
-    def _redraw_or_raise(self, fast: bool) -> tuple[Figure, str]:
+    def _redraw_or_raise(self, fast: bool) -> Picture:
         from hpnb import plot
 
         with self._lock:
             readings, draw = self._evaluate(**self.values)
             figure, alt = draw(fast)
-            png = plot.png(figure, scale=1.0, small=False) if fast else plot.png(figure)
-            met = self._challenge is not None and bool(self._challenge.met({**self.values, **readings}))
-            self.readings = dict(readings)
+            met = self.challenge.met({**self.values, **readings})
+            self.readings = readings
             self.solved = self.solved or met
-            self._image.layout.width = f"{round(figure.get_figwidth() * 100)}px"  # whatever its resolution
-            self._image.value = png
-            self._reading.value = _reading_line(self.readings, alt)
-            self._status.value = self._challenge_line(met)
+            self.image.layout.width = f"{round(figure.get_figwidth() * 100)}px"  # whatever its resolution
+            self.image.value = plot.png(figure, scale=1.0, small=False) if fast else plot.png(figure)
+            self.reading.value = _reading_line(self.readings, alt)
+            self.status.value = self._challenge_line(met)
         return figure, alt
 
     def _challenge_line(self, met: bool) -> str:
-        if self._challenge is None:
-            return ""
         before = " (but met before)" if self.solved and not met else ""
-        text = escape(self._challenge.text.strip().removesuffix("."))
+        text = escape(self.challenge.text.strip().removesuffix("."))
         return f"<div>Challenge: {text}: <b>{'met' if met else 'open'}</b>{before}</div>"
 
 

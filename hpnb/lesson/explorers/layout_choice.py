@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
 
-from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
+from hpnb.lesson.explorers.explorer import Challenge, Evaluation, Explorer, Picture
 from hpnb.lesson.explorers.knobs import Choice, Knobs, Slider
 from hpnb.lesson.programs.layout_tasks import NODE, RATE, gpt2_xl_task
 from hpnb.lesson.tables import number
 from hpnb.mesh import ParallelLayout
 from hpnb.theory import layout_memory, layout_parts, task_layouts
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SAMPLES, BETWEEN = 128, "Ethernet 100 Gb"
 GOAL = 45  # % of the assumed FLOP/s
@@ -62,9 +58,7 @@ def _other_layouts(ranks: int) -> dict[str, tuple[float, float]]:
     }
 
 
-def _readings(
-    dp: int, pp: int, tp: int, microbatches: int, zero: int, cap: float
-) -> tuple[dict[str, Any], Draw]:
+def _readings(dp: int, pp: int, tp: int, microbatches: int, zero: int, cap: float) -> Evaluation:
     plan = ParallelLayout(dp, pp, tp, microbatches if pp > 1 else 1, zero)
     task, ranks = gpt2_xl_task(SAMPLES, BETWEEN), plan.world_size
     if not 2 <= ranks <= MAX_RANKS:
@@ -80,7 +74,7 @@ def _readings(
         "FLOP utilisation (%)": 100 * task.flops / step / ranks / RATE,
     }
 
-    def draw(fast: bool) -> tuple[Figure, str]:
+    def draw(fast: bool) -> Picture:
         from hpnb.lesson.figures import gpt2_hybrid
 
         m = task.microbatches(plan)

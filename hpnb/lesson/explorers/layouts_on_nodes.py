@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from itertools import permutations
-from typing import TYPE_CHECKING, Any
 
 from hpnb.lesson.explorers import small_multiples
-from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
+from hpnb.lesson.explorers.explorer import Challenge, Evaluation, Explorer, Picture
 from hpnb.lesson.explorers.knobs import Choice, Knobs
 from hpnb.lesson.programs import rank_traffic
 from hpnb.lesson.tables import number
 from hpnb.mesh import AXES, Layout
 from hpnb.theory import LINKS
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 ORDERS = tuple(" > ".join(order) for order in permutations(AXES))
 MAX_RANKS = 64  # more squares could not be told apart
@@ -45,7 +41,7 @@ CHALLENGE = Challenge(
 class NodesExplorer(Explorer):
     """Without widgets: both atlases, and between them the steps of all orders of the answer's sizes."""
 
-    def static_figure(self) -> tuple[Figure, str]:
+    def static_figure(self) -> Picture:
         from hpnb.lesson.figures import vit_hybrid
 
         start = {name: knob.value for name, knob in self._knobs.items()}
@@ -87,9 +83,7 @@ def _placed(
     )
 
 
-def _readings(
-    dp: int, pp: int, tp: int, order: str, node: int, inside: str, between: str
-) -> tuple[dict[str, Any], Draw]:
+def _readings(dp: int, pp: int, tp: int, order: str, node: int, inside: str, between: str) -> Evaluation:
     layout, task = _placed(dp, pp, tp, order, node, inside, between)
     if not 2 <= layout.world_size <= MAX_RANKS:
         ranks = layout.world_size
@@ -104,7 +98,7 @@ def _readings(
         "states (B)": task.states(layout),
     }
 
-    def draw(fast: bool) -> tuple[Figure, str]:
+    def draw(fast: bool) -> Picture:
         return _atlas(dp, pp, tp, order, node, inside, between, fast=fast)
 
     return readings, draw
@@ -113,7 +107,7 @@ def _readings(
 def _atlas(
     dp: int, pp: int, tp: int, order: str, node: int, inside: str, between: str,
     *, fast: bool = False, bars: bool = True,
-) -> tuple[Figure, str]:  # fmt: skip
+) -> Picture:  # fmt: skip
     """Who sends to whom in this order and in the default one; with `bars` also both steps."""
     from hpnb.lesson.figures import vit_hybrid
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
 
-from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
+from hpnb.lesson.explorers.explorer import Challenge, Evaluation, Explorer, Picture
 from hpnb.lesson.explorers.knobs import Choice, Knobs, Slider
 from hpnb.lesson.programs.step_timing import Backward
 from hpnb.lesson.tables import number
 from hpnb.theory import LINKS, even_buckets, seconds
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 PARAMETERS = 303_304_707  # of ViT-L/16 with 3 classes
 GRADIENT_BYTES = 2 * PARAMETERS
@@ -53,9 +49,7 @@ def overlapped_backward() -> Explorer:
     ).display()
 
 
-def _readings(
-    bucket: float, tokens: int, matmul: float, link: str, ranks: int
-) -> tuple[dict[str, Any], Draw]:
+def _readings(bucket: float, tokens: int, matmul: float, link: str, ranks: int) -> Evaluation:
     backward = 4 * tokens * PARAMETERS / (matmul * 1e12)  # seconds
     forward, chosen = backward / 2, LINKS[link]
     count = math.ceil(GRADIENT_BYTES / (bucket * 2**20))
@@ -71,7 +65,7 @@ def _readings(
         "ρ (FLOP/B)": f"{matmul * 1e12 / chosen.bandwidth:,.0f}",
     }
 
-    def draw(fast: bool) -> tuple[Figure, str]:
+    def draw(fast: bool) -> Picture:
         from hpnb import plot
 
         buckets = f"{count} buckets of {number(sizes[0] / 2**20, 'MiB')}" if count > 1 else "one bucket"

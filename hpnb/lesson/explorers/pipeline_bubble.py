@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
+from hpnb.lesson.explorers.explorer import Challenge, Evaluation, Explorer, Picture
 from hpnb.lesson.explorers.knobs import Choice, Knobs, Slider
 from hpnb.lesson.tables import number
 from hpnb.pipeline_parallel import Costs, schedules
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _FIXED_CHUNKS = {"zb-v": 2, "dualpipe-v": 2}
 _ANY_CHUNKS = ("interleaved", "breadth-first")
@@ -56,7 +51,7 @@ def _readings(
     input_grad: float,
     weight_grad: float,
     transfer: float,
-) -> tuple[dict[str, Any], Draw]:
+) -> Evaluation:
     v = chunks if schedule in _ANY_CHUNKS else _FIXED_CHUNKS.get(schedule, 1)
     actions = schedules.make(schedule, ranks * v, microbatches, v)
     tl = actions.simulate(Costs(1 / v, input_grad / v, weight_grad / v, transfer))
@@ -70,7 +65,7 @@ def _readings(
         "messages": sum(map(len, actions.queues.values())),
     }
 
-    def draw(fast: bool) -> tuple[Figure, str]:
+    def draw(fast: bool) -> Picture:
         from hpnb import plot
 
         fits = microbatches <= 10  # numbers of two digits do not fit

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
+from hpnb.lesson.explorers.explorer import Challenge, Evaluation, Explorer, Picture
 from hpnb.lesson.explorers.knobs import Choice, Knobs, Slider
 from hpnb.lesson.tables import number
 from hpnb.theory import LINKS, context
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 RATE = 400e12  # FLOP/s of attention in 16 bits, about what FlashAttention-2 and 3 reach on an H100
 SHARE = "exposed / computing (%)"  # of the way that exposes less
@@ -77,7 +72,7 @@ def exposed(sequence: int, heads: int, kv_heads: int, cp: int, link: str) -> tup
     return ways, cp * step.total
 
 
-def _readings(sequence: float, heads: int, kv_heads: int, cp: int, link: str) -> tuple[dict[str, Any], Draw]:
+def _readings(sequence: float, heads: int, kv_heads: int, cp: int, link: str) -> Evaluation:
     sequence = round(sequence)
     ways, computing = exposed(sequence, heads, kv_heads, cp, link)
     best = min(ways, key=lambda way: ways[way])
@@ -89,7 +84,7 @@ def _readings(sequence: float, heads: int, kv_heads: int, cp: int, link: str) ->
         "Ulysses (ms)": 1e3 * ways["Ulysses"] if "Ulysses" in ways else f"needs {cp} heads",
     }
 
-    def draw(fast: bool) -> tuple[Figure, str]:
+    def draw(fast: bool) -> Picture:
         from hpnb.lesson.figures import long_contexts
 
         rows = [exposed(length, heads, kv_heads, cp, link) for length in _LENGTHS]

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
+from hpnb.lesson.explorers.explorer import Challenge, Evaluation, Explorer, Picture
 from hpnb.lesson.explorers.knobs import Choice, Knobs, Slider
 from hpnb.lesson.tables import number
 from hpnb.record import CATEGORIES
 from hpnb.theory import LINKS, Block, step_memory, zero_step_seconds
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _RATES = {"bf16": 400e12, "float32": 50e12}  # FLOP/s
 _VALUE_BYTES = {"bf16": 2, "float32": 4}
@@ -70,7 +65,7 @@ def _readings(
     link: str,
     offload: str,
     precision: str,
-) -> tuple[dict[str, Any], Draw]:
+) -> Evaluation:
     layers, hidden = gpt_shape(billions)
     width, rate = _VALUE_BYTES[precision], _RATES[precision]
     block = Block(hidden, hidden // _HEAD_WIDTH, _LENGTH, sequences, bytes_per_value=width)
@@ -99,7 +94,7 @@ def _readings(
         "tokens a step": f"{ranks * sequences * _LENGTH:,}",
     }
 
-    def draw(fast: bool) -> tuple[Figure, str]:
+    def draw(fast: bool) -> Picture:
         from hpnb.lesson.figures import gpt2_data_parallel
 
         figure = gpt2_data_parallel.step_bill(

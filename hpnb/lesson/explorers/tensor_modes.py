@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
 
-from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
+from hpnb.lesson.explorers.explorer import Challenge, Evaluation, Explorer, Picture
 from hpnb.lesson.explorers.knobs import Choice, Knobs
 from hpnb.lesson.tables import number
 from hpnb.record import Event, Timeline
@@ -20,9 +19,6 @@ from hpnb.theory import (
     block_sent,
     grid_sides,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _RATE = 400e12  # FLOP/s of a rank
 _STATE_BYTES = 16.0  # of a parameter's weight, gradient and optimizer state
@@ -58,9 +54,7 @@ def tensor_modes() -> Explorer:
     return Explorer(KNOBS, mode_readings, CHALLENGE, ANSWER, trade, names, goal=0.4).display()
 
 
-def mode_readings(
-    mode: str, ranks: int, hidden: int, sequence: int, batch: int, link: str
-) -> tuple[dict[str, Any], Draw]:
+def mode_readings(mode: str, ranks: int, hidden: int, sequence: int, batch: int, link: str) -> Evaluation:
     block = Block(hidden, hidden // 128, sequence, batch)
     grid_mode, sequence_parallel = mode.removesuffix("+sp"), mode.endswith("+sp")
     depth = _depth(mode, ranks)
@@ -78,7 +72,7 @@ def mode_readings(
         "ρ (FLOP/B)": f"{_RATE / LINKS[link].bandwidth:,.0f}",
     }
 
-    def draw(fast: bool) -> tuple[Figure, str]:
+    def draw(fast: bool) -> Picture:
         from hpnb import plot
 
         sides = " x ".join(map(str, grid_sides(grid_mode, ranks, depth)))

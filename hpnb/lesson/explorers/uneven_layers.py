@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
 
-from hpnb.lesson.explorers.explorer import Challenge, Draw, Explorer
+from hpnb.lesson.explorers.explorer import Challenge, Evaluation, Explorer, Picture
 from hpnb.lesson.explorers.knobs import Choice, Knobs, Slider
 from hpnb.lesson.tables import number
 from hpnb.pipeline_parallel import Costs, schedules
 from hpnb.theory import stage_loads
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 BLOCKS = 24
 EMBEDDING = 0.1  # of a block
@@ -21,7 +17,7 @@ _CHUNKS = {"interleaved": 2, "breadth-first": 2, "zb-v": 2, "dualpipe-v": 2}
 KNOBS: Knobs = {
     "head": Slider(0.0, 8.0, 4.5, 0.1, unit="blocks"),
     "ranks": Slider(2, 8, 4),
-    "cut": Choice(("uniform", "by parameters", "by time")),
+    "cut": Choice(("uniform", "by parameters", "by time"), "uniform"),
     "microbatches": Slider(1, 32, 8),
     "schedule": Choice(schedules.NAMES, "1f1b"),
 }
@@ -45,9 +41,7 @@ def uneven_layers() -> Explorer:
     return Explorer(KNOBS, _readings, CHALLENGE, ANSWER, trade, goal=10).display()
 
 
-def _readings(
-    head: float, ranks: int, cut: str, microbatches: int, schedule: str
-) -> tuple[dict[str, Any], Draw]:
+def _readings(head: float, ranks: int, cut: str, microbatches: int, schedule: str) -> Evaluation:
     chunks = _CHUNKS.get(schedule, 1)
     costs = [EMBEDDING] + [1.0] * BLOCKS + [head]
     counts = _layers_per_stage(head, ranks * chunks, cut)
@@ -65,7 +59,7 @@ def _readings(
         "as fast as so many devices": microbatches * sum(costs) / tl.makespan,
     }
 
-    def draw(fast: bool) -> tuple[Figure, str]:
+    def draw(fast: bool) -> Picture:
         from hpnb.lesson.figures import gpt2_pipeline
 
         figure = gpt2_pipeline.skyline(

@@ -137,7 +137,8 @@ def test_an_explorer_in_a_kernel_moves_coarsely_then_in_full(tmp_path: Path) -> 
         "calls = []\n"
         "shown = lesson.Explorer(\n"
         "    {'ranks': lesson.Slider(2, 8, 4)}, readings,\n"
-        "    lesson.Challenge('Five.', lambda at: at['ranks'] == 5), {'ranks': 5}, ('ranks', 'ranks')).display()",
+        "    lesson.Challenge('Five.', lambda at: at['ranks'] == 5),\n"
+        "    {'ranks': 5}, ('ranks', 'ranks')).display()",
         "first = shown.image.value; calls.clear()\n"
         "slider = shown.widget.children[0].children[0]\n"
         "slider.value = 5; slider.value = 6\n"

@@ -47,7 +47,7 @@ def tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def replicas_are_printed(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    data_parallel.run(2, 2, device="cpu", contests=("stage 1", "stage 3"))
+    data_parallel.run(2, 2, "cpu", ("stage 1", "stage 3"), 1)
     text = capsys.readouterr().out
     for contest in ("stage 1", "stage 3"):
         ours, theirs = data_parallel.CONTESTS[contest]
@@ -100,7 +100,7 @@ def test_a_table_has_ratios_to_its_first_row() -> None:
 
 @pytest.mark.gpu
 def test_a_contest_on_gpus_tells_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    data_parallel.run(2, 1, device="cuda", contests=["replicas"])
+    data_parallel.run(2, 1, "cuda", ["replicas"], 1)
     assert len(re.findall(r" ms .* [\d.]+ GiB", capsys.readouterr().out)) == 4
 
 
@@ -135,8 +135,8 @@ def test_both_pipelines_train_the_same(size: ViTSize | GPT2Size) -> None:
 
 
 def pipelines_are_printed(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    pipeline.run(2, 2, "cpu", ("zb-h1",), (4,), 0.25)
-    pipeline.bubbles(2, "cpu", (2,), 0.25)
+    pipeline.run(2, 2, "cpu", ("zb-h1",), (4,), 0.25, bubbles=False)
+    pipeline.run(2, 2, "cpu", None, (2,), 0.25, bubbles=True)
     text = capsys.readouterr().out
     for row, times in {"hpnb zb-h1": 1, "torch Schedule1F1B": 1}.items():
         assert count_rows(text, row) == times, text
@@ -186,7 +186,7 @@ def test_tensor_parallel_candidates_train_the_same_model(size: ViTSize | GPT2Siz
 
 
 def matrices_are_printed(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    tensor.run(2, 2, "cpu", ("vit",), 2, traces=str(folder))
+    tensor.run(2, 2, "cpu", ("vit",), 2, profile=str(folder))
     text = capsys.readouterr().out
     for name in ("hpnb 1d", "hpnb 1d, sequence parallel", "torch", "torch, SequenceParallel (18 tokens)"):
         assert re.search(rf"^  {re.escape(name)}{ROW}.* [\d.]+ MiB leave", text, re.MULTILINE), (name, text)
@@ -210,7 +210,7 @@ def test_torch_is_left_out_where_heads_do_not_divide(
 ) -> None:
     size = GPT2Size(40, 2, 5, 40, 53, 12)
     monkeypatch.setattr(tensor, "make_task", lambda *_: TrainingTask("tiny", size, 2, 2, 32))
-    tensor.run(2, 1, "cpu", ("gpt2",), names=("1d", "torch"))
+    tensor.run(2, 1, "cpu", ("gpt2",), candidate=("1d", "torch"))
     text = capsys.readouterr().out
     assert count_rows(text, "hpnb 1d") == 1
     assert re.search(r"^  torch +torch's plan cannot give 2 ranks as many of 5 heads", text, re.MULTILINE)

@@ -62,7 +62,7 @@ def seen(fig: Figure) -> list[str]:
 
 def test_the_committed_picture_is_of_the_results_that_stand_there() -> None:
     made = chart.chart()
-    picture = Image.open(ROOT / chart.PICTURE)
+    picture = Image.open(ROOT / "images" / "layouts.png")
     inside, now = picture.info, made.text()
     for what in ("Source", "Description"):
         assert inside[what] == now[what], "run python -m hpnb.bench chart"
@@ -119,7 +119,9 @@ def test_a_file_more_makes_it_stale(which: str, tmp_path: Path) -> None:
 # --- what is drawn ---------------------------------------------------------------------------------------
 
 
-def test_the_best_of_hpnb_stands_above_the_fastest_peers(tmp_path: Path) -> None:
+def test_the_best_of_hpnb_stands_above_the_fastest_peers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seconds = {"hpnb 1f1b": 1.0, "hpnb zb-v": 2.0, "a": 4.0, "b": 0.5, "c": 3.0, "d": 5.0}
     made = chart.chart(written(tmp_path, one=result(found("tp4", {"hpnb": 1.0}), found("pp4", seconds))))
     fig = made.figure()
@@ -132,10 +134,12 @@ def test_the_best_of_hpnb_stands_above_the_fastest_peers(tmp_path: Path) -> None
         "pp4: hpnb 1f1b 1.00 50% of matmul; b 2.00 0.500 [0.500, 0.500]; c 0.333 3.000 [3.000, 3.000]; "
         "a 0.250 4.000 [4.000, 4.000]; matmul 2.00"
     )
-    fewer = chart.chart(tmp_path, peers=1)
+    monkeypatch.setattr(chart, "PEERS", 1)
+    fewer = chart.chart(tmp_path)
     assert list(bars(fewer.figure().axes[0])) == ["pp4, hpnb 1f1b", "pp4, b", "tp4, hpnb"]
     assert "the fastest of a layout" in fewer.caption
-    assert "fastest" not in chart.chart(tmp_path, peers=4).caption
+    monkeypatch.setattr(chart, "PEERS", 4)
+    assert "fastest" not in chart.chart(tmp_path).caption
 
 
 @pytest.mark.parametrize(
@@ -189,7 +193,9 @@ def test_of_each_task_the_most_layouts_and_the_newest_of_each(tmp_path: Path) ->
     assert made.sources == ("old.json", "wide.json", "images.json")
 
 
-def test_a_long_picture_has_fewer_peers_and_every_name_has_room(tmp_path: Path) -> None:
+def test_a_long_picture_has_fewer_peers_and_every_name_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With every program that there is, each as long and as short as it may come."""
     for what in ("gpt2-xl", "vit-l16"):
         every = []
@@ -197,10 +203,13 @@ def test_a_long_picture_has_fewer_peers_and_every_name_has_room(tmp_path: Path) 
             known = worker.candidates(what, layouts.parse_layout(layout, 4))
             every.append(found(layout, {name: 0.52 + 0.24 * i for i, name in enumerate(known)}))
         written(tmp_path, **{what: result(*every, what=what, key=what)})
+    shown = chart.chart(tmp_path)
+    assert sum(len(group.bars) for panel in shown.panels for group in panel.groups) <= chart.ROWS
     heights = []
-    for peers in (None, 1, 20):
-        made = chart.chart(tmp_path, peers)
-        fig = made.figure()
+    for peers, rows in ((chart.PEERS, chart.ROWS), (1, chart.ROWS), (20, 1000)):
+        monkeypatch.setattr(chart, "PEERS", peers)
+        monkeypatch.setattr(chart, "ROWS", rows)
+        fig = chart.chart(tmp_path).figure()
         heights.append(fig.get_figheight())
         fig.canvas.draw()
         for ax in fig.axes:
@@ -209,9 +218,6 @@ def test_a_long_picture_has_fewer_peers_and_every_name_has_room(tmp_path: Path) 
                 assert not (min(a.x1, b.x1) - max(a.x0, b.x0) > 1 and min(a.y1, b.y1) - max(a.y0, b.y0) > 2)
             assert max(box.x1 for box in boxes) < fig.bbox.x1
     assert heights[0] == heights[1] < heights[2] / 1.5
-    assert (
-        sum(len(group.bars) for panel in chart.chart(tmp_path).panels for group in panel.groups) <= chart.ROWS
-    )
 
 
 # --- the command -----------------------------------------------------------------------------------------
@@ -233,14 +239,10 @@ def test_the_command_draws_a_png_that_names_its_files(
     assert picture.info == chart.chart(folder).text()
     assert picture.info["Source"] == "one.json"
     assert picture.width == 1120
-    ask(monkeypatch, "--results", str(folder), "--out", "other.png", "--peers", "2")
+    ask(monkeypatch, "--results", str(folder), "--out", "other.png")
     assert (tmp_path / "other.png").exists()
-    for wrong, told in (
-        (["--results", str(tmp_path)], "has no results"),
-        (["--peers", "0"], "peers=0 leaves nobody"),
-    ):
-        with pytest.raises(SystemExit, match=told):
-            ask(monkeypatch, *wrong)
+    with pytest.raises(SystemExit, match="has no results"):
+        ask(monkeypatch, "--results", str(tmp_path))
 
 
 def test_the_command_writes_the_tables_into_the_page_of_the_folder(

@@ -9,7 +9,7 @@ from hpnb.bench import context
 
 def test_a_small_contest_on_cpus(capsys: pytest.CaptureFixture[str]) -> None:
     size = context.Size(64, heads=4, kv_heads=2, head_dim=8)
-    result = context.run(2, 1, "cpu", size)
+    result = context.compare(2, 1, "cpu", size)
     candidates = {one.name: one for one in result.entries}
     for name in ("hpnb ring", "hpnb all-gather", "hpnb ulysses"):
         assert not candidates[name].failed
@@ -35,4 +35,4 @@ def test_a_small_contest_on_cpus(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_length_that_cannot_be_split_is_refused() -> None:
     with pytest.raises(ValueError, match=r"length=70 cannot be split into 4 equal chunks .*; use 72"):
-        context.run(2, 1, "cpu", context.Size(70))
+        context.compare(2, 1, "cpu", context.Size(70))

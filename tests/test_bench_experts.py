@@ -12,7 +12,7 @@ from hpnb.theory.links import Link
 def test_pairs_hide_messages_in_the_prediction_and_in_the_replay(capsys: pytest.CaptureFixture[str]) -> None:
     size = experts.Size(hidden=32, layers=4, tokens=16, samples=12, microbatches=6)
     link = Link(1e-5, 2e8)
-    predicted, replayed = experts.run(link, size)
+    predicted, replayed = experts.compare(link, size)
     for result in (predicted, replayed):
         assert result.apart.exposed == pytest.approx(result.apart.sent)
         assert result.paired.sent == pytest.approx(result.apart.sent)

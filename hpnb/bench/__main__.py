@@ -3,136 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hpnb.bench import layouts
 
-Options = argparse.Namespace
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m hpnb.bench", description=__doc__)
-    names = parser.add_subparsers(dest="name", required=True)
+    names = parser.add_subparsers(dest="what", required=True)
     for name, (help_text, _, options) in _COMMANDS.items():
         subparser = names.add_parser(name, help=help_text)
         for flag, settings in options.items():
             subparser.add_argument(flag, **settings)
-    chosen = parser.parse_args()
+    chosen = vars(parser.parse_args())
+    what = chosen.pop("what")
+    module, _, function = _COMMANDS[what][1].partition(".")
     try:
-        if getattr(chosen, "rounds", 1) < 1:
-            raise ValueError(f"rounds={chosen.rounds} measures nothing; use 1 or more")
-        _COMMANDS[chosen.name][1](chosen)
+        if chosen.get("rounds", 1) < 1:
+            raise ValueError(f"rounds={chosen['rounds']} measures nothing; use 1 or more")
+        run = getattr(importlib.import_module(f"hpnb.bench.{module}"), function)  # which may take long
+        run(**chosen)
     except ValueError as error:
-        sys.exit(f"python -m hpnb.bench {chosen.name}: {error}")
-
-
-# --- the commands, which import what takes long ----------------------------------------------------------
-
-
-def _launch(options: Options) -> None:
-    from hpnb.bench import launch
-
-    print(launch.run(options.ranks, options.rounds))
-
-
-def _data_parallel(options: Options) -> None:
-    from hpnb.bench import data_parallel
-
-    contests = tuple(options.contest or data_parallel.CONTESTS)
-    data_parallel.run(options.ranks, options.rounds, options.device, contests, options.batch)
-
-
-def _pipeline(options: Options) -> None:
-    from hpnb.bench import pipeline
-
-    counts = options.microbatches or (pipeline.SWEEP if options.bubbles else (8,))
-    if options.bubbles:
-        pipeline.bubbles(options.ranks, options.device, counts, options.size)
-    else:
-        contests = tuple(options.contest or pipeline.CONTESTS)
-        pipeline.run(options.ranks, options.rounds, options.device, contests, counts, options.size)
-
-
-def _tensor(options: Options) -> None:
-    from hpnb.bench import tensor
-
-    names = tuple(options.candidate or tensor.CANDIDATES)
-    tensor.run(
-        options.ranks, options.rounds, options.device, options.model, options.batch, options.heads, names,
-        options.profile,
-    )  # fmt: skip
-
-
-def _context(options: Options) -> None:
-    from hpnb.bench import context
-
-    size = context.Size(options.length, options.heads, options.kv_heads or options.heads, options.head_dim)
-    context.run(options.ranks, options.rounds, options.device, size)
-
-
-def _experts(options: Options) -> None:
-    from hpnb.bench import experts
-    from hpnb.theory.links import Link
-
-    size = experts.Size(options.hidden, options.layers, microbatches=options.microbatches)
-    experts.run(Link(options.latency * 1e-6, options.bandwidth * 1e9), size)
-
-
-def _launch_bound(options: Options) -> None:
-    from hpnb.bench import launch_bound
-
-    stages = options.stages or launch_bound.STAGES
-    launch_bound.run(options.rounds, options.device, stages, options.tasks or ())
-
-
-def _checkpoint(options: Options) -> None:
-    from hpnb.bench import checkpoint
-
-    sizes = options.hidden, options.batch
-    print(checkpoint.run(options.ranks, options.every, options.rounds, options.device, options.zero, *sizes))
-
-
-def _plan_memory(options: Options) -> None:
-    from hpnb.bench import plan_memory
-
-    plan_memory.run(
-        options.device, options.size, options.models or (), options.layouts or (), options.ranks,
-        eager=options.eager, counted=options.counted, trace=options.trace, limit=options.limit,
-        out=options.out,
-    )  # fmt: skip
-
-
-def _layouts(options: Options) -> None:
-    from hpnb.bench import layouts_command
-
-    layouts_command.main(options.name, options)
-
-
-def _models(options: Options) -> None:
-    from hpnb.bench import models
-
-    models.run(options.names or (), options.layouts or (), options.write, options.record)
-
-
-def _table(options: Options) -> None:
-    from hpnb.bench import result_files
-
-    folder = options.results or result_files.RESULTS
-    print(result_files.write_page(folder) if options.write else result_files.table(folder))
-
-
-def _chart(options: Options) -> None:
-    from hpnb.bench import chart, result_files
-
-    path = options.out or chart.PICTURE
-    drawn = chart.write(path, options.results or result_files.RESULTS, options.peers)
-    print(f"{path}  from {', '.join(drawn.sources)}")
-
-
-# --- their options ---------------------------------------------------------------------------------------
+        sys.exit(f"python -m hpnb.bench {what}: {error}")
 
 
 def _integer(default: int | None, help_text: str | None = None) -> dict[str, Any]:
@@ -154,7 +50,13 @@ _PAIRS = {
     "--pairs": {**_integer(15, "steps of both that count"), "dest": "rounds"},
     "--device": {"default": "auto"},
 }
-_RESULTS = {"--results": {"type": Path, "help": "a folder; by default hpnb/bench/results"}}
+_RESULTS = {
+    "--results": {
+        "type": Path,
+        "default": Path(__file__).parent / "results",
+        "help": "a folder; by default hpnb/bench/results",
+    }
+}
 _LAYOUTS: dict[str, dict[str, Any]] = {
     "--ranks": _integer(4),
     "--rounds": _integer(10, "steps of each program that count, in turns"),
@@ -178,22 +80,23 @@ _LAYOUTS: dict[str, dict[str, Any]] = {
 }
 _HEADS = {"--heads": _integer(None, "20 as the published peers by default; the original has 25")}
 
-_COMMANDS: dict[str, tuple[str, Callable[[Options], None], dict[str, dict[str, Any]]]] = {
-    "launch": ("starting processes: hpnb beside spawn and notebook_launcher", _launch,
+# Its help, the function of hpnb.bench that is called with its options, and these.
+_COMMANDS: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
+    "launch": ("starting processes: hpnb beside spawn and notebook_launcher", "launch.run",
                {"--ranks": _integer(4), "--rounds": _integer(5)}),
-    "data-parallel": ("a training step: hpnb beside torch's DDP and FSDP2", _data_parallel, {
+    "data-parallel": ("a training step: hpnb beside torch's DDP and FSDP2", "data_parallel.run", {
         **_PAIRS,
         "--contest": _some_of("replicas", "stage 1", "stage 3"),
         "--batch": _integer(1, "times the smallest batch"),
     }),
-    "pipeline": ("a step over a pipeline: hpnb beside torch's schedules", _pipeline, {
+    "pipeline": ("a step over a pipeline: hpnb beside torch's schedules", "pipeline.run", {
         **_PAIRS,
         "--contest": _some_of("1f1b", "zb-h1", "interleaved", "zb-v"),
         "--microbatches": {"type": int, "action": "append"},
         "--size": {"type": float, "default": 1.0, "help": "of a microbatch, times the usual one"},
         "--bubbles": {"action": "store_true", "help": "measured and simulated bubbles instead"},
     }),
-    "tensor": ("a step of sharded matrices: hpnb beside torch's DTensor", _tensor, {
+    "tensor": ("a step of sharded matrices: hpnb beside torch's DTensor", "tensor.run", {
         "--ranks": _integer(2),
         "--rounds": _integer(15),
         "--device": {"default": "auto"},
@@ -203,7 +106,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[Options], None], dict[str, dict[str, A
         "--candidate": _some_of("1d", "1d-sp", "2d", "torch", "torch-sp"),
         "--profile": {"metavar": "FOLDER", "help": "traces of a step, and its longest kernels"},
     }),
-    "context": ("attention over a long sequence: hpnb beside torch's context_parallel", _context, {
+    "context": ("attention over a long sequence: hpnb beside torch's context_parallel", "context.run", {
         "--ranks": _integer(2),
         "--rounds": _integer(7, "steps of each that count, in turns"),
         "--device": {"default": "auto"},
@@ -212,20 +115,20 @@ _COMMANDS: dict[str, tuple[str, Callable[[Options], None], dict[str, dict[str, A
         "--kv-heads": _integer(None, "as many as heads by default"),
         "--head-dim": _integer(64),
     }),
-    "experts": ("the exposed all-to-all of a DualPipe-V step, predicted and replayed", _experts, {
+    "experts": ("the exposed all-to-all of a DualPipe-V step, predicted and replayed", "experts.run", {
         "--bandwidth": {"type": float, "default": 0.2, "help": "of the link, GB/s"},
         "--latency": {"type": float, "default": 50.0, "help": "of a message, microseconds"},
         "--hidden": _integer(128, "width of the model"),
         "--layers": _integer(8),
         "--microbatches": _integer(8),
     }),
-    "launch-bound": ("small microbatches: launched one by one, and as CUDA graphs", _launch_bound, {
+    "launch-bound": ("small microbatches: launched one by one, and as CUDA graphs", "launch_bound.run", {
         "--rounds": _integer(7, "steps of each program that count, in turns"),
         "--device": {"default": "auto"},
         "--stages": {"type": int, "action": "append", "help": "of a pipeline by turns: 2 and 4"},
         "--tasks": {"type": _split_names, "help": "models and microbatches that contain one of: ViT,8 x 16"},
     }),
-    "checkpoint": ("steps beside which a checkpoint is written", _checkpoint, {
+    "checkpoint": ("steps beside which a checkpoint is written", "checkpoint.run", {
         "--ranks": _integer(2),
         "--every": _integer(20, "steps from save to save"),
         "--rounds": _integer(7),
@@ -234,35 +137,29 @@ _COMMANDS: dict[str, tuple[str, Callable[[Options], None], dict[str, dict[str, A
         "--hidden": _integer(192, "width of the ViT"),
         "--batch": _integer(16, "images a rank"),
     }),
-    "plan-memory": ("memory that hpnb plan predicts, beside what real ranks take", _plan_memory, {
+    "plan-memory": ("memory that hpnb plan predicts, beside what real ranks take", "plan_memory.run", {
         "--device": {"default": "auto", "help": "auto, cpu or cuda"},
         "--size": {"choices": ("full", "tiny"), "help": "tiny is for a CPU, and the default there"},
         "--models": {"type": _split_names, "help": "a part of gpt2,vit,llama"},
         "--layouts": {"type": _split_names, "help": "cases that contain one of these words"},
         "--ranks": _integer(None, "cases of so many ranks alone: 2 or 4"),
-        "--eager": {"action": "store_true", "help": "without enable_all_optimization"},
-        "--counted": {"action": "store_true", "help": "ranks alone, on tensors without values"},
-        "--trace": {"action": "store_true", "help": "list what was allocated at the peaks of "
-                    "compiled steps; on torch 2.11 they raise SystemError under it"},
-        "--limit": {"type": float, "default": 540.0, "help": "seconds after which no further case begins"},
         "--out": {"type": Path, "metavar": "FILE", "help": "JSON of all rows"},
     }),
-    "gpt2-xl": ("whole programs of a GPT-2 of 1.5B, for each layout", _layouts, {**_LAYOUTS, **_HEADS}),
-    "vit-l16": ("whole programs of ViT-L/16, for each layout", _layouts, _LAYOUTS),
-    "models": ("which models of transformers train as on one process", _models, {
+    "gpt2-xl": ("whole programs of a GPT-2 of 1.5B, for each layout", "layouts_command.gpt2_xl",
+                {**_LAYOUTS, **_HEADS}),
+    "vit-l16": ("whole programs of ViT-L/16, for each layout", "layouts_command.vit_l16", _LAYOUTS),
+    "models": ("which models of transformers train as on one process", "models.run", {
         "--names": {"type": _split_names, "help": "LlamaConfig,MixtralConfig; by default all"},
         "--layouts": {"type": _split_names, "help": "a part of pp2,tp2,pp2-tp2,dp2-zero1-pp2"},
-        "--record": {"type": Path, "metavar": "FILE", "help": "outcomes; what it has is not run again"},
         "--write": {"action": "store_true", "help": "the table MODELS.md beside the other results"},
     }),
-    "table": ("tables of the newest results", _table, {
+    "table": ("tables of the newest results", "result_files.show_table", {
         **_RESULTS,
         "--write": {"action": "store_true", "help": "replace the tables in the README.md of that folder"},
     }),
-    "chart": ("the same results as a picture", _chart, {
+    "chart": ("the same results as a picture", "chart.show", {
         **_RESULTS,
-        "--out": {"type": Path, "metavar": "FILE", "help": "a PNG; by default images/layouts.png"},
-        "--peers": _integer(None, "of a layout; by default the fastest 3, or as many as fit"),
+        "--out": {"type": Path, "metavar": "FILE", "default": Path("images/layouts.png"), "help": "a PNG"},
     }),
 }  # fmt: skip
 

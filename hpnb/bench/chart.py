@@ -20,7 +20,6 @@ from hpnb.bench.results import BenchmarkRun, LayoutResult
 from hpnb.plot.standings import Standing, StandingGroup, StandingPanel
 from hpnb.plot.units import number
 
-PICTURE = Path("images/layouts.png")
 PEERS = 3  # of a layout at most; the table has all
 ROWS = 50  # a longer picture does not fit on a screen, so it has fewer peers
 
@@ -58,23 +57,18 @@ class Chart:
         return {"Source": ", ".join(self.sources), "Description": self.words(), "Software": drawn}
 
 
-def chart(folder: Path = result_files.RESULTS, peers: int | None = None) -> Chart:
-    """Of the newest results of a folder.
-
-    Args:
-        peers: how many of a layout; None for up to PEERS, as ROWS allow.
+def chart(folder: Path = result_files.RESULTS) -> Chart:
+    """Of the newest results of a folder, with up to PEERS of each layout, as ROWS allow.
 
     Raises:
-        ValueError: there are no results, a file that is none, or fewer than one peer is asked for.
+        ValueError: there are no results, or a file that is none.
     """
-    if peers is not None and peers < 1:
-        raise ValueError(f"peers={peers} leaves nobody to be held to; use 1 or more")
     named = result_files.named(folder)
     runs = chosen(list(named.values()))
     if not runs:
         raise ValueError(result_files.describe_empty(folder))
     ran = [len(tables.peers(result)) for run in runs for result in run.layouts.values()]
-    peers = peers or _fitting(ran)
+    peers = _fitting(ran)
     said = "Speed over it: median [quartiles] of rounds in which both took turns; above 1 hpnb is faster."
     if max(ran) > peers:
         few = "the fastest" if peers == 1 else f"the {peers} fastest"
@@ -103,12 +97,12 @@ def panel(run: BenchmarkRun, peers: int) -> StandingPanel:
     return StandingPanel(f"{run.what} on {run.ranks} x {run.device}", groups, notes)
 
 
-def write(path: Path = PICTURE, folder: Path = result_files.RESULTS, peers: int | None = None) -> Chart:
-    """Draw `chart` into a PNG."""
-    made = chart(folder, peers)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(plot.png(made.figure(), text=made.text()))
-    return made
+def show(results: Path, out: Path) -> None:
+    """Draw `chart` into a PNG, and print of which files."""
+    made = chart(results)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_bytes(plot.png(made.figure(), text=made.text()))
+    print(f"{out}  from {', '.join(made.sources)}")
 
 
 def _fitting(ran: Sequence[int]) -> int:

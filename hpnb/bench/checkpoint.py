@@ -103,11 +103,8 @@ def measure(
     return windows, saved
 
 
-def run(
-    ranks: int, every: int = 20, rounds: int = 7, device: str = "auto", zero: int = 0, hidden: int = 192,
-    batch: int = 16,
-) -> str:  # fmt: skip
-    """The table, as text."""
+def run(ranks: int, every: int, rounds: int, device: str, zero: int, hidden: int, batch: int) -> None:
+    """Measure, and print the table."""
     choice = hpnb.ranks.choose_device(device, ranks)
     folder = tempfile.mkdtemp(prefix="hpnb-bench-")
     try:
@@ -135,4 +132,4 @@ def run(
         )
     share = median(b.held / a.wall for b, a in zip(windows["background"], windows["alone"], strict=True))
     lines.append(f"the call of a save in the background takes {share:.1%} of the {every} steps")
-    return "\n".join(lines)
+    print("\n".join(lines))

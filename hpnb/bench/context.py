@@ -9,7 +9,6 @@ ranks need a core each, or the clock shows who got one. Bytes are counted (`hpnb
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 import hpnb
 from hpnb.bench import torch_context_parallel
 from hpnb.bench.results import LayoutResult, ProgramResult, take_turns
+from hpnb.bench.worker import time_step
 from hpnb.context_parallel import (
     Ring,
     Visibility,
@@ -47,8 +47,22 @@ class Size:
     batch: int = 1
 
 
-def run(ranks: int, rounds: int, device: str, size: Size) -> LayoutResult:
+def run(
+    ranks: int, rounds: int, device: str, length: int, heads: int, kv_heads: int | None, head_dim: int
+) -> None:
     """Measure, and print the table."""
+    compare(ranks, rounds, device, Size(length, heads, kv_heads or heads, head_dim))
+    cores = usable_cores()
+    if not torch.cuda.is_available() and cores < ranks:
+        print(f"{ranks} ranks share {cores} cores: these times say who got a core; use --ranks {cores}")
+
+
+def compare(ranks: int, rounds: int, device: str, size: Size) -> LayoutResult:
+    """All candidates in one run.
+
+    Raises:
+        ValueError: a length that cannot be split.
+    """
     if size.length % (2 * ranks):
         raise ValueError(
             f"length={size.length} cannot be split into {2 * ranks} equal chunks for {ranks} ranks; use "
@@ -56,7 +70,6 @@ def run(ranks: int, rounds: int, device: str, size: Size) -> LayoutResult:
         )
     result = hpnb.launch(_measure, size, rounds, ranks=ranks, device=device, timeout=1800.0)[0]
     print(table(result, size))
-    print(note_on_cores(ranks) if not torch.cuda.is_available() else "")
     return result
 
 
@@ -91,7 +104,8 @@ def _measure(size: Size, rounds: int) -> LayoutResult:
 
     def draw(heads: int) -> torch.Tensor:
         shape = (size.batch, heads, size.length, size.head_dim)
-        return torch.randn(shape, generator=generator, device=device, dtype=_dtype(device))
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     full = draw(size.heads), draw(size.kv_heads), draw(size.kv_heads), draw(size.heads)  # q, k, v, dout
     wanted = _step(full, _dense)
@@ -113,6 +127,11 @@ def _measure(size: Size, rounds: int) -> LayoutResult:
     steps[TORCH] = partial(torch_context_parallel.run_context_parallel, local, _step)
     if device.type == "cpu":
         steps[TORCH_RING] = partial(_step, local, partial(torch_context_parallel.ring_on_cpu, axis.group))
+
+    def ideal() -> None:
+        if axis.rank == 0:
+            _step(full, _dense)
+
     names = [*steps, IDEAL]
     sent, distances, failed = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0), dict[str, str]()
     for name, step in steps.items():
@@ -120,7 +139,8 @@ def _measure(size: Size, rounds: int) -> LayoutResult:
             with hpnb.record.traffic() as traffic:  # PyTorch's own collectives count, too
                 outcome = step()
         except (NotImplementedError, RuntimeError, ValueError, TypeError, AssertionError) as error:
-            failed[name] = f"does not run here: {_first_sentence(error)}"
+            what = " ".join(str(error).split())[:160]
+            failed[name] = f"does not run here: {type(error).__name__}: {what}"
             continue
         sent[name] = float(sum(traffic.bytes.values()))
         pairs = zip(outcome, wanted, strict=True)
@@ -131,7 +151,7 @@ def _measure(size: Size, rounds: int) -> LayoutResult:
     failed = {name: reason for of_rank in reasons for name, reason in of_rank.items()}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for name in take_turns([name for name in names if name not in failed], rounds + 1):
-        seconds[name].append(_time(steps.get(name), full, axis.size))
+        seconds[name].append(time_step(steps[name]) if name in steps else time_step(ideal) / axis.size)
     entries = tuple(
         ProgramResult(
             name, name.startswith("hpnb"), sent=sent[name], distance=distances[name],
@@ -147,22 +167,6 @@ def _measure(size: Size, rounds: int) -> LayoutResult:
     )
 
 
-def _time(step: Callable[[], Tensors] | None, full: Tensors, ranks: int) -> float:
-    """Seconds of the slowest rank; without a step, those of the first one with everything, over the ranks."""
-    _synchronize()
-    dist.barrier()
-    began = time.perf_counter()
-    if step is not None:
-        step()
-    elif hpnb.rank() == 0:
-        _step(full, _dense)
-    _synchronize()
-    took = torch.tensor((time.perf_counter() - began) / (ranks if step is None else 1))
-    took = took.to(hpnb.device())
-    dist.all_reduce(took, dist.ReduceOp.MAX)
-    return float(took)
-
-
 def _step(tensors: Tensors, attend: Callable[..., torch.Tensor]) -> Tensors:
     """(output, dq, dk, dv) of a forward and backward."""
     q, k, v = (t.detach().requires_grad_() for t in tensors[:3])
@@ -172,24 +176,3 @@ def _step(tensors: Tensors, attend: Callable[..., torch.Tensor]) -> Tensors:
 
 def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
-
-
-def _first_sentence(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-
-
-def _dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-def _synchronize() -> None:
-    if hpnb.device().type == "cuda":
-        torch.cuda.synchronize()
-
-
-def note_on_cores(ranks: int) -> str:
-    """What the times mean on this machine."""
-    cores = usable_cores()
-    if cores >= ranks:
-        return f"{ranks} ranks on {cores} cores: wall-clock times"
-    return f"{ranks} ranks share {cores} cores: these times say who got a core; use --ranks {cores}"

@@ -78,12 +78,10 @@ CONTESTS = {
 }
 
 
-def run(
-    ranks: int, rounds: int, device: str = "auto", contests: Sequence[str] = tuple(CONTESTS), batch: int = 1
-) -> None:
+def run(ranks: int, rounds: int, device: str, contest: Sequence[str] | None, batch: int) -> None:
     """Print the tables, each as soon as it is there."""
     choice = hpnb.ranks.choose_device(device, ranks)
     with rank_pools(choice.device, 600.0) as pools:
         for task in tasks(choice.device, choice.ranks, batch):
-            for name in contests:
+            for name in contest or CONTESTS:
                 print_contest(pools, task, name, ParallelLayout(dp=choice.ranks), CONTESTS[name], rounds)

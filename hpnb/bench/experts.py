@@ -50,8 +50,12 @@ class Exposed:
     paired: ExposedTime
 
 
-def run(link: Link, size: Size) -> list[Exposed]:
-    """Train, predict and replay; print the table."""
+def run(bandwidth: float, latency: float, hidden: int, layers: int, microbatches: int) -> None:
+    """Train, predict and replay on a link of so many GB/s and microseconds; print the table."""
+    compare(Link(latency * 1e-6, bandwidth * 1e9), Size(hidden, layers, microbatches=microbatches))
+
+
+def compare(link: Link, size: Size) -> list[Exposed]:
     results = hpnb.launch(_measure, link, size, ranks=RANKS, device="cpu", timeout=900.0)[0]
     print(table(results, link, size))
     return results

@@ -111,8 +111,8 @@ class _Turn:
         self._process.wait()
 
 
-def run(ranks: int, rounds: int) -> str:
-    """The table, as text. All on the CPU: it is the processes that are compared."""
+def run(ranks: int, rounds: int) -> None:
+    """Print the table. All on the CPU: it is the processes that are compared."""
     turns = [_Turn(name, ranks) for name in _CANDIDATES]
     try:
         for turn in take_turns(turns, rounds + 1):
@@ -129,7 +129,7 @@ def run(ranks: int, rounds: int) -> str:
             begin = time.perf_counter()
             pool.run(add_one)
             calls.append(time.perf_counter() - begin)
-    return table(f"{ranks} CPU ranks, {hpnb.ranks.usable_cores()} cores, {rounds} rounds", rows)
+    print(table(f"{ranks} CPU ranks, {hpnb.ranks.usable_cores()} cores, {rounds} rounds", rows))
 
 
 def table(title: str, rows: dict[str, list[float]]) -> str:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,15 +28,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hpnb
 from hpnb import Layout, Mesh
-from hpnb.bench import worker
+from hpnb.bench import torch_data_parallel, torch_precision, worker
 from hpnb.bench.harness import LayoutBenchmark, RankPools, rank_pools, say_indented
+from hpnb.bench.pipeline import make_pipeline
 from hpnb.bench.program import Candidate, Program
 from hpnb.bench.results import LayoutResult
 from hpnb.bench.tasks import BatchFeed, TrainingTask, cast_inputs
-from hpnb.bench.torch_precision import causal_loss, class_loss
 from hpnb.mesh import ParallelLayout
 from hpnb.models import GPT2_SIZES, SIZES
-from hpnb.pipeline_parallel import schedules
 
 MICROBATCHES = 8
 LOOP, ONE_GRAPH, EAGER, GRAPHS = "torch, a loop", "torch, one graph", "hpnb Pipeline", "hpnb Pipeline, graphs"
@@ -46,7 +44,7 @@ STAGES = (2, 4)
 TURN_STEPS = 7  # recorded steps of ranks that share a GPU
 
 
-def tasks(device: str) -> list[TrainingTask]:
+def usual_tasks(device: str) -> list[TrainingTask]:
     """Small microbatches of GPT-2 and ViT, and one that is large enough for an eager step."""
 
     def task(what: str, size: Any, samples: int) -> TrainingTask:
@@ -63,77 +61,72 @@ def tasks(device: str) -> list[TrainingTask]:
 # --- the programs ----------------------------------------------------------------------------------------
 
 
-def _loss(outputs: Any, batch: Any) -> torch.Tensor:
-    logits = getattr(outputs, "logits", outputs)
-    return (causal_loss if "input_ids" in batch else class_loss)(logits=logits, labels=batch["labels"])
+class _NoUpdate:
+    """In place of an optimizer, which is the same for all."""
 
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
 
-def _forward(model: nn.Module, part: dict[str, torch.Tensor]) -> torch.Tensor:
-    inputs = {name: value for name, value in part.items() if name != "labels"}
-    return _loss(model(**inputs), part)
-
-
-class Loop:
-    """The loop over microbatches, of a model or of what wraps it."""
-
-    def __init__(self, task: TrainingTask, wrap: Callable[[nn.Module], Any]) -> None:
-        self.task, self.feed = task, BatchFeed(task)
-        self.model = wrap(task.build().to(task.dtype))
-        self.losses: list[torch.Tensor] = []
-
-    def parts(self) -> list[dict[str, torch.Tensor]]:
-        return [cast_inputs(part, self.task.dtype) for part in self.feed.split(self.task.microbatches)]
-
-    def accumulate(self, parts: Sequence[dict[str, torch.Tensor]]) -> None:
-        quiet = getattr(self.model, "no_sync", nullcontext)
-        self.losses = []
-        for i, part in enumerate(parts):
-            with quiet() if i + 1 < len(parts) else nullcontext():
-                loss = _forward(self.model, part)
-                (loss / len(parts)).backward()
-            self.losses.append(loss.detach())
+    def zero_grad(self) -> None:
+        self.model.zero_grad(set_to_none=True)
 
     def step(self) -> None:
-        self.model.zero_grad(set_to_none=True)
-        self.accumulate(self.parts())
+        pass
 
-    def loss(self) -> float:
-        return float(torch.stack(self.losses).float().mean())
+
+def _build(task: TrainingTask) -> Any:
+    model = task.build().to(task.dtype)
+    torch_precision.use_loss(model, "no")
+    return model
 
 
 def _loop(wrap: Callable[[nn.Module], Any], task: TrainingTask, layout: ParallelLayout) -> Program:
-    loop = Loop(task, wrap)
-    return Program(loop.step, loop.loss, loop.feed)
+    """The loop over microbatches, of a model or of what wraps it."""
+    model = wrap(_build(task))
+    return torch_data_parallel.accumulating(task, layout, model, _NoUpdate(model), model)
 
 
 def _one_graph(task: TrainingTask, layout: ParallelLayout) -> Program:
     """The whole loop, captured once."""
     if hpnb.device().type != "cuda":
         raise ValueError("a CUDA graph needs a GPU")
-    loop = Loop(task, _as_it_is)
-    static = [{name: value.clone() for name, value in part.items()} for part in loop.parts()]
+    model, feed = _build(task), BatchFeed(task)
+
+    def split() -> list[dict[str, torch.Tensor]]:
+        return [cast_inputs(part, task.dtype) for part in feed.split(task.microbatches)]
+
+    static = [{name: value.clone() for name, value in part.items()} for part in split()]
     tensors = [value for part in static for value in part.values()]
+    losses: list[torch.Tensor] = []
+
+    def accumulate() -> None:
+        losses.clear()
+        for part in static:
+            loss = model(**part).loss
+            (loss / len(static)).backward()
+            losses.append(loss.detach())
+
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
-            loop.accumulate(static)
+            accumulate()
     torch.cuda.current_stream().wait_stream(side)
-    grads = [p.grad for p in loop.model.parameters() if p.grad is not None]
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         torch._foreach_zero_(grads)
-        loop.accumulate(static)
+        accumulate()
 
     def step() -> None:
-        torch._foreach_copy_(tensors, [value for part in loop.parts() for value in part.values()])
+        torch._foreach_copy_(tensors, [value for part in split() for value in part.values()])
         graph.replay()
 
-    return Program(step, loop.loss, loop.feed)
+    return Program(step, lambda: float(torch.stack(losses).float().mean()), feed)
 
 
 def _pipeline(graphs: bool, task: TrainingTask, layout: ParallelLayout) -> Program:
-    pipe, feed = make_pipeline(task, layout.pp, graphs)
+    pipe, feed = make_pipeline(task, Mesh(Layout(pp=layout.pp)).pp, "1f1b", cuda_graphs=graphs)
     results: list[Any] = []
 
     def step() -> None:
@@ -142,14 +135,6 @@ def _pipeline(graphs: bool, task: TrainingTask, layout: ParallelLayout) -> Progr
         results[:] = [pipe.step(batch, return_outputs=False, record=False)]
 
     return Program(step, lambda: float(results[0].loss), feed)
-
-
-def make_pipeline(task: TrainingTask, stages: int, graphs: bool) -> tuple[hpnb.Pipeline, BatchFeed]:
-    """1F1B over so many ranks, and batches for it."""
-    schedule = schedules.make("1f1b", stages, task.microbatches)
-    axis, model = Mesh(Layout(pp=stages)).pp, task.build().to(task.dtype)
-    cut = task.split_layers(stages)
-    return hpnb.Pipeline(model, axis, schedule, _loss, cut=cut, cuda_graphs=graphs), BatchFeed(task)
 
 
 def _as_it_is(model: nn.Module) -> nn.Module:
@@ -195,7 +180,8 @@ def measure_reserved(task: TrainingTask, name: str) -> int:
 
 def measure_by_turns(task: TrainingTask, graphs: bool) -> tuple[float, str]:
     """(seconds of the median step, where they come from) of as many stages as there are ranks."""
-    pipe, feed = make_pipeline(task, hpnb.world_size(), graphs)
+    axis = Mesh(Layout(pp=hpnb.world_size())).pp
+    pipe, feed = make_pipeline(task, axis, "1f1b", cuda_graphs=graphs)
     seconds, source = [], ""
     for step in range(4 + TURN_STEPS):
         pipe.zero_grad()
@@ -210,33 +196,29 @@ def measure_by_turns(task: TrainingTask, graphs: bool) -> tuple[float, str]:
 # --- the tables ------------------------------------------------------------------------------------------
 
 
-def run(
-    rounds: int, device: str, stages: Sequence[int] = STAGES, names: Sequence[str] = ()
-) -> list[LayoutResult]:
+def run(rounds: int, device: str, stages: Sequence[int] | None, tasks: Sequence[str] | None) -> None:
     """Measure, and print the tables, each as soon as it is there.
 
     Args:
-        names: of tasks, or parts of names; all if there are none. Stages by turns have the first task.
+        tasks: names, or parts of them; all if there are none. Stages by turns have the first task.
 
     Raises:
         ValueError: no task has such a name.
     """
     device = hpnb.ranks.choose_device(device, 1).device
-    chosen = [task for task in tasks(device) if not names or any(name in task.what for name in names)]
+    known = usual_tasks(device)
+    chosen = [task for task in known if not tasks or any(name in task.what for name in tasks)]
     if not chosen:
-        raise ValueError(f"no task has a name with {' or '.join(names)}; there are "
-                         + "; ".join(task.what for task in tasks(device)))  # fmt: skip
-    results = []
+        raise ValueError(f"no task has a name with {' or '.join(tasks or ())}; there are "
+                         + "; ".join(task.what for task in known))  # fmt: skip
     with rank_pools(device, 600.0) as pools:
         for task in chosen:
             result = LayoutBenchmark(
                 pools, task, task.what, ParallelLayout(), candidates(), rounds, traces=None, say=say_indented
             ).run()
-            results.append(result)
             print(*table(task, result, _reserved(pools, task, result)), sep="\n", end="\n\n", flush=True)
-    for count in stages:
-        print(*_by_turns(tasks(device)[0], device, count), sep="\n", end="\n\n", flush=True)
-    return results
+    for count in stages or STAGES:
+        print(*_by_turns(known[0], device, count), sep="\n", end="\n\n", flush=True)
 
 
 def table(task: TrainingTask, result: LayoutResult, reserved: dict[str, int]) -> list[str]:

@@ -7,6 +7,7 @@ import datetime
 import platform
 import time
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 import transformers
@@ -20,7 +21,15 @@ from hpnb.bench.tasks import TrainingTask, make_task
 from hpnb.mesh import ParallelLayout
 
 
-def main(what: str, options: argparse.Namespace) -> BenchmarkRun:
+def gpt2_xl(**options: Any) -> BenchmarkRun:
+    return _run("gpt2-xl", argparse.Namespace(**options))
+
+
+def vit_l16(**options: Any) -> BenchmarkRun:
+    return _run("vit-l16", argparse.Namespace(**options, heads=None))
+
+
+def _run(what: str, options: argparse.Namespace) -> BenchmarkRun:
     """Measure what was asked for, print it, and write it.
 
     Raises:
@@ -33,7 +42,7 @@ def main(what: str, options: argparse.Namespace) -> BenchmarkRun:
     tiny = options.size == "tiny" or (options.size is None and choice.device == "cpu")
     task = make_task(
         what, choice.device, options.ranks, tiny=tiny, batch=options.batch, rows=options.rows,
-        heads=getattr(options, "heads", None), microbatches=options.microbatches,
+        heads=options.heads, microbatches=options.microbatches,
     )  # fmt: skip
     names = options.layouts or layouts.usual_layouts(options.ranks)
     chosen = {name: layouts.parse_layout(name, options.ranks) for name in names}

@@ -11,11 +11,9 @@ in hpnb/bench/results/MODELS.md.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 import transformers
@@ -74,34 +72,22 @@ def examine(pools: Pools, architecture: Architecture, layouts: Sequence[str]) ->
     return outcomes
 
 
-def run(names: Sequence[str], layouts: Sequence[str], write: bool, record: Path | None = None) -> None:
-    """
-    Args:
-        record: a file of earlier outcomes, a line of JSON each; those in it are kept, and new ones added.
+def run(names: Sequence[str] | None, layouts: Sequence[str] | None, write: bool) -> None:
+    """Train them and print the outcomes; `write` makes the page.
 
     Raises:
         ValueError: no architecture or layout of such a name.
     """
     table = planned()
-    for given, known in ((names, table), (layouts, LAYOUTS)):
-        if unknown := [name for name in given if name not in known]:
+    for chosen, known in ((names, table), (layouts, LAYOUTS)):
+        if unknown := [name for name in chosen or () if name not in known]:
             raise ValueError(f"no {unknown[0]!r} in the census; it has {', '.join(known)}")
-    lines = record.read_text().splitlines() if record is not None and record.exists() else []
-    outcomes = [
-        Outcome(**{**json.loads(line), "errors": tuple(json.loads(line)["errors"])}) for line in lines
-    ]
-    done = {outcome.architecture for outcome in outcomes}
-    pools, commit = Pools(), current_commit()
+    pools, commit, outcomes = Pools(), current_commit(), list[Outcome]()
     try:
-        for name in [name for name in names or table if name not in done]:
+        for name in names or table:
             begin = time.perf_counter()
-            found = examine(pools, table[name], layouts or tuple(LAYOUTS))
-            found = [replace(outcome, commit=commit) for outcome in found]
-            outcomes += found
-            if record is not None:
-                with record.open("a") as file:
-                    file.writelines(json.dumps(asdict(outcome)) + "\n" for outcome in found)
-            for outcome in found:
+            for outcome in examine(pools, table[name], layouts or tuple(LAYOUTS)):
+                outcomes.append(replace(outcome, commit=commit))
                 print(describe(outcome), flush=True)
             print(f"{time.perf_counter() - begin:.1f} s", flush=True)
     finally:

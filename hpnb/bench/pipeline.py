@@ -85,14 +85,14 @@ def _hpnb(name: str, task: TrainingTask, layout: ParallelLayout) -> Program:
 
 
 def make_pipeline(
-    task: TrainingTask, axis: Axis, name: str, model: nn.Module | None = None
+    task: TrainingTask, axis: Axis, name: str, model: nn.Module | None = None, cuda_graphs: bool = False
 ) -> tuple[hpnb.Pipeline, BatchFeed]:
-    """hpnb's, of `model` or a new one, and batches for it."""
+    """hpnb's with the schedule `name`, of `model` or a new one, and batches for it."""
     chunks = {**BUBBLES, **{key: n for key, (_, n) in CONTESTS.items()}}[name]
     schedule = schedules.make(name, axis.size * chunks, task.microbatches, chunks)
     model = task.build().to(task.dtype) if model is None else model
-    pipe = hpnb.Pipeline(model, axis, schedule, _loss, cut=task.split_layers(schedule.stages))
-    return pipe, BatchFeed(task)
+    cut = task.split_layers(schedule.stages)
+    return hpnb.Pipeline(model, axis, schedule, _loss, cut=cut, cuda_graphs=cuda_graphs), BatchFeed(task)
 
 
 def _loss(outputs: Any, batch: Any) -> torch.Tensor:
@@ -101,17 +101,28 @@ def _loss(outputs: Any, batch: Any) -> torch.Tensor:
 
 
 def run(
-    ranks: int, rounds: int, device: str, contests: Sequence[str], microbatches: Sequence[int], size: float
-) -> None:
-    """Print the tables, each as soon as it is there."""
+    ranks: int, rounds: int, device: str, contest: Sequence[str] | None, microbatches: Sequence[int] | None,
+    size: float, bubbles: bool,
+) -> None:  # fmt: skip
+    """Print the tables, each as soon as it is there.
+
+    Args:
+        contest: of `CONTESTS`; by default all of them.
+        microbatches: numbers of them, by default 8, and `SWEEP` for bubbles.
+        size: of a microbatch, times the usual one.
+        bubbles: measured and simulated ones instead.
+    """
+    if bubbles:
+        print_bubbles(ranks, device, microbatches or SWEEP, size)
+        return
     choice = hpnb.ranks.choose_device(device, ranks)
     layout = ParallelLayout(pp=choice.ranks)
     with rank_pools(choice.device, 600.0) as pools:
-        by_count = [tasks(choice.device, m, size) for m in microbatches]
+        by_count = [tasks(choice.device, m, size) for m in microbatches or (8,)]
         for of_one_model in zip(*by_count, strict=True):
-            for contest, task in itertools.product(contests, of_one_model):
-                name = f"{contest}, {task.microbatches} microbatches"
-                print_contest(pools, task, name, layout, candidates(contest), rounds)
+            for one, task in itertools.product(contest or CONTESTS, of_one_model):
+                name = f"{one}, {task.microbatches} microbatches"
+                print_contest(pools, task, name, layout, candidates(one), rounds)
 
 
 # --- bubbles ---------------------------------------------------------------------------------------------
@@ -179,7 +190,7 @@ def bubble_title(task: TrainingTask) -> str:
     return name if share == 1 else f"{name} (gpipe: {share:g} of that)"
 
 
-def bubbles(ranks: int, device: str, sweep: Sequence[int], size: float) -> None:
+def print_bubbles(ranks: int, device: str, sweep: Sequence[int], size: float) -> None:
     """Print the table: measured beside simulated."""
     choice = hpnb.ranks.choose_device(device, ranks)
     with hpnb.Ranks(choice.ranks, device=choice.device, timeout=600.0) as pool:

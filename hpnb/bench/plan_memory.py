@@ -1,14 +1,9 @@
 """`python -m hpnb.bench plan-memory`: the memory that `hpnb plan` predicts, beside what real ranks take.
 
-Ranks may share one GPU: an allocator counts the bytes of its own process. Every case is built, takes three
-steps and is dropped (`rank_memory.py`).
+    python -m hpnb.bench plan-memory --out memory.json
 
-    python -m hpnb.bench plan-memory --out memory.json     # ranks that share a GPU
-    python -m hpnb.bench plan-memory --ranks 2 --trace     # what was allocated at the peaks of compiled steps
-    python -m hpnb.bench plan-memory --counted             # one rank after another, on tensors without values
-
-Without a GPU the models are tiny, and `hpnb.record.memory` counts. On torch 2.11, compiled steps raise
-SystemError under --trace.
+Ranks may share one GPU: an allocator counts the bytes of its own process. Every case is built, takes two
+steps and is dropped (`rank_memory.py`). Without a GPU the models are tiny, and `hpnb.record.memory` counts.
 """
 
 from __future__ import annotations
@@ -26,13 +21,11 @@ import torch
 
 from hpnb import RankError
 from hpnb.bench.harness import rank_pools
-from hpnb.bench.rank_memory import MemoryCase, RankMemory, by_category, measure_rank
+from hpnb.bench.rank_memory import MemoryCase, RankMemory, measure_rank
 from hpnb.bench.result_files import current_commit
 from hpnb.files import write_text
-from hpnb.hybrid.plan_command.logical_rank import plan_rank
 from hpnb.ranks.devices import choose_device
 from hpnb.theory.plan_memory import rank_memory
-from hpnb.theory.plan_task import PlanTask
 
 _GPT2 = {"model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024, "n_embd": 1024, "n_layer": 24,
          "n_head": 16, "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
@@ -87,6 +80,7 @@ vit   dp2-tp2-zero3-mb16                 1 bf16
 """
 
 
+TIMEOUT = 120.0  # seconds for one case
 OFF = 0.05  # rows that are further off get the largest tensors at the peak
 STACK_LINES = 16  # of each rank of a case that failed
 
@@ -135,66 +129,50 @@ class ModelFiles:
 
 
 def run(
-    device_name: str = "auto",
+    device: str = "auto",
     size: str | None = None,
-    models: Sequence[str] = (),
-    layouts: Sequence[str] = (),
-    world_size: int | None = None,
-    *,
-    eager: bool = False,
-    counted: bool = False,
-    trace: bool = False,
-    limit: float = 540.0,
-    timeout: float = 120.0,
+    models: Sequence[str] | None = None,
+    layouts: Sequence[str] | None = None,
+    ranks: int | None = None,
     out: Path | None = None,
 ) -> list[MemoryRow]:
     """Print a row for each case, write all to `out`, and return them.
 
     Args:
-        size: "full" or "tiny"; by default full on a GPU and for `counted`.
+        size: "full" or "tiny"; by default full on a GPU.
         models, layouts: a part of them; a case is in if its text contains one of the words.
-        world_size: cases of so many ranks alone.
-        eager: without `enable_all_optimization`, so that nothing is compiled.
-        counted: run ranks alone on tensors without values, as `hpnb plan --rank` does. Nothing is compiled.
-        trace: list what the allocator had given out at the peak of compiled steps. Its history makes them
-            slower. On torch 2.11 and an H100, gpt2 dp2-mb2-full raised SystemError under it ("returned NULL
-            without setting an exception") and passed without it.
-        limit: seconds after which no further case begins.
-        timeout: seconds for one case.
+        ranks: cases of so many ranks alone.
 
     Raises:
         ValueError: no such model, or no case is left.
     """
-    if unknown := [model for model in models if model not in MODELS]:
+    if unknown := [model for model in models or () if model not in MODELS]:
         raise ValueError(f"no model {unknown[0]!r}; there are {', '.join(MODELS)}")
     cases = [
         case
         for case in CASES
         if (not models or case.model in models)
         and (not layouts or any(word in str(case) for word in layouts))
-        and world_size in (None, case.parallel.world_size)
+        and ranks in (None, case.parallel.world_size)
     ]
     if not cases:
         raise ValueError(f"no such case; there are {', '.join(map(str, CASES))}")
-    chosen = choose_device(device_name, 2).device
-    tiny = size == "tiny" or (size is None and chosen == "cpu" and not counted)
+    chosen = choose_device(device, 2).device
+    tiny = size == "tiny" or (size is None and chosen == "cpu")
     # One cold compilation would start as many processes as there are cores, on every rank.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
-    begun, rows = time.monotonic(), list[MemoryRow]()
+    rows: list[MemoryRow] = []
     about: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%dT%H:%M", time.gmtime()), "commit": current_commit(),
-        "torch": torch.__version__, "device": "counted" if counted else chosen,
-        "size": "tiny" if tiny else "full", "compiled": chosen == "cuda" and not eager and not counted,
+        "torch": torch.__version__, "device": chosen, "size": "tiny" if tiny else "full",
+        "compiled": chosen == "cuda",
     }  # fmt: skip
     if chosen == "cuda":
         about["device"] = torch.cuda.get_device_name()
     print(_HEAD, flush=True)
-    with tempfile.TemporaryDirectory() as folder, rank_pools(chosen, timeout) as pools:
+    with tempfile.TemporaryDirectory() as folder, rank_pools(chosen, TIMEOUT) as pools:
         names = ModelFiles(Path(folder), TINY if tiny else MODELS)
-        for i, case in enumerate(cases):
-            if time.monotonic() - begun > limit:
-                print(f"{len(cases) - i} cases are left after {limit:.0f} s, from {case} on", flush=True)
-                break
+        for case in cases:
             name, layout, start = names.name_of(case.model), case.parallel, time.monotonic()
             task = case.task(name)
             predicted = tuple(
@@ -202,15 +180,11 @@ def run(
                 for rank in range(layout.world_size)
             )
             try:
-                if counted:
-                    ranks = _count_ranks(name, case, task)
-                else:
-                    pool = pools.get(layout.world_size)
-                    ranks = tuple(pool.run(measure_rank, name, case, not eager, trace))
+                measured = pools.get(layout.world_size).run(measure_rank, name, case)
             except RankError as error:
                 print("\n".join(format_failure(case, error)), flush=True)
                 continue
-            row = MemoryRow(case, predicted, ranks, time.monotonic() - start)
+            row = MemoryRow(case, predicted, tuple(measured), time.monotonic() - start)
             rows.append(row)
             print("\n".join(format_row(row)), flush=True)
             if out is not None:
@@ -218,17 +192,6 @@ def run(
                 write_text(out, json.dumps({**about, "rows": [asdict(one) for one in rows]}, indent=1) + "\n")
     print("\n".join(format_summary(rows)), flush=True)
     return rows
-
-
-def _count_ranks(name: str, case: MemoryCase, task: PlanTask) -> tuple[RankMemory, ...]:
-    """The first rank of each pipeline rank; the others take the same."""
-    layout, of_stage = case.parallel, dict[int, RankMemory]()
-    for rank in range(layout.world_size):
-        stage = layout.coordinates(rank)["pp"]
-        if stage not in of_stage:
-            parts = by_category(plan_rank(name, task, layout, case.dtype, rank).at_peak)
-            of_stage[stage] = RankMemory(sum(parts.values()), parts)
-    return tuple(of_stage[layout.coordinates(rank)["pp"]] for rank in range(layout.world_size))
 
 
 # --- what is printed ---------------------------------------------------------------------------------------
@@ -262,7 +225,7 @@ def format_row(row: MemoryRow) -> Iterator[str]:
         f"{sum(p.values()) / 1e9:.3f}/{r.peak / 1e9:.3f}"
         for p, r in zip(row.predicted, row.ranks, strict=True)
     )
-    yield f"      rank {row.fullest}: {fullest.operator or 'counted'}; predicted / measured by rank: {peaks}"
+    yield f"      rank {row.fullest}: {fullest.operator or 'compiled'}; predicted / measured by rank: {peaks}"
     for phase in fullest.phases:
         started = " ".join(f"{_SHORT[name]} {n / 1e9:.3f}" for name, n in phase.at_start.items() if n)
         yield f"      to {phase.until:6} peak {phase.peak / 1e9:.3f}, started with {started}"

@@ -2,21 +2,16 @@
 
     first step     makes the optimizer's state, and compiles blocks
     second step    torch.cuda.max_memory_allocated, phase by phase: to each loss, to the update, to the end
-    third step     what was alive at the peak: by hpnb.record.memory where nothing is compiled, since it would
-                   run compiled blocks uncompiled; else, if asked for, by the allocator's history, under
-                   which compiled steps failed on torch 2.11 (`--trace` in plan_memory.py)
 
-Without a GPU the third step alone counts. On a GPU matmuls have workspaces, which the peaks include; they are
-measured by a matmul of their own, forward and backward.
+Without a GPU nothing is compiled, and hpnb.record.memory says what was alive at the peak of the second step.
+On a GPU matmuls have workspaces, which the peaks include; they are measured by a matmul of their own, forward
+and backward.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,11 +78,11 @@ class RankMemory:
     """What one rank took.
 
     Attributes:
-        peak: bytes at the peak of a step, by the allocator; on a CPU and counted, of all tensors.
-        parts: {category: bytes} at the peak. Where blocks are compiled, those at the start of its phase, and
-            what is allocated in it is temporary.
-        operator, tensors: where the peak was seen, and the largest groups of tensors then: category, text,
-            bytes.
+        peak: bytes at the peak of a step, by the allocator; on a CPU, of all tensors.
+        parts: {category: bytes} at the peak. On a GPU those at the start of its phase, and what is allocated
+            in it is temporary.
+        operator, tensors: on a CPU, where the peak was seen, and the largest groups of tensors then:
+            category, text, bytes.
         phases: of the step, on a GPU.
         leftover: bytes that earlier cases have left, which peaks do not include.
         reserved: bytes that the allocator took from the GPU.
@@ -110,29 +105,36 @@ class RankMemory:
         return self.phases[-1].at_start["activations"] - self.workspaces if self.phases else 0
 
 
-def measure_rank(name: str, case: MemoryCase, optimized: bool, trace: bool = False) -> RankMemory:
-    """Build a case, take its three steps, and drop it. Every rank calls it.
+def measure_rank(name: str, case: MemoryCase) -> RankMemory:
+    """Build a case, take its steps, and drop it. Every rank calls it.
 
     Args:
         name: of the model, as `hpnb plan` takes it.
-        optimized: with `enable_all_optimization`, as the plan assumes.
-        trace: record the allocator's history where blocks are compiled. On torch 2.11 these steps raise
-            SystemError under it.
     """
     _release()
     dist.barrier()
     try:
-        measured = _measure(name, case, optimized, trace)
+        measured = _measure(name, case)
     finally:
         _release()
     dist.barrier()  # not after an exception, when others may be in another call
     return measured
 
 
-def _measure(name: str, case: MemoryCase, optimized: bool, trace: bool) -> RankMemory:
-    on_gpu = device().type == "cuda"
-    leftover = torch.cuda.memory_allocated() if on_gpu else 0
-    workspaces = _measure_workspaces()
+def _measure(name: str, case: MemoryCase) -> RankMemory:
+    if device().type == "cuda":
+        return _measure_allocator(name, case)
+    training = build_training(name, case.task(name), case.parallel, case.dtype, optimized=True)
+    training.step()
+    with training.recording() as recorder:
+        training.step()
+    parts = _by_category(recorder.profile().at_peak)
+    largest = tuple((one.category, str(one), one.nbytes) for one in recorder.tensors_at_peak()[:LARGEST])
+    return RankMemory(sum(parts.values()), parts, recorder.peak_operator, largest)
+
+
+def _measure_allocator(name: str, case: MemoryCase) -> RankMemory:
+    leftover, workspaces = torch.cuda.memory_allocated(), _measure_workspaces()
     phases: list[Phase] = []
     watched: list[dict[str, int]] = []  # bytes in use at the last moment, in the step that is measured
 
@@ -141,36 +143,21 @@ def _measure(name: str, case: MemoryCase, optimized: bool, trace: bool) -> RankM
             phases.append(Phase(moment, watched[-1], torch.cuda.max_memory_allocated() - leftover))
             watched.append(_bytes_in_use(training, leftover))  # resets the peak
 
-    training = build_training(name, case.task(name), case.parallel, case.dtype, optimized, look)
+    training = build_training(name, case.task(name), case.parallel, case.dtype, True, look)
     training.step()
-    reserved = 0
-    if on_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        watched.append(_bytes_in_use(training, leftover))
-        training.step()
-        watched.clear()
-        reserved = torch.cuda.memory_reserved()
-    operator, groups = "", tuple[tuple[str, str, int], ...]()
-    if on_gpu and optimized:
-        if trace:
-            operator, groups = _trace(training)
-        fullest = max(phases, key=lambda phase: phase.peak)
-        parts = {**fullest.at_start, "temporary": fullest.peak - sum(fullest.at_start.values())}
-    else:
-        with training.recording() as recorder:
-            training.step()
-        parts = by_category(recorder.profile().at_peak, leftover)
-        operator = recorder.peak_operator
-        groups = tuple((one.category, str(one), one.nbytes) for one in recorder.tensors_at_peak()[:LARGEST])
-    peak = max((phase.peak for phase in phases), default=sum(parts.values()))
-    return RankMemory(peak, parts, operator, groups, tuple(phases), leftover, reserved, workspaces)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    watched.append(_bytes_in_use(training, leftover))
+    training.step()
+    watched.clear()
+    reserved = torch.cuda.memory_reserved()
+    fullest = max(phases, key=lambda phase: phase.peak)
+    parts = {**fullest.at_start, "temporary": fullest.peak - sum(fullest.at_start.values())}
+    return RankMemory(fullest.peak, parts, "", (), tuple(phases), leftover, reserved, workspaces)
 
 
 def _measure_workspaces() -> int:
     """Bytes that a matmul and its backward leave allocated."""
-    if device().type != "cuda":
-        return 0
     before = torch.cuda.memory_allocated()
     x = torch.ones(64, 64, dtype=torch.bfloat16, device=device(), requires_grad=True)
     (x @ x).sum().backward()
@@ -182,69 +169,13 @@ def _bytes_in_use(training: RankTraining, leftover: int) -> dict[str, int]:
     """Bytes in use now."""
     with training.recording() as recorder:
         pass
-    parts = by_category(recorder.profile().at_peak, leftover)
-    return {**parts, "activations": parts["activations"] + parts["temporary"], "temporary": 0}
+    parts = _by_category(recorder.profile().at_peak)
+    others = parts["activations"] + parts["temporary"] - leftover
+    return {**parts, "activations": others, "temporary": 0}
 
 
-def by_category(sample: MemorySample, leftover: int = 0) -> dict[str, int]:
-    parts = {category: int(getattr(sample, category)) for category in CATEGORIES}
-    return {**parts, "temporary": parts["temporary"] - leftover}
-
-
-def _trace(training: RankTraining) -> tuple[str, tuple[tuple[str, str, int], ...]]:
-    """A step under the allocator's history: where its peak was, and the largest of what it had allocated."""
-    torch.cuda.memory._record_memory_history(stacks="python", max_entries=1_000_000)
-    try:
-        training.step()
-        torch.cuda.synchronize()
-        trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
-    return alive_at_peak(trace)
-
-
-def alive_at_peak(trace: Sequence[dict[str, Any]]) -> tuple[str, tuple[tuple[str, str, int], ...]]:
-    """Where the peak was, and the largest groups that were alive then and allocated within the trace.
-
-    Args:
-        trace: of one device, as `torch.cuda.memory._snapshot()` has it: actions in order of time.
-    """
-    level = highest = 0
-    alive, at_peak, where = dict[int, dict[str, Any]](), list[dict[str, Any]](), ""
-    sizes, position = dict[int, int](), 0
-    for i, entry in enumerate(trace):
-        if entry["action"] == "alloc":
-            sizes[entry["addr"]] = entry["size"]
-            level += entry["size"]
-            if level > highest:
-                highest, position = level, i
-        elif entry["action"] == "free_completed":
-            level -= sizes.pop(entry["addr"], entry["size"])
-    for entry in trace[: position + 1]:
-        if entry["action"] == "alloc":
-            alive[entry["addr"]] = entry
-            where = _place(entry)
-        elif entry["action"] == "free_completed":
-            alive.pop(entry["addr"], None)
-    at_peak = list(alive.values())
-    groups: dict[tuple[str, int], int] = {}
-    for entry in at_peak:
-        kind = _place(entry), entry["size"]
-        groups[kind] = groups.get(kind, 0) + 1
-    largest = sorted(groups, key=lambda kind: -kind[1] * groups[kind])[:LARGEST]
-    return where, tuple(
-        ("allocated", f"{groups[place, size]} x {size:,} B {place}", size * groups[place, size])
-        for place, size in largest
-    )
-
-
-def _place(entry: dict[str, Any]) -> str:
-    """The innermost line outside of torch that allocated; of compiled code the line of the graph."""
-    frames = entry.get("frames", [])
-    for frame in frames:
-        if "/torch/" not in frame["filename"] or "/torchinductor" in frame["filename"]:
-            return f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"
-    return f"{frames[0]['name']} in torch" if frames else "no Python frame, as in a backward"
+def _by_category(sample: MemorySample) -> dict[str, int]:
+    return {category: int(getattr(sample, category)) for category in CATEGORIES}
 
 
 def _release() -> None:

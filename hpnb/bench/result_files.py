@@ -106,6 +106,11 @@ def table(folder: Path = RESULTS) -> str:
     return "\n\n".join([summary(runs), *(markdown(run) for run in runs)])
 
 
+def show_table(results: Path, write: bool) -> None:
+    """Print all tables; or put them into the README of the folder, and print where that is."""
+    print(write_page(results) if write else table(results))
+
+
 def short_table(folder: Path = RESULTS) -> str:
     """The first of the tables, which the repository's README shows."""
     return summary(_with_layouts(folder))

@@ -37,7 +37,6 @@ from hpnb.mesh import ParallelLayout
 from hpnb.models import GPT2_SIZES, SIZES
 
 MODELS = {"cuda": ("vit", "gpt2"), "cpu": ("vit",)}  # by the kind of device, if none is asked for
-CANDIDATES = ("1d", "1d-sp", "2d", "torch", "torch-sp")
 
 
 def make_task(device: str, model: str, batch: int | None = None, heads: int | None = None) -> TrainingTask:
@@ -67,8 +66,8 @@ def make_task(device: str, model: str, batch: int | None = None, heads: int | No
 
 
 def candidates(task: TrainingTask, ranks: int) -> dict[str, Candidate]:
-    """All of `CANDIDATES`."""
-    programs = {
+    """By name."""
+    return {
         "1d": Candidate("hpnb 1d", partial(_hpnb, "1d", False)),
         "1d-sp": Candidate("hpnb 1d, sequence parallel", partial(_hpnb, "1d", True)),
         "2d": Candidate("hpnb 2d", partial(_hpnb, "2d", False)),
@@ -77,7 +76,6 @@ def candidates(task: TrainingTask, ranks: int) -> dict[str, Candidate]:
             f"torch, SequenceParallel{note(task.size, ranks)}", partial(tensor_parallel, "no", True)
         ),
     }
-    return {name: programs[name] for name in CANDIDATES}
 
 
 def _hpnb(mode: str, sequence: bool, task: TrainingTask, layout: ParallelLayout) -> Program:
@@ -92,29 +90,29 @@ def _hpnb(mode: str, sequence: bool, task: TrainingTask, layout: ParallelLayout)
 def run(
     ranks: int,
     rounds: int,
-    device: str = "auto",
-    models: Sequence[str] = (),
+    device: str,
+    model: Sequence[str] | None = None,
     batch: int | None = None,
     heads: int | None = None,
-    names: Sequence[str] = CANDIDATES,
-    traces: str | None = None,
+    candidate: Sequence[str] | None = None,
+    profile: str | None = None,
 ) -> None:
     """Print the tables, each as soon as it is there.
 
     Args:
-        models: of `MODELS`; by default all of them on GPUs, and the ViT on a CPU.
-        traces: a folder for Chrome traces of one step of hpnb's fastest and one of torch's.
+        model: of `MODELS`; by default all of them on GPUs, and the ViT on a CPU.
+        profile: a folder for Chrome traces of one step of hpnb's fastest and one of torch's.
 
     Raises:
         ValueError: no batch, or heads that do not fit.
     """
     choice = hpnb.ranks.choose_device(device, ranks)
     layout = ParallelLayout(tp=choice.ranks)
-    of_models = [make_task(choice.device, model, batch, heads) for model in models or MODELS[choice.device]]
+    of_models = [make_task(choice.device, name, batch, heads) for name in model or MODELS[choice.device]]
     with rank_pools(choice.device, 600.0) as pools:
         for task in of_models:
             known = candidates(task, choice.ranks)
+            chosen = [known[name] for name in candidate or known]
             print_contest(
-                pools, task, f"tp{choice.ranks}", layout, [known[name] for name in names], rounds,
-                traces=traces, count_bytes=True,
-            )  # fmt: skip
+                pools, task, f"tp{choice.ranks}", layout, chosen, rounds, traces=profile, count_bytes=True
+            )

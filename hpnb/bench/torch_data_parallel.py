@@ -149,7 +149,7 @@ def accumulating(
 
     Args:
         runs: is called with a microbatch and gives outputs with a loss.
-        sends: the DDP or FSDP2 module that is not to send before.
+        sends: the DDP, FSDP2 or hpnb.DataParallel module that is not to send before.
         around: each forward; `within`: forward and backward.
         reshard: let FSDP2's parameters go after every backward, and not after the last alone.
     """
@@ -158,7 +158,7 @@ def accumulating(
     feed, last_losses = BatchFeed(task, coordinate, layout.dp), list[torch.Tensor]()
 
     def sync_if(last: bool) -> AbstractContextManager[Any]:
-        if isinstance(sends, DistributedDataParallel):
+        if isinstance(sends, DistributedDataParallel | hpnb.DataParallel):
             return nullcontext() if last else sends.no_sync()
         if isinstance(sends, FSDPModule) and count > 1:
             sends.set_requires_gradient_sync(last)

@@ -1335,6 +1335,9 @@ def test_plugins_with_fewer_knobs() -> None:
     assert hpnb.Booster().plugin.precision == "fp32"
     with pytest.raises(ValueError, match="3 is GeminiPlugin"):
         LowLevelZeroPlugin(3)
+    for kind in (TorchDDPPlugin, LowLevelZeroPlugin, GeminiPlugin):
+        with pytest.raises(TypeError, match=f"{kind.__name__} takes no tp_size; it takes .*max_norm"):
+            kind(tp_size=2)
 
 
 def test_how_many_microbatches() -> None:

@@ -7,47 +7,42 @@ GeminiPlugin()                parameters sharded as well                zero_sta
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
 import torch
 
 from hpnb.hybrid.plugins import HybridParallelPlugin
-from hpnb.mesh import Recomputation
 from hpnb.precision import precision_name
+
+_DDP_OPTIONS = (
+    "broadcast_buffers", "ddp_bucket_cap_mb", "find_unused_parameters", "check_reduction",
+    "gradient_as_bucket_view", "static_graph", "max_norm", "seed",
+)  # fmt: skip
+_SHARDED_OPTIONS = (
+    "initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis",
+    "max_scale", "max_norm", "communication_dtype", "cpu_offload", "seed",
+)  # fmt: skip
+_ZERO_OPTIONS = (*_SHARDED_OPTIONS, "zero_bucket_size_in_m", "overlap_communication")
+_GEMINI_OPTIONS = (*_SHARDED_OPTIONS, "activation_checkpointing")
 
 
 class TorchDDPPlugin(HybridParallelPlugin):
-    """Every data-parallel rank has the whole model. Options as in `HybridParallelPlugin`.
+    """Every data-parallel rank has the whole model.
 
     Args:
         precision: by default "fp32", or the mixed_precision that `hpnb.Booster` is given.
+        options: of `HybridParallelPlugin`: broadcast_buffers, ddp_bucket_cap_mb, find_unused_parameters,
+            check_reduction, gradient_as_bucket_view, static_graph, max_norm, seed.
 
     >>> hpnb.TorchDDPPlugin("bf16", max_norm=1.0).precision
     'bf16'
     """
 
-    def __init__(
-        self,
-        precision: str | torch.dtype | None = None,
-        broadcast_buffers: bool = True,
-        ddp_bucket_cap_mb: float = 25.0,
-        find_unused_parameters: bool = False,
-        check_reduction: bool = False,
-        gradient_as_bucket_view: bool = False,
-        static_graph: bool = False,
-        max_norm: float = 0.0,
-        seed: int | None = None,
-    ) -> None:
+    def __init__(self, precision: str | torch.dtype | None = None, **options: Any) -> None:
+        _check_options(self, options, _DDP_OPTIONS)
         self._has_default_precision = precision is None
-        super().__init__(
-            precision="fp32" if precision is None else precision,
-            broadcast_buffers=broadcast_buffers,
-            ddp_bucket_cap_mb=ddp_bucket_cap_mb,
-            find_unused_parameters=find_unused_parameters,
-            check_reduction=check_reduction,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            static_graph=static_graph,
-            max_norm=max_norm,
-            seed=seed,
-        )
+        super().__init__(precision="fp32" if precision is None else precision, **options)
 
     def set_default_precision(self, precision: str | torch.dtype) -> None:
         """Train in this precision if none was asked for when the plugin was made."""
@@ -56,7 +51,11 @@ class TorchDDPPlugin(HybridParallelPlugin):
 
 
 class LowLevelZeroPlugin(HybridParallelPlugin):
-    """ZeRO stage 1 or 2. Options as in `HybridParallelPlugin`.
+    """ZeRO stage 1 or 2.
+
+    Args:
+        options: of `HybridParallelPlugin`: max_norm, zero_bucket_size_in_m, communication_dtype,
+            overlap_communication, cpu_offload, seed, and those of the loss scaler.
 
     Raises:
         ValueError: another stage.
@@ -65,81 +64,32 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
     2
     """
 
-    def __init__(
-        self,
-        stage: int = 1,
-        precision: str | torch.dtype = "auto",
-        initial_scale: float = 2.0**16,
-        min_scale: float = 1.0,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 1000,
-        hysteresis: int = 2,
-        max_scale: float = 2.0**32,
-        max_norm: float = 0.0,
-        zero_bucket_size_in_m: float = 12.0,
-        communication_dtype: torch.dtype | None = None,
-        overlap_communication: bool = True,
-        cpu_offload: bool = False,
-        seed: int | None = None,
-    ) -> None:
+    def __init__(self, stage: int = 1, precision: str | torch.dtype = "auto", **options: Any) -> None:
         if stage not in (1, 2):
             raise ValueError(f"stage={stage!r} is not 1 or 2; 3 is GeminiPlugin, 0 is TorchDDPPlugin")
-        super().__init__(
-            zero_stage=stage,
-            precision=precision,
-            initial_scale=initial_scale,
-            min_scale=min_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            hysteresis=hysteresis,
-            max_scale=max_scale,
-            max_norm=max_norm,
-            zero_bucket_size_in_m=zero_bucket_size_in_m,
-            communication_dtype=communication_dtype,
-            overlap_communication=overlap_communication,
-            cpu_offload=cpu_offload,
-            seed=seed,
-        )
+        _check_options(self, options, _ZERO_OPTIONS)
+        super().__init__(zero_stage=stage, precision=precision, **options)
 
 
 class GeminiPlugin(HybridParallelPlugin):
-    """ZeRO stage 3: parameters are sharded too. Options as in `HybridParallelPlugin`.
+    """ZeRO stage 3: parameters are sharded too.
+
+    Args:
+        options: of `HybridParallelPlugin`: max_norm, communication_dtype, cpu_offload,
+            activation_checkpointing, seed, and those of the loss scaler.
 
     >>> hpnb.GeminiPlugin(precision="bf16").zero_stage
     3
     """
 
-    def __init__(
-        self,
-        precision: str | torch.dtype = "auto",
-        initial_scale: float = 2.0**16,
-        min_scale: float = 1.0,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 1000,
-        hysteresis: int = 2,
-        max_scale: float = 2.0**32,
-        max_norm: float = 0.0,
-        communication_dtype: torch.dtype | None = None,
-        cpu_offload: bool = False,
-        activation_checkpointing: Recomputation = False,
-        seed: int | None = None,
-    ) -> None:
-        super().__init__(
-            zero_stage=3,
-            precision=precision,
-            initial_scale=initial_scale,
-            min_scale=min_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            hysteresis=hysteresis,
-            max_scale=max_scale,
-            max_norm=max_norm,
-            communication_dtype=communication_dtype,
-            cpu_offload=cpu_offload,
-            activation_checkpointing=activation_checkpointing,
-            seed=seed,
+    def __init__(self, precision: str | torch.dtype = "auto", **options: Any) -> None:
+        _check_options(self, options, _GEMINI_OPTIONS)
+        super().__init__(zero_stage=3, precision=precision, **options)
+
+
+def _check_options(plugin: object, options: Collection[str], known: Collection[str]) -> None:
+    if unknown := [name for name in options if name not in known]:
+        raise TypeError(
+            f"{type(plugin).__name__} takes no {unknown[0]}; it takes {', '.join(known)}, and "
+            "HybridParallelPlugin has all options"
         )

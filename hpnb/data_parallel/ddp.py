@@ -38,8 +38,9 @@ class DataParallel(nn.Module):
         axis: the data axis, `mesh.dp`.
         bucket_mb: at most so many MB (2^20 bytes) of gradients travel at once.
         broadcast_buffers: send rank 0's buffers before every forward in training mode.
-        find_unused_parameters: allow parameters that a forward does not use. The gradient of one that no rank
-            uses stays None.
+        find_unused_parameters: allow parameters that a forward does not use, at the cost of a small
+            all-reduce a step, by which the ranks agree on them. The gradient of one that no rank uses stays
+            None.
         check_reduction: compare the reduced gradients of all ranks after every backward, which takes time.
         gradient_as_bucket_view: .grad is a view of its bucket. Do not keep one over the next backward. False
             copies. With `zero_grad(set_to_none=False)` gradients then exist once. After PyTorch's default,
@@ -50,7 +51,8 @@ class DataParallel(nn.Module):
         overlap_communication: reduce during the backward; False does it after.
         copy_engines: on GPUs of one node, reduce by their copy engines instead of kernels, which take
             multiprocessors from the matmuls of the backward (`hpnb.symmetric_all_reduce`).
-        average: False sums instead, for losses that are divided by the global count already.
+        average: False sums instead, for losses that are divided by the global count already. The mean of the
+            ranks' means is right if all have equally many samples.
         expert_axis: the ranks that hold the same experts, `mesh.edp`, if experts are sharded
             (`hpnb.expert_parallel`). Their gradients have the tokens of the other ranks already.
 
@@ -97,9 +99,14 @@ class DataParallel(nn.Module):
         self._in_backward = False  # `_finish` is queued, for its end
         _check(module)
         named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        options = {"bucket_mb": bucket_mb, "average": average, "static_graph": static_graph,
-                   "copy_engines": copy_engines}  # fmt: skip
-        check_replicas(named, axis, {**options, "find_unused_parameters": find_unused_parameters})
+        options = {
+            "bucket_mb": bucket_mb,
+            "average": average,
+            "static_graph": static_graph,
+            "copy_engines": copy_engines,
+            "find_unused_parameters": find_unused_parameters,
+        }
+        check_replicas(named, axis, options)
         experts = [tensor for tensor in named.values() if is_expert(tensor)]
         earlier_sink = self._find_sink(average)
         broadcast([tensor for tensor in named.values() if not is_expert(tensor)], axis)
@@ -113,14 +120,10 @@ class DataParallel(nn.Module):
         self.sink = earlier_sink.hand_over() if earlier_sink is not None else make_reducer(
             dict(module.named_parameters()),
             axis,
-            bucket_mb=bucket_mb,
-            average=average,
-            find_unused=find_unused_parameters,
-            static=static_graph,
-            as_view=gradient_as_bucket_view,
-            overlap=overlap_communication,
-            check=check_reduction,
-            copy_engines=copy_engines,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            overlap_communication=overlap_communication,
+            check_reduction=check_reduction,
+            **options,
         )  # fmt: skip
         set_reducer(module.parameters(), self)
         self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}

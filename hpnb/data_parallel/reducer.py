@@ -29,19 +29,8 @@ class Reducer(GradientSink):
     Args:
         parameters: {name: parameter} in the order of the model.
         axis: whose ranks hold replicas.
-        bucket_mb: at most so many MB (2^20 bytes) are reduced at once.
-        average: divide by the number of ranks. The mean of the ranks' means is right if all have equally many
-            samples. Otherwise sum, and divide losses by the global count.
-        find_unused: a parameter without a gradient counts as zero, instead of being an error. This costs one
-            small all-reduce a step, by which all ranks agree on what none of them used.
-        static: every step uses the same parameters in the same order. What is unused in the first step stays
-            unused without asking again, and buckets follow the order in which the first gradients came. New
-            buckets are made after the first step. Its gradients stay in the old ones until they are zeroed,
-            so until then gradients exist twice.
-        as_view: .grad is a view of its bucket. False gives it separate memory, for a copy a step.
-        overlap: send a bucket as soon as it is full. False sends all at the end.
-        check: compare the reduced gradients of all ranks after every step.
-        copy_engines: of `Background`.
+
+    The other arguments are those of `DataParallel`.
     """
 
     def __init__(
@@ -51,16 +40,17 @@ class Reducer(GradientSink):
         bucket_mb: float = 25.0,
         *,
         average: bool = True,
-        find_unused: bool = False,
-        static: bool = False,
-        as_view: bool = True,
-        overlap: bool = True,
-        check: bool = False,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = True,
+        overlap_communication: bool = True,
+        check_reduction: bool = False,
         copy_engines: bool = False,
     ) -> None:
-        self.axis, self.average, self.find_unused = axis, average, find_unused
-        self.static, self.as_view, self.overlap, self.check = static, as_view, overlap, check
-        self._copy_engines = copy_engines
+        self.axis, self.average, self.find_unused_parameters = axis, average, find_unused_parameters
+        self._static_graph, self._check_reduction = static_graph, check_reduction
+        self._gradient_as_bucket_view, self._copy_engines = gradient_as_bucket_view, copy_engines
+        self.overlap_communication = overlap_communication
         self.names = {p: name for name, p in parameters.items() if p.requires_grad}
         self._number = {id(p): i for i, p in enumerate(self.names)}  # by id, because a tensor's hash is slow
         self._bucket_mb = bucket_mb
@@ -118,7 +108,7 @@ class Reducer(GradientSink):
             self._summed.discard(number)
         bucket = self._bucket_of[number]
         self._missing[bucket] -= 1
-        if self.overlap and not self._missing[bucket]:
+        if self.overlap_communication and not self._missing[bucket]:
             while len(self._sent) < len(self.buckets) and not self._missing[len(self._sent)]:
                 self._send(len(self._sent))
 
@@ -127,7 +117,7 @@ class Reducer(GradientSink):
         """Send what is left, wait for all, and put the sums where the gradients were.
 
         Raises:
-            RuntimeError: parameters without a gradient (unless `find_unused`), by name.
+            RuntimeError: parameters without a gradient (unless `find_unused_parameters`), by name.
         """
         # What this backward did not use has the gradient of an earlier backward, or is frozen, or is unused.
         not_ready = [p for number, p in enumerate(self.names) if number not in self._ready]
@@ -135,7 +125,7 @@ class Reducer(GradientSink):
         unused_here = [p for p in not_ready if p.grad is None and p not in frozen]
         with separate_compute():
             try:
-                if unused_here and not self.find_unused:
+                if unused_here and not self.find_unused_parameters:
                     raise RuntimeError(unused_message([self.names[p] for p in unused_here], len(self.names)))
                 for p in not_ready:
                     self.before_accumulation(p)
@@ -143,13 +133,13 @@ class Reducer(GradientSink):
                     self._send(len(self._sent))
                 without_grad = self._find_unused_anywhere(unused_here) | frozen
                 wait_all(self._sent)
-                in_place = self.as_view and self.average
+                in_place = self._gradient_as_bucket_view and self.average
                 if self._sent_as_zeros or without_grad or not in_place:
                     for index in range(len(self.buckets)):
                         self._assign_gradients(index, without_grad)
-                if self.check:
+                if self._check_reduction:
                     self._compare_ranks()
-                if self.static and not self._learned_order:
+                if self._static_graph and not self._learned_order:
                     self._learn_order(without_grad)
             finally:
                 self.drop()
@@ -181,7 +171,7 @@ class Reducer(GradientSink):
                     "nn.Embedding(sparse=False)"
                 )
         fill_bucket(flat, views, grads, scale)
-        if self.as_view:
+        if self._gradient_as_bucket_view:
             for p, view in zip(bucket.parameters, views, strict=True):
                 if p.grad is not None:
                     p.grad = view  # which frees what autograd made
@@ -192,7 +182,7 @@ class Reducer(GradientSink):
         for p, view in zip(self.buckets[index].parameters, self._views[index], strict=True):
             if p in without_grad:
                 p.grad = None
-            elif self.as_view:
+            elif self._gradient_as_bucket_view:
                 p.grad = view
             elif p.grad is None:
                 p.grad = view.clone()
@@ -205,9 +195,9 @@ class Reducer(GradientSink):
 
     def _find_unused_anywhere(self, unused: Sequence[torch.nn.Parameter]) -> frozenset[torch.nn.Parameter]:
         """Parameters that no rank has a gradient of. It stays None, as on one process."""
-        if not self.find_unused:
+        if not self.find_unused_parameters:
             return frozenset()
-        if self.static and self._learned_order:
+        if self._static_graph and self._learned_order:
             if changed := frozenset(unused) ^ self._unused_here:
                 raise RuntimeError(
                     f"{self.names[next(iter(changed))]} and {len(changed) - 1} more parameters are used in "
@@ -218,13 +208,14 @@ class Reducer(GradientSink):
         return agree_on_unused(list(self.names), unused, self.axis)
 
     def _learn_order(self, without_grad: frozenset[torch.nn.Parameter]) -> None:
-        """Order buckets by rank 0's first step, so that they fill one after the other."""
+        """Order buckets by rank 0's first step, so that they fill one after the other. Its gradients stay in
+        the old buckets until they are zeroed, so until then gradients exist twice."""
         self._learned_order, self._unused_anywhere = True, without_grad
         arrived = dict.fromkeys([*self._ready, *range(len(self.names))])
         order = torch.tensor(list(arrived), device=self._flat[0].device)
         if self.axis.size > 1:
             dist.broadcast(order, src=self.axis.ranks[0], group=self.axis.group)
-        by_number = list(self.names)  # gradients stay where they are, in the old buckets
+        by_number = list(self.names)
         self._make_buckets([by_number[i] for i in order.tolist()])
 
     def _compare_ranks(self) -> None:

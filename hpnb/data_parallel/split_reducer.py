@@ -30,13 +30,12 @@ class SplitReducer(GradientSink):
         parameters: Mapping[str, torch.nn.Parameter],
         axis: Axis,
         expert_axis: Axis,
-        *args: Any,
         **options: Any,
     ) -> None:
         experts = {name: p for name, p in parameters.items() if is_expert(p)}
         others = {name: p for name, p in parameters.items() if name not in experts}
         self.reducers = [
-            Reducer(replicated, along, *args, **options)
+            Reducer(replicated, along, **options)
             for replicated, along in ((others, axis), (experts, expert_axis))
             if any(p.requires_grad for p in replicated.values())
         ]

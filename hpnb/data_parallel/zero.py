@@ -168,8 +168,8 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
             for b in assigned
         ]  # fmt: skip
         ZeroReduceScatter.__init__(
-            self, self.names, buckets, axis, stage, average=average, overlap=overlap_communication,
-            find_unused=find_unused_parameters, offload=cpu_offload,
+            self, self.names, buckets, axis, stage, average=average, offload=cpu_offload,
+            overlap_communication=overlap_communication, find_unused_parameters=find_unused_parameters,
         )  # fmt: skip
         self.shards = {p: shard for b in self.buckets for p, shard in zip(b.parameters, b.shards, strict=True)
                        if shard is not None}  # fmt: skip

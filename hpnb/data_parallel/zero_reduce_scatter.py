@@ -55,12 +55,13 @@ class ZeroReduceScatter(GradientSink):
         stage: int,
         *,
         average: bool,
-        overlap: bool,
-        find_unused: bool,
+        overlap_communication: bool,
+        find_unused_parameters: bool,
         offload: bool,
     ) -> None:
         self.names, self.buckets, self.axis, self.stage = dict(names), list(buckets), axis, stage
-        self.average, self.overlap, self.find_unused, self.offload = average, overlap, find_unused, offload
+        self.average, self.overlap_communication = average, overlap_communication
+        self.find_unused_parameters, self.offload = find_unused_parameters, offload
         self.reducing_sink: GradientSink | None = None
         self._bucket_of = {id(p): i for i, b in enumerate(self.buckets) for p in b.parameters}
         kinds = {(b.flat.device, b.axis.name): b.axis for b in self.buckets}
@@ -89,7 +90,8 @@ class ZeroReduceScatter(GradientSink):
             self.reducing_sink = ddp.sink
         else:
             assert isinstance(ddp.sink, Reducer)
-            self.overlap, self.find_unused = ddp.sink.overlap, ddp.sink.find_unused
+            self.overlap_communication = ddp.sink.overlap_communication
+            self.find_unused_parameters = ddp.sink.find_unused_parameters
             if any(p.grad is not None for p in self.names):
                 raise ValueError(
                     "there are gradients already, in the memory of a DataParallel whose reduction is to be "
@@ -150,8 +152,9 @@ class ZeroReduceScatter(GradientSink):
             )
         self._ready.add(id(parameter))
         self._missing[number] -= 1
-        while self.overlap and self._num_sent < len(self.buckets) and not self._missing[self._num_sent]:
-            self._send()
+        if self.overlap_communication:
+            while self._num_sent < len(self.buckets) and not self._missing[self._num_sent]:
+                self._send()
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -172,12 +175,12 @@ class ZeroReduceScatter(GradientSink):
         frozen = frozenset(p for p in silent if not p.requires_grad)  # since it was made
         unused = [p for p in silent if p not in frozen]
         try:
-            if unused and not self.find_unused:
+            if unused and not self.find_unused_parameters:
                 raise RuntimeError(unused_message([self.names[p] for p in unused], len(self.names)))
             while self._num_sent < len(self.buckets):
                 self._send()
             without_grad = frozen
-            if self.find_unused:
+            if self.find_unused_parameters:
                 without_grad |= self._find_unused_anywhere(unused)
             for bucket in self.buckets:
                 bucket.wait_for_reduction()

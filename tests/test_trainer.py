@@ -84,6 +84,8 @@ class Net(nn.Module):
 
 
 class Boosted(nn.Module):
+    causal, context = False, None
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
@@ -102,7 +104,11 @@ class One:
         mesh = hpnb.Mesh(hpnb.Layout())
         groups = {f"{name}_group": axis.group for name, axis in mesh.axes.items()}
         self.plugin = SimpleNamespace(
-            pp_size=1, mesh=mesh, stage_manager=SimpleNamespace(is_last_stage=lambda: True), **groups
+            pp_size=1,
+            cp_size=1,
+            mesh=mesh,
+            stage_manager=SimpleNamespace(is_last_stage=lambda: True),
+            **groups,
         )
         self.apart = 0
 
@@ -125,7 +131,7 @@ class One:
     def commit(self, path: Path, keep: int | None) -> None:
         atomic.commit(path, {}, {}, keep)
 
-    def load(self, path: Path, model: Any, optimizer: Any, scheduler: Any) -> Any:
+    def load(self, path: Path, model: Any, optimizer: Any, scheduler: Any, **_: Any) -> Any:
         state = torch.load(manifest.find(path) / "all.pt", weights_only=False)
         model.module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -977,7 +983,7 @@ def test_ranks_that_are_joined_for_gpus_alone_agree_among_cpus(tmp_path: Path) -
     """As after init_process_group("nccl"), which takes no tensors of the CPU."""
     program = (
         "import torch.distributed as dist\n"
-        "from hpnb.hybrid.training.stop_vote import StopVote\n"
+        "from hpnb.hybrid.training.stop_hook import StopVote\n"
         f"dist.init_process_group('cuda:gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
         "print([StopVote().now(asks) for asks in (True, False)])\n"
     )

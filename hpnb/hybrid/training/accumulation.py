@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from hpnb.data.batch_agreement import check_lengths, iterate_together
 from hpnb.data.iterable_loader import is_iterable_dataset
 from hpnb.hybrid.model_loss import loss_of_outputs
 from hpnb.hybrid.training.run_state import TrainingState
-from hpnb.models import anatomy
 from hpnb.pipeline_parallel.criterion_check import check_is_mean
 from hpnb.pipeline_parallel.label_shift import ChangedMapping, ChangedTuple
 from hpnb.pipeline_parallel.loss import call_criterion
@@ -90,22 +89,10 @@ class HookedCriterion:
         A pipeline gives its criterion these. Without one this gets the batch that the model shards. All ranks
         of a context-parallel group have that one, so its targets would count once a rank.
         """
-        context = getattr(self._trainer.model, "context", None)
+        context = self._trainer.model.context
         if context is None or inputs is not self.unsharded:
             return inputs
         return context.inputs_of_outputs(inputs)
-
-
-def is_causal(model: Any) -> bool:
-    """Whether the targets of a boosted model are its inputs, shifted by one."""
-    inner = model.unwrap()
-    for candidate in (model, inner):
-        if isinstance(causal := getattr(candidate, "causal", None), bool):
-            return causal
-    try:
-        return anatomy(inner).causal
-    except (TypeError, ValueError):  # a model that hpnb does not know
-        return False
 
 
 def batch_weights(
@@ -143,25 +130,14 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def batches_on_all_ranks(trainer: TrainingState, loader: Any) -> tuple[int | None, Iterator[Any]]:
-    """(how many batches a loader has, or None, and these), as many on every rank; all of them call it.
-
-    Raises:
-        ValueError: the loader has another length on another rank; while it is iterated, ranks of one replica
-            read different batches.
-    """
+    """(how many batches a loader has, or None, and these), as many on every rank; all of them call it."""
     if isinstance(loader, IterableLoader):
         return None, iter(loader)
     is_stream = is_iterable_dataset(getattr(loader, "dataset", None))
     length = None if is_stream else check_lengths(loader)
     if isinstance(loader, Loader):
         return length, iter(loader)
-    group = trainer.booster.plugin.dp_group
-    return length, iterate_together(loader, _Replica(group.size(), group.rank()))
-
-
-class _Replica(NamedTuple):
-    size: int
-    rank: int
+    return length, iterate_together(loader, trainer.booster.plugin.mesh.dp)
 
 
 def span(op: str, microbatch: int = -1) -> AbstractContextManager[None]:

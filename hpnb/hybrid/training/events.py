@@ -78,11 +78,7 @@ class Hook:
 
 
 def checked_hooks(hooks: Any) -> list[Hook]:
-    """The hooks as a list; one alone stands for itself.
-
-    Raises:
-        TypeError: something among them is no hook.
-    """
+    """The hooks as a list; one alone stands for itself."""
     checked = list(hooks) if isinstance(hooks, Iterable) and not isinstance(hooks, str) else [hooks]
     for hook in checked:
         if isinstance(hook, type):

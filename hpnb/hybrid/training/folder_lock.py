@@ -33,12 +33,7 @@ class FolderLock:
         self._has_locked = False
 
     def acquire(self) -> None:
-        """Make sure that files can be written there, and that no other run does. All ranks call it.
-
-        Raises:
-            ValueError: another run trains there, or there is a file in the way.
-            OSError: the folder cannot be written, or the disk is full.
-        """
+        """Make sure that files can be written there, and that no other run does. All ranks call it."""
         on_first_rank(self._acquire, files_group())
 
     def release(self) -> None:

@@ -146,8 +146,7 @@ class ThroughputHook(Metric):
     def after_step(self, trainer: TrainingState) -> None:
         if self._began is not None:
             # The ranks of one context-parallel group have the same batch, and all of them report it.
-            ranks = getattr(trainer.booster.plugin, "cp_size", 1)  # a plugin of one's own has none
-            self._amount += sum(map(self._in, trainer.batches)) / ranks
+            self._amount += sum(map(self._in, trainer.batches)) / trainer.booster.plugin.cp_size
             return
         self._left -= 1
         if self._left == 0:
@@ -174,11 +173,7 @@ class ThroughputHook(Metric):
 
 
 def predictions(outputs: Any, inputs: Any, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the class with the largest logit, the target), whole numbers of the same shape.
-
-    Raises:
-        ValueError: outputs without logits, or a batch without targets.
-    """
+    """(the class with the largest logit, the target), whole numbers of the same shape."""
     logits = outputs
     if not isinstance(outputs, torch.Tensor):
         logits = outputs["logits"] if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)

@@ -33,21 +33,17 @@ def save(trainer: TrainingState, folder: Path, keep: int | None = None, backgrou
     """
     trainer.booster.save(
         folder, trainer.model, trainer.optimizer, trainer.lr_scheduler, extra=_state(trainer), keep=keep,
-        background=background, **_averages(trainer),
+        background=background, averages=_averages(trainer),
     )  # fmt: skip
 
 
 def _averages(trainer: TrainingState) -> dict[str, Any]:
-    """The averages of all hooks as an argument for the booster, if there are any.
-
-    Raises:
-        ValueError: two have one name.
-    """
+    """The averages of all hooks by name."""
     pairs = [pair for hook in trainer.hooks for pair in hook.saved_averages().items()]
     names = [name for name, _ in pairs]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"two hooks have an average called {twice!r}; give one of them another name")
-    return {"averages": dict(pairs)} if pairs else {}
+    return dict(pairs)
 
 
 def _hook_states(trainer: TrainingState) -> dict[str, dict[str, Any]]:
@@ -91,9 +87,6 @@ def _state(trainer: TrainingState) -> dict[str, Any]:
 def read_state(folder: Path) -> dict[str, Any]:
     """What `save` wrote of the run beside weights, optimizer and learning rates, without loading these. Every
     rank calls it.
-
-    Raises:
-        ValueError: it cannot be read.
     """
     group = files_group()
     stored = attempt(lambda: StateReader(folder / STATE), group)
@@ -109,7 +102,7 @@ def ended_epoch(state: Mapping[str, Any]) -> bool:
 def load(trainer: TrainingState, folder: Path) -> None:
     """Take weights, optimizer and learning rates; `take_up` takes the rest. Every rank calls it."""
     parts = trainer.model, trainer.optimizer, trainer.lr_scheduler
-    state = trainer.booster.load(folder, *parts, **_averages(trainer))
+    state = trainer.booster.load(folder, *parts, averages=_averages(trainer))
     _load_hook_states(trainer, state.get("hooks", {}), folder)
     trainer.step, trainer.epoch, trainer.lr = state["step"], state["epoch"], state["lr"]
     trainer.history[:] = state["history"]
@@ -118,11 +111,7 @@ def load(trainer: TrainingState, folder: Path) -> None:
 
 
 def take_up(trainer: TrainingState) -> None:
-    """At the start of a fit: go to where the run was when it was saved, if it was resumed.
-
-    Raises:
-        ValueError: the loader cannot go there.
-    """
+    """At the start of a fit: go to where the run was when it was saved, if it was resumed."""
     state, trainer.resumed = trainer.resumed, None
     trainer.done, trainer.carried = 0, {}
     if state is None:

@@ -25,19 +25,16 @@ class RankRole:
     Attributes:
         reports: whether its losses and outputs count.
         shows: whether it is the one of them that shows a progress bar.
-        layout: sizes of dp, pp and tp.
     """
 
     reports: bool
     shows: bool
-    layout: list[int]
 
     @classmethod
     def of(cls, plugin: Any) -> RankRole:
         reports = plugin.stage_manager.is_last_stage() and dist.get_rank(plugin.tp_group) == 0
         shows = reports and dist.get_rank(plugin.dp_group) == 0
-        groups = plugin.dp_group, plugin.pp_group, plugin.tp_group
-        return cls(reports, shows, [dist.get_world_size(group) for group in groups])
+        return cls(reports, shows)
 
     def add_up(self, local: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks that report, on every rank; all of them call it."""

@@ -28,7 +28,6 @@ from hpnb.hybrid.training.accumulation import (
     HookedCriterion,
     batch_weights,
     batches_on_all_ranks,
-    is_causal,
     set_epoch,
     span,
     uses_pipeline,
@@ -38,8 +37,7 @@ from hpnb.hybrid.training.hooks import CheckpointHook, LRSchedulerHook
 from hpnb.hybrid.training.metrics import LossHook
 from hpnb.hybrid.training.progress import Progress, wanted
 from hpnb.hybrid.training.run_state import EpochRow, TrainingState
-from hpnb.hybrid.training.stop_hook import StopHook
-from hpnb.hybrid.training.stop_vote import StopVote
+from hpnb.hybrid.training.stop_hook import StopHook, StopVote
 from hpnb.pipeline_parallel.microbatches import to_device
 from hpnb.ranks.current_rank import device
 
@@ -104,7 +102,7 @@ class Trainer(TrainingState):
             model,
             optimizer,
             hook_schedulers[0] if hook_schedulers else lr_scheduler,
-            is_causal(model) if causal is None else causal,
+            model.causal if causal is None else causal,
         )
         self.accumulation = accumulation
         self._bar = wanted(self.role.shows, display_progress)
@@ -209,7 +207,7 @@ class Trainer(TrainingState):
             self.optimizer.zero_grad()
             losses = []
             # Context parallelism shifts labels when it shards a batch; these are not sharded yet.
-            causal = self.causal or getattr(self.model, "context", None) is not None
+            causal = self.causal or self.model.context is not None
             shares = batch_weights(batches, causal, self.booster.plugin.dp_group)
             for i, batch in enumerate(batches):
                 later, self._criterion.weight = i + 1 < len(batches), shares[i]

@@ -27,7 +27,7 @@ from hpnb.hybrid.checkpoint.agreement import attempt, gather_objects
 from hpnb.hybrid.checkpoint.chunks import chunks_of
 from hpnb.hybrid.checkpoint.gather_weights import master_weights
 from hpnb.hybrid.checkpoint.hf_names import hf_format, is_pretrained, silence_transformers
-from hpnb.hybrid.checkpoint.weight_files import LoadedWeights, WeightFiles, WeightReader
+from hpnb.hybrid.checkpoint.weight_files import WeightFiles
 from hpnb.placement import Placement, placement_of
 
 _HINT = "load it into a model with its config"
@@ -54,10 +54,6 @@ class WeightLoader:
     """Weights that are read and fit the model, until `apply` writes them into it. All ranks make it.
 
     It takes CPU memory for this rank's shards, in the dtypes of the files.
-
-    Raises:
-        FileNotFoundError, ValueError: the files do not fit, in one sentence.
-        OSError, RuntimeError: they cannot be read, on this rank or another one.
     """
 
     def __init__(self, model: Boosted, path: Path, group: dist.ProcessGroup) -> None:
@@ -69,11 +65,11 @@ class WeightLoader:
             disk_names = hf_format(model.kind, model.whole_config, torch.float32, group).names
         files: WeightFiles = attempt(lambda: WeightFiles(path), group)
         with files:
-            reader, on_disk = attempt(lambda: _match_names(model, path, files, known, disk_names), group)
-            attempt(lambda: self._check(path, reader, on_disk), group)
+            on_disk = attempt(lambda: _match_names(model, path, files, known, disk_names), group)
+            attempt(lambda: self._check(path, files, on_disk), group)
             attempt(lambda: files.verify(group.rank(), group.size()), group)
             self._chunks: list[tuple[torch.Tensor, torch.Tensor]]
-            self._chunks = attempt(lambda: self._read(reader, on_disk), group)
+            self._chunks = attempt(lambda: self._read(files, on_disk), group)
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -81,21 +77,21 @@ class WeightLoader:
         for view, values in self._chunks:
             view.copy_(values)
 
-    def _check(self, path: Path, reader: WeightReader, on_disk: Mapping[str, str]) -> None:
+    def _check(self, path: Path, files: WeightFiles, on_disk: Mapping[str, str]) -> None:
         missing = [t.names[0] for t in self._targets if not any(name in on_disk for name in t.names)]
         if missing:
             raise ValueError(f"{path} lacks {_shorten(missing)}; {_HINT}")
         for target in self._targets:
             name = _name_on_disk(target, on_disk)
-            if (shape := tuple(reader.shape(name))) != target.shape:
+            if (shape := files.shape(name)) != target.shape:
                 raise ValueError(f"{path} has {name} of shape {shape}, and the model {target.shape}; {_HINT}")
             dtype = target.shards[0][1].dtype
-            if reader.is_floating_point(name) != dtype.is_floating_point:
+            if files.is_floating_point(name) != dtype.is_floating_point:
                 what = "whole numbers" if dtype.is_floating_point else "fractions"
                 raise ValueError(f"{path} has {what} in {name}, and the model {dtype}; {_HINT}")
 
     def _read(
-        self, reader: WeightReader, on_disk: Mapping[str, str]
+        self, files: WeightFiles, on_disk: Mapping[str, str]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """[(a view of the model, its values)]; what a weight and its master have in common is read once."""
         chunks = []
@@ -105,7 +101,7 @@ class WeightLoader:
             for placement, tensor in target.shards:
                 for offsets, view in chunks_of(placement, tensor):
                     if (offsets, view.shape) not in values:
-                        values[offsets, view.shape] = reader.read_chunk(name, offsets, view.shape)
+                        values[offsets, view.shape] = files.read_chunk(name, offsets, view.shape)
                     chunks.append((view, values[offsets, view.shape]))
         return chunks
 
@@ -140,8 +136,8 @@ def _match_names(
     files: WeightFiles,
     known: set[str],
     disk_names: Mapping[str, tuple[str, ...]] | None,
-) -> tuple[WeightReader, Mapping[str, str]]:
-    """What reads the weights, and {name in the model: name on the disk}.
+) -> Mapping[str, str]:
+    """{name in the model: name on the disk}.
 
     Args:
         known: names in the model, on any rank.
@@ -150,15 +146,16 @@ def _match_names(
     present = set(files.names())
     if is_pretrained(model.kind):
         if disk_names is not None and present == disk_names.keys():
-            return files, {name: on_disk for on_disk, tied in disk_names.items() for name in tied}
+            return {name: on_disk for on_disk, tied in disk_names.items() for name in tied}
         if path.is_dir() and not present <= known:
-            return _read_by_transformers(model, path)
+            files.replace(_read_by_transformers(model, path))
+            return {name: name for name in files.names()}
     if unexpected := sorted(present - known):
         raise ValueError(f"{path} has weights that the model has not: {_shorten(unexpected)}; {_HINT}")
-    return files, {name: name for name in present}
+    return {name: name for name in present}
 
 
-def _read_by_transformers(model: Boosted, path: Path) -> tuple[WeightReader, Mapping[str, str]]:
+def _read_by_transformers(model: Boosted, path: Path) -> dict[str, torch.Tensor]:
     kind: Any = model.kind
     config = deepcopy(model.whole_config)
     try:
@@ -176,8 +173,8 @@ def _read_by_transformers(model: Boosted, path: Path) -> tuple[WeightReader, Map
     ):
         if wrong := sorted(str(name if isinstance(name, str) else name[0]) for name in report[key]):
             raise ValueError(f"{path} {what} {_shorten(wrong)}; {_HINT}")
-    state = loaded.state_dict()
-    return LoadedWeights(state), {name: name for name in state}
+    state: dict[str, torch.Tensor] = loaded.state_dict()
+    return state
 
 
 def _shorten(names: list[str]) -> str:

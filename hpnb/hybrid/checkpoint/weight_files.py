@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -33,22 +33,8 @@ def _crc32(tensor: torch.Tensor) -> int:
     return zlib.crc32(content)
 
 
-class WeightReader(Protocol):
-    """Reads weights by name."""
-
-    def names(self) -> Sequence[str]: ...
-    def shape(self, name: str) -> tuple[int, ...]: ...
-    def is_floating_point(self, name: str) -> bool: ...
-    def read_chunk(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor: ...
-
-
 class WeightFiles:
-    """The weights in a folder or a file; a context, which closes them.
-
-    Raises:
-        FileNotFoundError: there are none.
-        ValueError: a file that cannot be read, or an index that names what is not there.
-    """
+    """The weights in a folder or a file; a context, which closes them."""
 
     def __init__(self, path: Path) -> None:
         self._stack = ExitStack()
@@ -84,20 +70,21 @@ class WeightFiles:
             return str(self._slices[name].get_dtype()).startswith(("F", "BF"))
         return self._tensors[name].is_floating_point()
 
+    def replace(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Give these from now on, which somebody else has made of the files."""
+        self._slices.clear()
+        self._tensors = dict(tensors)
+
     def read_chunk(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """The elements of a chunk, in the dtype of the file and in memory of their own."""
-        chunk = _slices(offsets, sizes)
+        chunk = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
         if name not in self._slices:
             return self._tensors[name][chunk].clone()
         elements: torch.Tensor = self._slices[name][chunk if chunk else ...]
         return elements
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
-        """Compare this rank's share of the weights with the checksums in their files, if there are any.
-
-        Raises:
-            ValueError: a weight differs from what was written.
-        """
+        """Compare this rank's share of the weights with the checksums in their files, if there are any."""
         for name, (opened, file, crc) in list(self._sums.items())[rank::ranks]:
             if _crc32(opened.get_tensor(name)) != crc:
                 raise ValueError(f"{file} has another {name} than was written; save or copy it anew")
@@ -128,10 +115,6 @@ class WeightFiles:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0][:200]
-
-
-def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
 
 
 def _select(weights: dict[str, Any], names: Sequence[str] | None, file: Path) -> dict[str, Any]:
@@ -178,22 +161,3 @@ def _find_files(path: Path) -> dict[Path, list[str] | None]:
         f"{path} {what}; give a folder that booster.save_model or save_pretrained wrote, with "
         f"{FILE_NAMES[0]} or an index of its parts"
     )
-
-
-class LoadedWeights:
-    """Weights that are in memory."""
-
-    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
-        self._state = state
-
-    def names(self) -> list[str]:
-        return list(self._state)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._state[name].shape)
-
-    def is_floating_point(self, name: str) -> bool:
-        return self._state[name].is_floating_point()
-
-    def read_chunk(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        return self._state[name][_slices(offsets, sizes)]

@@ -81,7 +81,11 @@ class BoosterFiles:
         checkpoint.save_lr_scheduler(lr_scheduler, Path(path))
 
     def load_lr_scheduler(self, lr_scheduler: Any, path: str | Path) -> None:
-        """Take it."""
+        """Take it.
+
+        Raises:
+            FileNotFoundError, ValueError: there is no such file, or it belongs to something else.
+        """
         checkpoint.load_lr_scheduler(lr_scheduler, Path(path))
 
     def save(
@@ -178,22 +182,14 @@ class BoosterFiles:
 
 
 def _checked(averages: Mapping[str, nn.Module] | None) -> dict[str, Boosted]:
-    """The averages, if all are boosted and have names that can be folders.
-
-    Raises:
-        ValueError: they are not, or have not.
-    """
+    """The averages, if all are boosted and have names that can be folders."""
     if wrong := next((name for name in averages or {} if not re.fullmatch(r"\w[\w.-]*", name)), None):
         raise ValueError(f"an average called {wrong!r} makes no folder; use letters, digits, - and _")
     return {name: boosted_model(average) for name, average in (averages or {}).items()}
 
 
 def boosted_model(model: Any) -> Boosted:
-    """`model` itself.
-
-    Raises:
-        ValueError: it was not boosted.
-    """
+    """`model`, which must be boosted."""
     if not isinstance(model, Boosted):
         raise ValueError(f"this {type(model).__name__} is not boosted; pass what booster.boost returned")
     return model

@@ -22,7 +22,7 @@ another order, and dropout draws other numbers. All ranks call all functions, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,72 +57,42 @@ MODEL, STATE, OPTIMIZER, AVERAGES = "model", "state", "optimizer", "averages"
 Size = int | str
 
 
-# --- a model ------------------------------------------------------------------------------------------------
+# --- a model, an optimizer, or a schedule ------------------------------------------------------------------
 
 
 def save_model(model: Boosted, path: Path, shard: bool = True, size_per_shard: Size = "5GB") -> None:
-    """Write the full model as a folder `path`, in place of one that is there; its other files stay.
-
-    Args:
-        shard: write several files if the model is larger than
-        size_per_shard: bytes, or text like "500MB".
-
-    Raises:
-        ValueError: `path` is a file, or size_per_shard no size.
-    """
+    """See `Booster.save_model`."""
     group = files_group()
     limit = save_weights.parse_size(size_per_shard) if shard else None
-    on_first_rank(lambda: atomic.begin_update(path, MODEL), group)
-    with cleared_up(lambda: atomic.abandon_update(path, MODEL), group):
-        draft = atomic.draft_in(path, MODEL)
+
+    def write(draft: Path) -> WrittenFiles:
         shards = weight_shards(model, lambda tensor, _: tensor)
-        written = save_weights.write_weights(shards, draft, model, limit, group)
-        files = read_back(draft, written, group)
-        is_replaced = save_weights.is_weight_file
-        on_first_rank(lambda: atomic.commit_update(path, MODEL, files, {}, is_replaced), group)
+        return save_weights.write_weights(shards, draft, model, limit, group)
+
+    _update_folder(path, MODEL, write, {}, save_weights.is_weight_file, group)
 
 
 def load_model(model: Boosted, path: Path) -> None:
-    """Fill `model` from what `save_model` or save_pretrained wrote, or a file of weights by name. Each rank
-    reads what it holds, float32 masters of 16-bit weights too.
-
-    Raises:
-        FileNotFoundError, ValueError: there is none, or it does not fit; nothing was loaded then.
-        OSError, RuntimeError: it cannot be read, on this rank or another one; nothing was loaded then.
-    """
+    """See `Booster.load_model`; float32 masters of 16-bit weights are filled too."""
     WeightLoader(model, atomic.reading_folder(path, MODEL), files_group()).apply()
 
 
-# --- an optimizer, or a schedule ----------------------------------------------------------------------------
-
-
 def save_optimizer(optimizer: Optimizer, path: Path) -> None:
-    """Write its state, with float32 masters and the loss scaler, as a folder `path`, in place of one that is
-    there; its other files stay."""
+    """See `Booster.save_optimizer`; with float32 masters and the loss scaler."""
     group = files_group()
-    on_first_rank(lambda: atomic.begin_update(path, OPTIMIZER), group)
-    with cleared_up(lambda: atomic.abandon_update(path, OPTIMIZER), group):
-        draft = atomic.draft_in(path, OPTIMIZER)
+
+    def write(draft: Path) -> WrittenFiles:
         state = optimizer_shards(optimizer, lambda tensor: tensor, with_masters=True)
-        written = _below(STATE, write_state(state, draft / STATE, group))
-        files = read_back(draft, written, group)
-        facts = {"torch": torch.__version__}
+        return _below(STATE, write_state(state, draft / STATE, group))
 
-        def is_replaced(name: str) -> bool:
-            return name.startswith(f"{STATE}/")
+    def is_replaced(name: str) -> bool:
+        return name.startswith(f"{STATE}/")
 
-        on_first_rank(lambda: atomic.commit_update(path, OPTIMIZER, files, facts, is_replaced), group)
+    _update_folder(path, OPTIMIZER, write, {"torch": torch.__version__}, is_replaced, group)
 
 
 def load_optimizer(optimizer: Optimizer, path: Path) -> None:
-    """Load what `save_optimizer` or booster.save wrote, or the state_dict of an optimizer that torch.save
-    wrote. Load the model before.
-
-    Raises:
-        FileNotFoundError, ValueError: there is none, it is damaged, or belongs to other parameters; nothing
-        was
-            loaded then.
-    """
+    """See `Booster.load_optimizer`."""
     group = files_group()
     if path.is_file():
         optimizer.load_state_dict(attempt(lambda: _load_pickled(path), group))
@@ -131,8 +101,24 @@ def load_optimizer(optimizer: Optimizer, path: Path) -> None:
     OptimizerLoader(optimizer, _open_state(folder, group), group).apply()
 
 
+def _update_folder(
+    path: Path,
+    name: str,
+    write: Callable[[Path], WrittenFiles],
+    facts: Mapping[str, Any],
+    is_replaced: Callable[[str], bool],
+    group: dist.ProcessGroup,
+) -> None:
+    """Put what all ranks `write` in place of the files in `path` that were saved under `name` before."""
+    on_first_rank(lambda: atomic.begin_update(path, name), group)
+    with cleared_up(lambda: atomic.abandon_update(path, name), group):
+        draft = atomic.draft_in(path, name)
+        files = read_back(draft, write(draft), group)
+        on_first_rank(lambda: atomic.commit_update(path, name, files, facts, is_replaced), group)
+
+
 def save_lr_scheduler(lr_scheduler: Any, path: Path) -> None:
-    """Write the state of a scheduler into a file."""
+    """See `Booster.save_lr_scheduler`."""
     group = files_group()
     content = pack("the lr_scheduler", _state_of(lr_scheduler, "lr_scheduler"))
 
@@ -145,11 +131,7 @@ def save_lr_scheduler(lr_scheduler: Any, path: Path) -> None:
 
 
 def load_lr_scheduler(lr_scheduler: Any, path: Path) -> None:
-    """Load what `save_lr_scheduler` wrote.
-
-    Raises:
-        FileNotFoundError, ValueError: there is no such file, or it belongs to something else.
-    """
+    """See `Booster.load_lr_scheduler`."""
 
     def read() -> Any:
         if not path.is_file():

@@ -122,11 +122,7 @@ class BoostedOptimizer:
         return build_state_dict(states, groups, "masters" in local)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take such a state, of any layout or none; each rank takes its shards. Load the model before.
-
-        Raises:
-            ValueError: it is the state of other parameters, or of other groups of them.
-        """
+        """Take such a state, of any layout or none; each rank takes its shards. Load the model before."""
         self.inner.load_state_dict(split_state_dict(state_dict, self.numbering, self._placements()))
         self.share_groups()
 
@@ -158,11 +154,7 @@ def is_boosted(optimizer: Any) -> bool:
 
 
 def boosted_optimizer(optimizer: Any) -> BoostedOptimizer:
-    """What stands behind a boosted optimizer.
-
-    Raises:
-        ValueError: it was not boosted.
-    """
+    """What stands behind a boosted optimizer."""
     behind = _boosted[optimizer]() if is_boosted(optimizer) else None
     if behind is None:
         raise ValueError(f"this {type(optimizer).__name__} is not boosted; pass what booster.boost returned")

@@ -23,11 +23,7 @@ _SCALER = ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "gro
 
 
 def plugin_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What `config` says of the plugin, under the names of its options.
-
-    Raises:
-        ValueError: it asks for what the plugin does not read, in one sentence.
-    """
+    """What `config` says of the plugin, under the names of its options."""
     if "zero" in config:
         raise ValueError("config['zero'] is not read: leave it out, and pass zero_stage=1, 2 or 3")
     parallel = dict(config.get("parallel") or {})

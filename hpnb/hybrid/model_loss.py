@@ -28,12 +28,7 @@ ModelLoss = Callable[[Any, torch.Tensor], torch.Tensor]  # (outputs, labels) -> 
 
 
 def loss_of_outputs(outputs: Any, inputs: Any) -> Any:
-    """The criterion where there is none: the model's own loss.
-
-    Raises:
-        TypeError: the outputs have none.
-        ValueError: it is None.
-    """
+    """The criterion where there is none: the model's own loss."""
     if not hasattr(outputs, "loss"):
         raise TypeError(
             f"the model returns a {type(outputs).__name__}, which has no loss; pass a criterion "

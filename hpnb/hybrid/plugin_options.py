@@ -32,11 +32,7 @@ _MOST_STAGE_RUNS = 1 << 20  # stages x microbatches; a schedule of more takes mi
 
 @dataclass(eq=False, repr=False)
 class PluginOptions:
-    """What `HybridParallelPlugin` documents, checked one by one.
-
-    Raises:
-        ValueError: a count below 1, an unknown stage, mode or precision.
-    """
+    """What `HybridParallelPlugin` documents, checked one by one."""
 
     tp_size: int = 1
     pp_size: int = 1
@@ -145,11 +141,7 @@ class PluginOptions:
     # --- the layout --------------------------------------------------------------------------------------
 
     def layout_on(self, ranks: int) -> ParallelLayout:
-        """The layout on so many ranks, of which dp takes what pp, cp and tp leave.
-
-        Raises:
-            ValueError: they are not a multiple of pp_size x cp_size x tp_size.
-        """
+        """The layout on so many ranks, of which dp takes what pp, cp and tp leave."""
         layout, replica_size = self._layout_of_one_replica(), self.replica_size
         if ranks % replica_size:
             cp = f"cp_size={self.cp_size} x " if self.cp_size > 1 else ""

@@ -36,10 +36,6 @@ def enable_recomputation(
 
     Args:
         blocks: the modules that "full" recomputes; by default the model's blocks.
-
-    Raises:
-        ValueError: "attention" for a model that is not from transformers, or whose attention transformers
-            cannot exchange; "full" for one whose blocks transformers does not recompute.
     """
     if what == "attention":
         _recompute_attention(model)

@@ -47,11 +47,7 @@ def reason(plugin: HybridParallelPlugin, by_norm: bool = True) -> str | None:
 
 
 def refuse_clipping(plugin: HybridParallelPlugin, reader: FrameType) -> None:
-    """Raise if `reader`, the frame that reads a boosted model's parameters, would clip wrongly.
-
-    Raises:
-        RuntimeError: it would.
-    """
+    """Raise if `reader`, the frame that reads a boosted model's parameters, would clip wrongly."""
     if reader.f_globals is not vars(clip_grad):
         return
     name = reader.f_code.co_qualname.partition(".")[0]  # the function's, also in a comprehension of it

@@ -70,9 +70,6 @@ def attempt(work: Callable[[], Any], group: dist.ProcessGroup) -> Any:
 def read_back(folder: Path, written: WrittenFiles, group: dist.ProcessGroup) -> WrittenFiles:
     """The files that all ranks wrote into `folder`, after the disk gave them back as they were written. All
     ranks call it, each with its own files.
-
-    Raises:
-        ValueError: a file is missing or differs, because somebody else removed or replaced it meanwhile.
     """
     by_rank = gather_objects(written, group)
     files = {name: file_sum for files in by_rank for name, file_sum in files.items()}
@@ -99,9 +96,6 @@ def cleared_up(clear: Callable[[], None], group: dist.ProcessGroup) -> Iterator[
 def verify_folder(path: Path, group: dist.ProcessGroup) -> tuple[Path, dict[str, Any]]:
     """The checkpoint at `path`, or the newest in it, and its manifest, after each rank has compared a part of
     the files with their checksums.
-
-    Raises:
-        FileNotFoundError, ValueError: there is none, or its files are not as they were written.
     """
     folder: Path = attempt(lambda: find(path), group)
     attempt(lambda: verify(folder, group.rank(), group.size()), group)

@@ -49,9 +49,6 @@ def begin(path: Path, replaces: Collection[str] | None = None) -> Path:
 
     Args:
         replaces: what may be in a folder that is there and has no manifest; None is anything.
-
-    Raises:
-        ValueError: there is a file in the way, a folder with something else, or one of another living run.
     """
     _make_folder(path.parent)
     _refuse_file(path)
@@ -156,9 +153,6 @@ def begin_update(path: Path, name: str) -> Path:
 
     Args:
         name: of what is saved; one save of a name may be under way in a folder.
-
-    Raises:
-        ValueError: `path` is a file, or another living run saves there.
     """
     _make_folder(path)
     draft = draft_in(path, name)
@@ -228,12 +222,7 @@ def _publish(path: Path, draft: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Make sure, before hours of training, that files can be written below `folder`, which is made.
-
-    Raises:
-        ValueError: there is a file in the way.
-        OSError: it cannot be written, or the disk is full.
-    """
+    """Make sure, before hours of training, that files can be written below `folder`, which is made."""
     _make_folder(folder)
     probe = folder / f".{os.getpid()}.probe"
     try:
@@ -255,11 +244,7 @@ def _refuse_file(path: Path) -> None:
 
 
 def _empty(folder: Path) -> Path:
-    """`folder`, made anew and locked.
-
-    Raises:
-        ValueError: another living process writes into it.
-    """
+    """`folder`, made anew and locked."""
     if run_lock.is_locked_elsewhere(folder):
         raise ValueError(
             f"another process is writing {folder} at this moment; give each run a folder of its own"

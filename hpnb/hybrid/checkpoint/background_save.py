@@ -129,11 +129,7 @@ class Saving:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until it is on the disk. All ranks call it.
-
-        Raises:
-            Exception: what went wrong, once.
-        """
+        """Until it is on the disk. All ranks call it."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -133,9 +133,6 @@ class ShardedWeight:
 def exchange_shards(shards: Mapping[str, WeightShard], group: dist.ProcessGroup) -> dict[str, ShardedWeight]:
     """Which rank holds which shard, by name, in the order of the model. All ranks call it; the result is the
     same on all.
-
-    Raises:
-        ValueError: the shards do not fill a weight.
     """
     by_rank = gather_objects({name: replace(shard, tensor=None) for name, shard in shards.items()}, group)
     weights: dict[str, ShardedWeight] = {}

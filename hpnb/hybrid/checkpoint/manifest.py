@@ -46,11 +46,7 @@ def seal(folder: Path, files: WrittenFiles, facts: Mapping[str, Any]) -> None:
 
 
 def manifest(folder: Path) -> dict[str, Any]:
-    """What `seal` wrote.
-
-    Raises:
-        ValueError: it is damaged, no manifest, or that of another version.
-    """
+    """What `seal` wrote, once all that can be wrong with it has been checked."""
     try:
         content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if content["kind"] != KIND:
@@ -112,9 +108,6 @@ def file_sum(file: Path) -> FileSum:
 def verify(folder: Path, rank: int = 0, ranks: int = 1) -> None:
     """Compare the files of `folder` with its manifest: the sizes of all, and the checksums of this rank's
     share of them.
-
-    Raises:
-        ValueError: a file is missing, was cut short, or has other contents.
     """
     compare(folder, manifest(folder)["files"], rank, ranks, _another(folder))
 
@@ -193,11 +186,8 @@ def order_of(folder: Path) -> int | None:
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest complete checkpoint in `folder`; None if there is none.
-
-    Raises:
-        ValueError: a checkpoint has a damaged manifest, so nobody can say which is the newest.
-    """
+    """The newest complete checkpoint in `folder`; None if there is none. With a damaged manifest in one, nobody
+    can say which is the newest."""
     warn_of_unsealed(folder)
     orders = {checkpoint: order_of(checkpoint) for checkpoint in complete_in(folder)}
     readable = {checkpoint: order for checkpoint, order in orders.items() if order is not None}
@@ -210,12 +200,7 @@ def newest(folder: Path) -> Path | None:
 
 
 def find(path: Path) -> Path:
-    """`path` itself if it is complete, else the newest in it.
-
-    Raises:
-        FileNotFoundError: neither.
-        ValueError: see `newest`.
-    """
+    """`path` itself if it is complete, else the newest in it."""
     there = standing(path)
     if is_complete(there):
         return there

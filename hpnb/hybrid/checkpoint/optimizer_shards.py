@@ -141,11 +141,7 @@ def _to_cpu(counters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _readable(stored: StateReader, work: Callable[[], Any]) -> Any:
-    """What `work` makes of values that were read, which somebody else may have written.
-
-    Raises:
-        ValueError: they are not what `optimizer_shards` writes, or do not fit.
-    """
+    """What `work` makes of values that were read, which somebody else may have written."""
     try:
         return work()
     except ValueError as error:
@@ -165,11 +161,7 @@ def _check_type(what: str, value: Any, kind: Any) -> Any:
 
 
 class OptimizerLoader:
-    """An optimizer's state that is read and fits it, until `apply` hands it over. All ranks make it.
-
-    Raises:
-        ValueError: the state belongs to other parameters, or to other groups of them.
-    """
+    """An optimizer's state that is read and fits it, until `apply` hands it over. All ranks make it."""
 
     def __init__(self, optimizer: Optimizer, stored: StateReader, group: dist.ProcessGroup) -> None:
         self._boosted = boosted_optimizer(optimizer)

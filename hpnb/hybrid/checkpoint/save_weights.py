@@ -194,11 +194,7 @@ def assign_files(sizes: Mapping[str, int], limit: int | None) -> dict[str, list[
 
 
 def parse_size(text: int | str) -> int:
-    """Bytes, from a number or from text like "5GB", "500 MB" or "2GiB".
-
-    Raises:
-        ValueError: it is no size.
-    """
+    """Bytes, from a number or from text like "5GB", "500 MB" or "2GiB"."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     unit = None if match is None else _UNITS.get(match[2].upper())
     if match is None or unit is None or (size := int(float(match[1]) * unit)) < 1:

@@ -67,9 +67,6 @@ def pack(what: str, value: Any) -> bytes:
 
     Args:
         what: its name in the error.
-
-    Raises:
-        ValueError: it holds objects of other classes than tensors, numbers, texts and containers of them.
     """
     try:
         return _packed(value)
@@ -143,9 +140,6 @@ def write_state(state: ShardedState, folder: Path, group: dist.ProcessGroup) -> 
 
     Returns:
         The files that this rank wrote, by their names in `folder`.
-
-    Raises:
-        ValueError, OSError, RuntimeError: on all ranks, what failed on one.
     """
     views = {
         (key, offsets): view
@@ -183,11 +177,7 @@ def write_state(state: ShardedState, folder: Path, group: dist.ProcessGroup) -> 
 
 
 def _assign(described: list[Any]) -> tuple[dict[str, _StoredTensor], dict[str, str]]:
-    """What each rank writes: ({key: tensor}, {key of a value: file}). The same on all ranks.
-
-    Raises:
-        ValueError: ranks differ in the shape of a tensor, or their chunks do not fill it.
-    """
+    """What each rank writes: ({key: tensor}, {key of a value: file}). The same on all ranks."""
     tensors: dict[str, _StoredTensor] = {}
     values: dict[str, str] = {}
     known: set[tuple[str, Offsets]] = set()
@@ -232,9 +222,6 @@ class StateReader:
         shapes: {key of a tensor: its full shape}.
         dtypes: of them.
         values: keys of values.
-
-    Raises:
-        ValueError: it cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -259,9 +246,6 @@ class StateReader:
     ) -> dict[str, Any]:
         """Fill the tensors, {key: (placement, shard)}, and return the values by key. All ranks call it, each
         for what it needs.
-
-        Raises:
-            ValueError, OSError, RuntimeError: on all ranks, what failed on one.
         """
         loaded: dict[str, Any] = attempt(lambda: self._read(tensors, values), group)
         return loaded

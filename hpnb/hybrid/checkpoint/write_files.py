@@ -52,10 +52,6 @@ def write_safetensors(
     """Write tensors of any device as one file in the format of safetensors: the length of a header, the
     header in JSON, and the tensors, those of the widest dtype first, so that all are aligned. One tensor at
     a time is copied to the CPU.
-
-    Raises:
-        ValueError: a dtype that safetensors does not know.
-        OSError: the file cannot be written.
     """
     if unknown := [name for name, tensor in tensors.items() if tensor.dtype not in DTYPES]:
         raise ValueError(f"{unknown[0]} has {tensors[unknown[0]].dtype}, which safetensors cannot store")

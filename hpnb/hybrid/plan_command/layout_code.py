@@ -32,11 +32,7 @@ def layout_code(layout: ParallelLayout) -> str:
 
 
 def parse_layout_code(code: str) -> ParallelLayout:
-    """The layout of a word.
-
-    Raises:
-        ValueError: a part that means nothing.
-    """
+    """The layout of a word."""
     sizes: dict[str, Any] = {}
     rest = code.strip().lower()
     while rest:

@@ -50,11 +50,7 @@ Step = Callable[[], MemoryProfile]
 
 
 def plan_rank(name: str, task: PlanTask, layout: ParallelLayout, dtype: str, rank: int) -> MemoryProfile:
-    """The memory of the second step of the model `name` on one rank of `layout`.
-
-    Raises:
-        ValueError: no such rank, or a layout that hpnb cannot run for this model.
-    """
+    """The memory of the second step of the model `name` on one rank of `layout`."""
     first = layout.rank(**{**layout.coordinates(rank), "pp": 0})
     return logical_rank(lambda: make_step(name, task, layout, dtype), rank, layout.world_size, first)
 
@@ -164,9 +160,6 @@ def logical_rank(make_step: Callable[[], Step], rank: int, world_size: int, firs
         make_step: builds model, optimizer and batch where `hpnb.device()` says, and returns a function that
             runs a step under `hpnb.record.memory`. It is called inside the rank.
         first: the rank with the first stage of the same pipeline.
-
-    Raises:
-        ValueError: no such rank, or this process is a rank itself.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not one of {world_size}; use 0 to {world_size - 1}")

@@ -103,11 +103,7 @@ def make_task(
     per_node: int | None = None,
     imbalance: float = 1.0,
 ) -> PlanTask:
-    """The task that the options describe.
-
-    Raises:
-        ValueError: a batch, a sequence or an imbalance that cannot be, or GPUs that do not fill nodes.
-    """
+    """The task that the options describe."""
     batch = 8 * gpus if batch is None else batch
     sequence = min(model.positions, LONGEST_BY_DEFAULT) if sequence is None else sequence
     if batch < 1 or sequence < 1:

@@ -32,11 +32,7 @@ _REPEATS = 6
 
 
 def measure_gpu(ranks: int | None = None, device_name: str = "auto", folder: Path | None = None) -> GPU:
-    """Measure with `ranks` ranks, by default one a GPU, and keep it.
-
-    Raises:
-        ValueError: ranks share a GPU, so nothing between GPUs can be measured.
-    """
+    """Measure with `ranks` ranks, by default one a GPU, and keep it."""
     choice = choose_device(device_name, default_ranks() if ranks is None else ranks)
     if choice.shares_gpus:
         raise ValueError(
@@ -62,11 +58,7 @@ def measure_gpu(ranks: int | None = None, device_name: str = "auto", folder: Pat
 
 
 def measured_gpu(folder: Path | None = None) -> GPU:
-    """What was measured before.
-
-    Raises:
-        ValueError: nothing was.
-    """
+    """What was measured before."""
     try:
         return GPU(**json.loads(_path(folder).read_text(encoding="utf-8")))
     except FileNotFoundError:

@@ -24,11 +24,7 @@ SUPPORTED = (*_LLAMA_LIKE, *_LATENT, "gpt2", "vit")
 
 
 def read_model(name: str) -> ModelShape:
-    """The shape of the model that `name` means.
-
-    Raises:
-        ValueError: there is no such model, or its architecture is not known here.
-    """
+    """The shape of the model that `name` means."""
     if name.lower() in GPT2_NAMES:
         return shape_of_gpt2(name.lower(), GPT2_SIZES[GPT2_NAMES[name.lower()]])
     if name.lower() in VIT_NAMES:
@@ -39,9 +35,6 @@ def read_model(name: str) -> ModelShape:
 def read_size(name: str) -> str | GPT2Size | ViTSize | None:
     """The model that `name` means as `hpnb train` takes it: a name of a size, or a size of its own; None for
     architectures that it does not build.
-
-    Raises:
-        ValueError: there is no such model.
     """
     if (known := {**GPT2_NAMES, **VIT_NAMES}.get(name.lower())) is not None:
         return known
@@ -71,11 +64,7 @@ def shape_of_vit(name: str, size: ViTSize, classes: int = CLASSES) -> ModelShape
 
 
 def shape_of_config(config: Any, name: str = "") -> ModelShape:
-    """The shape that a configuration of transformers describes.
-
-    Raises:
-        ValueError: an architecture that is not known here.
-    """
+    """The shape that a configuration of transformers describes."""
     kind = config.model_type
     name = name or kind
     if kind == "gpt2":
@@ -144,11 +133,7 @@ def shape_of_deepseek(name: str, config: Any) -> ModelShape:
 
 
 def read_config(name: str) -> Any:
-    """The configuration of transformers that `name` means.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The configuration of transformers that `name` means."""
     from transformers import AutoConfig
 
     path = Path(name).expanduser()

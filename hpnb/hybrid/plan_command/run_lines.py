@@ -22,9 +22,6 @@ def run_file(task: PlanTask, gpu: GPU, plan: Plan, size: str | GPT2Size | ViTSiz
 
     Args:
         size: the model's, as `read_size` gives it.
-
-    Raises:
-        ValueError: a model that `hpnb train` does not build.
     """
     if size is None:
         raise ValueError(no_run_file(task, gpu, plan))
@@ -91,11 +88,7 @@ def no_run_file(task: PlanTask, gpu: GPU, plan: Plan) -> str:
 def write_run_file(
     path: str, task: PlanTask, gpu: GPU, plan: Plan, size: str | GPT2Size | ViTSize | None
 ) -> None:
-    """Write it, and read it as `hpnb train` does.
-
-    Raises:
-        ValueError, OSError: it cannot be written, or `hpnb train` would refuse it.
-    """
+    """Write it, and read it as `hpnb train` does."""
     from hpnb.hybrid.train_command.run_file import load  # imports transformers, which planning needs not
 
     write_text(Path(path), run_file(task, gpu, plan, size))

@@ -86,11 +86,7 @@ def usable_bytes(task: PlanTask) -> float:
 
 
 def make_plan(task: PlanTask, layout: ParallelLayout) -> Plan:
-    """Predict one layout.
-
-    Raises:
-        ValueError: it cannot be run.
-    """
+    """Predict one layout."""
     parts = plan_parts(task, layout)
     step = sum(parts.values())
     return Plan(layout, parts, plan_memory(task, layout), task.tokens / step, mfu(task, step))

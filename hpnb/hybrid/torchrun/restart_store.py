@@ -29,9 +29,6 @@ def fresh(store: Store, rank: int, world: int, patience: float = 600.0) -> Store
 
     Args:
         patience: seconds until it gives up.
-
-    Raises:
-        RuntimeError: not all of them have called it by then.
     """
     token, acknowledged = uuid.uuid4().hex, ""
     store.set(f"hpnb/token/{rank}", token)

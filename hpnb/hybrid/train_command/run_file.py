@@ -283,11 +283,7 @@ class RunFile(Table):
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
-    """Read a file, with `overrides` such as "layout.tp_size=2" in place of what it says.
-
-    Raises:
-        ValueError, OSError: one sentence, which begins with the file's name.
-    """
+    """Read a file, with `overrides` such as "layout.tp_size=2" in place of what it says."""
     path = Path(path)
     try:
         with path.open("rb") as file:
@@ -309,11 +305,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
 
 
 def parse(tables: Mapping[str, Any], name: str = "run") -> RunFile:
-    """What the tables of a file say. `name` is that of the folder of checkpoints, unless they say it.
-
-    Raises:
-        ValueError: one sentence.
-    """
+    """What the tables of a file say. `name` is that of the folder of checkpoints, unless they say it."""
     layout = tables.get("layout", {})
     if isinstance(layout, Mapping):
         layout = _read_layout(layout)

@@ -89,12 +89,7 @@ class RunTask:
 
 
 def make_task(file: RunFile) -> RunTask:
-    """What `file` names. Every rank calls it.
-
-    Raises:
-        ValueError: sizes that do not fit, or ranks that find different data.
-        OSError: a [data] folder that is not there, pretrained weights or real data that are not to be had.
-    """
+    """What `file` names. Every rank calls it."""
     file.check_folder()
     if file.data.folder is not None and file.data.name not in ("text", "images"):
         os.environ["DATA"] = str(Path(file.data.folder).expanduser())

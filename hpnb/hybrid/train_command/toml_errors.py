@@ -28,9 +28,6 @@ def read_fields(kind: type[Any], table: Any, where: str, leave_out: Iterable[str
 
     Args:
         where: what the table is called in errors, such as "[model] size".
-
-    Raises:
-        ValueError: one sentence.
     """
     hints = get_type_hints(kind)
     keys: dict[str, Any] = {}

@@ -66,10 +66,6 @@ def train(file: RunFile, flag: Path | None = None, more: Sequence[hooks.Hook] = 
     Args:
         flag: a file that ends the run, with a checkpoint, once it is there; by default Ctrl-C does.
         more: hooks of the caller's.
-
-    Raises:
-        ValueError, OSError: what of the file turns out not to fit: the number of ranks, sizes, data; a folder
-            that cannot be written, that another run trains in, or whose run it does not continue.
     """
     launch_from_torch(seed=file.training.seed)
     file.check_ranks(world_size())

@@ -30,11 +30,8 @@ from hpnb.ranks.current_rank import device as this_device
 def apply_data_parallel(
     module: nn.Module, plugin: HybridParallelPlugin, pipe: Pipeline | None, optimizer: Optimizer | None
 ) -> tuple[DataParallel | None, Optimizer | None]:
-    """Shard or replicate `module` over dp, and connect the pipeline, if there is one, to its reducer.
-
-    Returns:
-        The DataParallel whose hooks reduce after a plain backward, or None; and the optimizer that steps.
-    """
+    """Shard or replicate `module` over dp, and connect the pipeline, if there is one, to its reducer. Returns
+    the DataParallel whose hooks reduce after a plain backward, or None; and the optimizer that steps."""
     axis, stage = plugin.mesh.dp_cp, plugin.zero_stage
     if stage == 3:
         replicas, shards = plugin.zero_axes

@@ -67,9 +67,6 @@ class Boosted(nn.Module):
         replica: the DataParallel that reduces gradients after a plain backward, if there is one.
         model_loss: the loss that the model computes from labels, where it can be computed outside of it.
         causal: whether its targets are its inputs, shifted by one.
-        context: what splits a batch along its tokens, with context parallelism.
-        experts: what sends tokens to experts and counts them, with expert parallelism.
-        selection_bias: what moves the routers' bias after each step, if asked for.
         kind, config, generation_config: of the full model, with which it is saved.
 
     Attributes:
@@ -263,11 +260,8 @@ class Boosted(nn.Module):
         """Forward, and backward if it `trains`, of a batch by the plugin's schedule. All ranks call it.
 
         Args:
-            criterion: (outputs, inputs) of a microbatch -> the mean over its targets, or (sum, count); None
-                is the model's own loss.
+            criterion: as for `Booster.execute_pipeline`; None is the model's own loss.
             scale: gradients are those of the loss times this.
-            keep: keep the outputs.
-            record: note when what ran, for `.timeline`.
             causal: of the `Pipeline`; None as the model says.
         """
         self._check_filled()
@@ -328,13 +322,10 @@ class Boosted(nn.Module):
         self._resumed_per_target = value.to(self._device)
 
     def _free_other_stages(self) -> None:
-        """Free the blocks of other ranks' stages, once, before the first step: by then the caller has
-        usually rebound the variable that had the model.
-
-        A block whose forward is replaced, as by `compile_blocks`, refers to itself, so only the garbage
-        collector frees it, and its next full collection may come after the last step. Two stages of a GPT-2
-        with 24 blocks kept 0.30 GB of weights until then.
-        """
+        """Free the blocks of other ranks' stages, once, before the first step, when the caller has usually
+        rebound the variable that had the model. A block whose forward is replaced, as by `compile_blocks`,
+        refers to itself, so only the garbage collector frees it: two stages of a GPT-2 with 24 blocks kept
+        0.30 GB until then."""
         if self._frees_other_stages:
             self._frees_other_stages = False
             gc.collect()

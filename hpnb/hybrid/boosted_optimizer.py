@@ -49,11 +49,8 @@ class BoostedOptimizer:
         optimizer: the user's; its groups hold this rank's parameters only (`drop_remote_parameters`).
         inner: the optimizer that steps: `twin(optimizer)`, or a ZeroOptimizer.
         axes: the ranks that agree on an overflow and on the gradient norm.
-        scaler: the loss scaler whose scale the gradients carry.
-        max_norm: clip the gradient norm to it; 0 is off.
         numbering: the numbers of the parameters of each group, as they were before boost.
         parameters: this rank's parameters, {number: parameter}, in the order of inner's groups.
-        model: the boosted model.
     """
 
     def __init__(
@@ -188,14 +185,8 @@ def make_zero_optimizer(optimizer: Optimizer, axis: Axis, stage: int, **options:
 def drop_remote_parameters(
     optimizer: Optimizer, local_ids: Collection[int]
 ) -> tuple[list[list[int]], dict[int, nn.Parameter]]:
-    """Remove the parameters of other ranks from the groups, in place, so that they are freed.
-
-    Args:
-        local_ids: the `id` of each parameter of this rank.
-
-    Returns:
-        The numbers of all parameters by group; and {number: parameter} of those that stay.
-    """
+    """Remove parameters that are not in `local_ids` from the groups, in place, so that they are freed.
+    Returns the numbers of all parameters by group, and {number: parameter} of those that stay."""
     numbering: list[list[int]] = []
     parameters: dict[int, nn.Parameter] = {}
     count = 0

@@ -54,13 +54,9 @@ def backend() -> Any:
 
 
 def compile_blocks(model: nn.Module, whole: bool, blocks: Sequence[nn.Module] | None = None) -> None:
-    """Compile the blocks of `model`, in place.
-
-    Args:
-        whole: compile each block as one piece; otherwise only between linears, in GPT-2 and ViT. Blocks of
-            other models, and blocks whose forward somebody has replaced, then stay as they are.
-        blocks: which; by default those of the model.
-    """
+    """Compile the blocks of `model`, or those that are given, in place: each as one piece if `whole`,
+    otherwise only between linears, in GPT-2 and ViT. Blocks of other models, and blocks whose forward
+    somebody has replaced, then stay as they are."""
     regions = Regions(_compiled(_run_forward), _compiled(_add_and_norm))
     for block in find_blocks(model) if blocks is None else blocks:
         replaced = vars(block).get("forward")

@@ -17,10 +17,8 @@ from hpnb.placement import placement_of
 
 
 def describe_stages(module: nn.Module, pp: Axis) -> str:
-    """The trained parameters of all stages, of which every rank of `pp` passes its own; all of them call it.
-
-    Parameters count in full, also where tensor parallelism or ZeRO shards them.
-    """
+    """The trained parameters of all stages, of which every rank of `pp` passes its part; all of them call it.
+    They count in full, also where tensor parallelism or ZeRO shards them."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     stages = {0: [p for p in names if p.requires_grad]}
     if isinstance(module, Stages):

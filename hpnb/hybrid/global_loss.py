@@ -49,11 +49,8 @@ class Weigher:
             self._of_a_sum = False
 
     def __call__(self, outputs: Any, count: torch.Tensor) -> Any:
-        """`outputs`, the same object or a new one, with the factor in place.
-
-        Args:
-            count: (), float64: this rank's targets.
-        """
+        """`outputs`, the same object or a new one, with the factor in place; `count`, () in float64, is of
+        this rank's targets."""
         loss = getattr(outputs, "loss", None)
         if self.axis.size == 1 or (loss is None and not torch.is_grad_enabled()):
             return outputs

@@ -51,12 +51,8 @@ def loss_of_outputs(outputs: Any, inputs: Any) -> Any:
 
 
 def find_model_loss(model: nn.Module, in_stages: bool = False) -> ModelLoss | None:
-    """The loss that `model` computes from labels; None if the model has to compute it itself.
-
-    Args:
-        in_stages: whether the model is cut into pipeline stages, and its replaced `loss_function` takes whole
-            logits. The last stage then calls that function as the model would.
-    """
+    """The loss that `model` computes from labels; None if the model has to compute it itself. In stages, a
+    replaced `loss_function` that takes full logits is called by the last stage as the model would."""
     if type(model) is GPT2ForSequenceClassification:  # which never calls its loss_function
         return partial(classification, model.config)
     replaced = getattr(model, "_loss_function", None)  # where transformers keeps what was assigned

@@ -28,11 +28,7 @@ _SEPARATES = (
 
 
 class CacheSwitch:
-    """Keeps `module` from making a key-value cache.
-
-    Args:
-        module: any model; one that takes no use_cache stays as it is.
-    """
+    """Keeps `module` from making a key-value cache; a model that takes no use_cache stays as it is."""
 
     def __init__(self, module: nn.Module) -> None:
         self._places: list[str] = []  # the arguments of its forward, if one of them is use_cache
@@ -65,17 +61,8 @@ def makes_cache(config: Any) -> bool:
 
 
 class PackingWarning:
-    """Warns once where a plain model would not separate packed texts, if it is asked to: the boosted model
-    separates them, and most configs say use_cache=True.
-
-    The first batch with position_ids decides, because to look at them waits for the device.
-
-    Args:
-        causal, config: of the model.
-
-    Attributes:
-        enabled: whether it warns; it may be set.
-    """
+    """Warns once, if it is enabled, where a plain model would not separate packed texts: the boosted model
+    does. The first batch with position_ids decides, because to look at them waits for the device."""
 
     def __init__(self, causal: bool, config: Any) -> None:
         self.enabled = False

@@ -56,11 +56,8 @@ Model = nn.Module | Builder
 def parallelize_model(
     plugin: HybridParallelPlugin, model: Model, optimizer: Optimizer | None, example: Any
 ) -> Boosted:
-    """Parallelize `model` as `plugin` says, and make `optimizer` step it; both in place.
-
-    Args:
-        example: a batch, for cut="flops" and "time".
-    """
+    """Parallelize `model` as `plugin` says, and make `optimizer` step it; both in place. The batch `example`
+    is for cut="flops" and "time"."""
     check_boost(plugin, model, optimizer)
     mesh, cuda_graphs = plugin.connect(), _uses_cuda_graphs(plugin)
     replicas_of_shards, data_axis = plugin.zero_axes

@@ -32,11 +32,8 @@ _SWITCH = "gradient_checkpointing"  # an attribute of modules that transformers 
 def enable_recomputation(
     model: nn.Module, what: Recomputation, blocks: Sequence[nn.Module] | None = None
 ) -> None:
-    """Let `model` recompute what `what` names, in place.
-
-    Args:
-        blocks: the modules that "full" recomputes; by default the model's blocks.
-    """
+    """Let `model` recompute what `what` names, in place; "full" recomputes `blocks`, by default the
+    model's."""
     if what == "attention":
         _recompute_attention(model)
         return

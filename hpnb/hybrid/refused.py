@@ -16,12 +16,7 @@ from hpnb.pipeline_parallel import schedules
 
 @dataclass(frozen=True)
 class Refusal:
-    """One row.
-
-    Attributes:
-        what, why: as a table shows them.
-        find: takes the options; returns what is wrong and what would work, or None.
-    """
+    """One row. `find` takes the options and returns what is wrong and what would work, or None."""
 
     what: str
     why: str

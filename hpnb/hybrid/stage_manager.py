@@ -20,9 +20,8 @@ class StageManager:
     """Of one rank. Without a pipeline it has the first stage and the last.
 
     Attributes:
-        stage: the rank's place along the pipeline, 0 to num_stages - 1.
-        num_stages: ranks along the pipeline, each of which may have several stages of the model.
-        stages: the numbers of the model's stages that are here.
+        stage, num_stages: the rank's place along the pipeline, and how many ranks it has.
+        stages: the numbers of the model's stages that are here; a rank may have several.
     """
 
     stage: int

@@ -30,11 +30,8 @@ from hpnb.hybrid.plugins import HybridParallelPlugin
 
 
 def reason(plugin: HybridParallelPlugin, by_norm: bool = True) -> str | None:
-    """Why PyTorch's function would clip wrongly with these options; None if it would not.
-
-    Args:
-        by_norm: whether it needs the norm of all gradients, or each element alone.
-    """
+    """Why PyTorch's function would clip wrongly with these options, `by_norm` or each element alone; None if
+    it would not."""
     if plugin.zero_stage in (1, 2):
         return f"zero_stage={plugin.zero_stage} keeps gradients with the optimizer, not on the parameters"
     if plugin.policy.scaled:
@@ -71,11 +68,8 @@ def _instead(plugin: HybridParallelPlugin) -> str:
 
 
 class GradientVersions:
-    """Notices gradients that are changed in place between a backward and a step. It warns once.
-
-    Args:
-        plugin: says whether such a change would be wrong if it were PyTorch's clipping.
-    """
+    """Notices gradients that are changed in place between a backward and a step, and warns once, if such a
+    change would be wrong as PyTorch's clipping."""
 
     def __init__(self, plugin: HybridParallelPlugin) -> None:
         self._plugin, self._warns = plugin, reason(plugin) is not None

@@ -45,11 +45,8 @@ from hpnb.hybrid.checkpoint.write_files import WrittenFiles
 
 
 def begin(path: Path, replaces: Collection[str] | None = None) -> Path:
-    """An empty folder to write into, which `commit` makes `path`.
-
-    Args:
-        replaces: what may be in a folder that is there and has no manifest; None is anything.
-    """
+    """An empty folder to write into, which `commit` makes `path`. What may be there without a manifest is in
+    `replaces`; None is anything."""
     _make_folder(path.parent)
     _refuse_file(path)
     with run_lock.exclusive(path.parent):
@@ -71,8 +68,7 @@ def commit(path: Path, files: WrittenFiles, facts: Mapping[str, Any], keep: int 
     Args:
         files: what was written and read back, by names relative to the folder.
         facts: further entries of the manifest.
-        keep: how many of the newest folders of this run stay whose names differ from this one's in a number
-            at the end.
+        keep: how many of the newest folders of this run stay whose names differ in a number at the end.
     """
     part, old = part_of(path), old_of(path)
     _sync_files(part, files)
@@ -149,11 +145,8 @@ def draft_in(path: Path, name: str) -> Path:
 
 
 def begin_update(path: Path, name: str) -> Path:
-    """An empty folder in `path` to write into; `commit_update` moves its files to `path`.
-
-    Args:
-        name: of what is saved; one save of a name may be under way in a folder.
-    """
+    """An empty folder in `path` to write into; `commit_update` moves its files to `path`. One save of a
+    `name` may be under way in a folder."""
     _make_folder(path)
     draft = draft_in(path, name)
     with run_lock.exclusive(path):
@@ -168,7 +161,6 @@ def commit_update(
     """Put what was written in place of what was there.
 
     Args:
-        files: what was written and read back.
         facts: further entries of the manifest. Without any, `path` gets no manifest.
         is_replaced: whether a file in `path`, by its relative name, is of an earlier save of this kind. Those
             that were not written again are removed.

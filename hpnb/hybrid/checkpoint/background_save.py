@@ -30,13 +30,8 @@ class HostCopies:
     """Copies of tensors in CPU memory, for a thread that writes them while training continues.
 
     Touching new memory takes seven times as long as copying into memory that was touched before, and pinning
-    it longer still. So the next save reuses the memory of the last one: a run that saves in the background
-    keeps the size of its checkpoint in CPU memory.
-
-    Args:
-        device: where most of the tensors are.
-        previous: the copies of a save that is done, whose memory is reused.
-    """
+    it longer still. So a save reuses the memory of the `previous` one, which is done: a run that saves in the
+    background keeps the size of its checkpoint in CPU memory."""
 
     def __init__(self, device: torch.device, previous: HostCopies | None = None) -> None:
         self._free: dict[_Kind, list[torch.Tensor]] = {} if previous is None else previous._used
@@ -47,11 +42,8 @@ class HostCopies:
         self._events: list[torch.cuda.Event] = []
 
     def copy(self, tensor: torch.Tensor, soon: bool = False) -> torch.Tensor:
-        """A copy, which on a GPU is complete after `wait`.
-
-        Args:
-            soon: the tensor may change before the optimizer's next step, as buffers do in a forward.
-        """
+        """A copy, which on a GPU is complete after `wait`. Where the tensor may change `soon`, before the
+        optimizer's next step, as buffers do in a forward, that stream copies it."""
         tensor = tensor.detach()
         copy = self._memory_for(tensor)
         if self._stream is None or not tensor.is_cuda:
@@ -93,14 +85,8 @@ class HostCopies:
 
 
 class Saving:
-    """A save that is in progress, or done.
-
-    Args:
-        work: what is to be done.
-        background: in a thread, which a launched function or a cell waits for before it returns, and other
-            processes before they end.
-        path: what is saved, for a message.
-    """
+    """A save that is in progress, or done. In the `background` a thread does it, which a launched function or
+    a cell waits for before it returns, and other processes before they end."""
 
     def __init__(self, work: Callable[[], None], background: bool, path: Path) -> None:
         self.path = path
@@ -129,7 +115,7 @@ class Saving:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until it is on the disk. All ranks call it."""
+        """Until it is on the disk; what went wrong is raised once. All ranks call it."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -155,11 +141,8 @@ _unfinished: list[Saving] = []  # those in the background that nobody has waited
 
 
 def _finish_all() -> None:
-    """Wait for all; what went wrong first is raised.
-
-    A Booster that a global or a closure keeps is not dropped when a launched function returns, and its rank
-    would end in the midst of the save.
-    """
+    """Wait for all; what went wrong first is raised. A Booster that a global or a closure keeps is not
+    dropped when a launched function returns, and its rank would end in the midst of the save."""
     while _unfinished:
         _unfinished[0].wait()
 

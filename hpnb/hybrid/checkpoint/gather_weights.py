@@ -28,14 +28,10 @@ from hpnb.precision import Masters
 
 @dataclass(frozen=True)
 class WeightShard:
-    """What a rank holds under one name.
+    """What a rank holds under one name, of a weight or of its float32 master.
 
-    Attributes:
-        placement: where it lies in the full tensor.
-        first_name: of the names of a tied weight the first; otherwise its only name.
-        is_master: whether it belongs to a float32 master.
-        tensor: the shard; None in messages that only describe it.
-    """
+    `first_name` is the first name of a tied weight, otherwise its only one; `tensor` is None in messages that
+    only describe the shard."""
 
     placement: Placement
     first_name: str
@@ -72,11 +68,8 @@ def weight_shards(
     model: Boosted, copy: Callable[[torch.Tensor, bool], torch.Tensor]
 ) -> dict[str, WeightShard]:
     """{name: shard} of the entries of the state dict that this rank writes; masters in place of their
-    weights.
-
-    Args:
-        copy: applied to each tensor; its second argument says whether a forward may change the tensor.
-    """
+    weights. `copy` is applied to each tensor; its second argument says whether a forward may change the
+    tensor."""
     masters, shards = master_weights(model), dict[str, WeightShard]()
     first_names, copies = dict[int, str](), dict[int, torch.Tensor]()
     for name, value in model.module.state_dict(keep_vars=True).items():

@@ -36,7 +36,7 @@ class HFFormat:
     Attributes:
         names: {name on the disk: its names in the model}, several where weights are tied; None if the
             weights themselves differ.
-        files: {file: contents} of all but weights: config.json and its like.
+        files: {file: contents} of all but weights.
     """
 
     names: dict[str, tuple[str, ...]] | None

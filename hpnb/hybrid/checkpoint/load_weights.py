@@ -35,12 +35,8 @@ _HINT = "load it into a model with its config"
 
 @dataclass(frozen=True)
 class _Target:
-    """A tensor of the model to be filled.
-
-    Attributes:
-        names: in the model. A tied weight has several, and the file needs one of them.
-        shards: the tensor and its master, each with its placement.
-    """
+    """A tensor of the model to be filled, and its master, each with its placement. A tied weight has several
+    names, and the file needs one of them."""
 
     names: tuple[str, ...]
     shards: tuple[tuple[Placement, torch.Tensor], ...]
@@ -51,10 +47,8 @@ class _Target:
 
 
 class WeightLoader:
-    """Weights that are read and fit the model, until `apply` writes them into it. All ranks make it.
-
-    It takes CPU memory for this rank's shards, in the dtypes of the files.
-    """
+    """Weights that are read and fit the model, until `apply` writes them into it. All ranks make it. It takes
+    CPU memory for this rank's shards, in the dtypes of the files."""
 
     def __init__(self, model: Boosted, path: Path, group: dist.ProcessGroup) -> None:
         self._targets = _list_targets(model)

@@ -35,12 +35,7 @@ _LONGEST_NAME = 4096  # bytes, of a path on Linux
 
 
 def seal(folder: Path, files: WrittenFiles, facts: Mapping[str, Any]) -> None:
-    """Write the manifest, which makes `folder` complete.
-
-    Args:
-        files: what was written, by names relative to `folder`.
-        facts: further entries.
-    """
+    """Write the manifest, which makes `folder` complete, of the files in it and further `facts`."""
     content = {"kind": KIND, "version": VERSION, **facts, "files": {n: list(files[n]) for n in sorted(files)}}
     write_text(folder / MANIFEST, json.dumps({**content, "checksum": _checksum(content)}, indent=1))
 
@@ -115,11 +110,7 @@ def verify(folder: Path, rank: int = 0, ranks: int = 1) -> None:
 def compare(
     folder: Path, files: Mapping[str, Iterable[int]], rank: int, ranks: int, advice: str = ""
 ) -> None:
-    """The same with the files that are expected.
-
-    Args:
-        advice: the end of the error message.
-    """
+    """The same with the files that are expected; `advice` ends the error message."""
     for number, (name, (size, crc)) in enumerate(files.items()):
         file = folder / name
         if not file.is_file():
@@ -186,8 +177,8 @@ def order_of(folder: Path) -> int | None:
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest complete checkpoint in `folder`; None if there is none. With a damaged manifest in one, nobody
-    can say which is the newest."""
+    """The newest complete checkpoint in `folder`; None if there is none. With a damaged manifest in one,
+    nobody can say which is the newest."""
     warn_of_unsealed(folder)
     orders = {checkpoint: order_of(checkpoint) for checkpoint in complete_in(folder)}
     readable = {checkpoint: order for checkpoint, order in orders.items() if order is not None}

@@ -39,12 +39,8 @@ _HOW_TO_COMPUTE = ("fused", "foreach", "capturable")  # options that the loading
 
 @dataclass(frozen=True)
 class _LocalStates:
-    """What the states on this rank belong to.
-
-    Attributes:
-        inner: the optimizer of PyTorch that has them.
-        by_name: {name of a parameter: (the key of its state in `inner`, its placement)}.
-    """
+    """The optimizer of PyTorch that has the states on this rank, and {name of a parameter: (the key of its
+    state in it, its placement)}."""
 
     inner: Optimizer
     by_name: dict[str, tuple[torch.Tensor, Placement]]
@@ -85,12 +81,8 @@ def update_rule(optimizer: Optimizer) -> str:
 def optimizer_shards(
     optimizer: Optimizer, copied: Callable[[torch.Tensor], torch.Tensor], with_masters: bool
 ) -> ShardedState:
-    """What this rank writes of the optimizer's state.
-
-    Args:
-        copied: applied to each tensor.
-        with_masters: with the float32 masters of 16-bit weights.
-    """
+    """What this rank writes of the optimizer's state, with `copied` applied to each tensor, and if asked for
+    with the float32 masters of 16-bit weights."""
     boosted = boosted_optimizer(optimizer)
     local, saved = _local_states(boosted), ShardedState()
     counters: dict[str, torch.Tensor] = {}

@@ -75,8 +75,6 @@ def write_weights(
     """Write the full model into `folder`, which exists. All ranks call it; rank 0 writes.
 
     Args:
-        shards: what `weight_shards` gave on this rank.
-        model: its class, config and generation config are those of the full model.
         limit: bytes of a file, except that a weight is never split; None writes a single file.
 
     Returns:

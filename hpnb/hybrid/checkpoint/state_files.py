@@ -47,12 +47,8 @@ _SAFE: list[Any] = [Counter, OrderedDict, defaultdict]
 
 @dataclass
 class ShardedState:
-    """What a rank holds of a state.
-
-    Attributes:
-        tensors: {key: (placement, shard)}.
-        values: {key: bytes}, see `pack`. Of several values under one key, one is written.
-    """
+    """What a rank holds of a state: tensors, {key: (placement, shard)}, and values, {key: bytes by `pack`}.
+    Of several values under one key, one is written."""
 
     tensors: dict[str, tuple[Placement, torch.Tensor]] = field(default_factory=dict)
     values: dict[str, bytes] = field(default_factory=dict)
@@ -63,11 +59,7 @@ class ShardedState:
 
 
 def pack(what: str, value: Any) -> bytes:
-    """`value` as bytes that are safe to load.
-
-    Args:
-        what: its name in the error.
-    """
+    """`value`, called `what` in errors, as bytes that are safe to load."""
     try:
         return _packed(value)
     except _NOT_PACKED as error:
@@ -122,13 +114,8 @@ def unpack(value: bytes) -> Any:
 
 @dataclass(frozen=True)
 class _StoredTensor:
-    """An entry of the index.
-
-    Attributes:
-        shape: of the full tensor.
-        dtype: its name, as in torch.
-        chunks: [(file, offsets, sizes)]. In the file a chunk is called "KEY @ OFFSETS".
-    """
+    """An entry of the index: the full shape, the dtype's name in torch, and the chunks, [(file, offsets,
+    sizes)]. In the file a chunk is called "KEY @ OFFSETS"."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -136,11 +123,8 @@ class _StoredTensor:
 
 
 def write_state(state: ShardedState, folder: Path, group: dist.ProcessGroup) -> WrittenFiles:
-    """Write the states of all ranks into `folder`, which is made. All ranks call it.
-
-    Returns:
-        The files that this rank wrote, by their names in `folder`.
-    """
+    """Write the states of all ranks into `folder`, which is made. All ranks call it; each returns the files
+    that it wrote, by their names in `folder`."""
     views = {
         (key, offsets): view
         for key, (placement, shard) in state.tensors.items()
@@ -218,9 +202,7 @@ class StateReader:
     """Reads such a folder.
 
     Attributes:
-        folder: where it is.
-        shapes: {key of a tensor: its full shape}.
-        dtypes: of them.
+        shapes, dtypes: {key of a tensor: its full shape, or its dtype}.
         values: keys of values.
     """
 

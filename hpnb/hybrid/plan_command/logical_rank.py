@@ -173,12 +173,8 @@ def logical_rank(make_step: Callable[[], Step], rank: int, world_size: int, firs
 
 @contextlib.contextmanager
 def _alone(rank: int, world_size: int, sent: list[Any], received: list[Any]) -> Iterator[None]:
-    """This process as one rank of a world that is not there.
-
-    Args:
-        sent: takes the objects that the pipeline sends.
-        received: what it receives, in turn, the last one for ever; what it has sent itself if there is none.
-    """
+    """This process as one rank of a world that is not there. `sent` takes the objects that the pipeline
+    sends. It receives what is in `received`, in turn, the last one for ever, or what it has sent itself."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():

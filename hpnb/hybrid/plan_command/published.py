@@ -37,12 +37,7 @@ LEFT_OUT = {
 
 @dataclass(frozen=True)
 class PublishedStep:
-    """One published step.
-
-    Attributes:
-        layout: sizes; microbatch_size None and chunks 0 where the source does not say.
-        seconds: of a step.
-    """
+    """One published step, in seconds; microbatch_size None and chunks 0 where the source does not say."""
 
     name: str
     model: ModelShape
@@ -76,10 +71,8 @@ class PublishedProgram:
     """Rows of one program on one kind of GPU.
 
     Attributes:
-        share: of the peak, what matmuls reach.
-        fitted: the row that a constant was fitted to; none if all are another group's.
-        constant: what was fitted, "share" or "attention_share".
-        share_of: the group whose share it is, if it is another's.
+        share: of the peak, what matmuls reach; that of the group `share_of`, if that is named.
+        fitted: the row that the `constant`, "share" or "attention_share", was fitted to; or none.
     """
 
     name: str

@@ -34,8 +34,7 @@ def read_model(name: str) -> ModelShape:
 
 def read_size(name: str) -> str | GPT2Size | ViTSize | None:
     """The model that `name` means as `hpnb train` takes it: a name of a size, or a size of its own; None for
-    architectures that it does not build.
-    """
+    architectures that it does not build."""
     if (known := {**GPT2_NAMES, **VIT_NAMES}.get(name.lower())) is not None:
         return known
     config = read_config(name)

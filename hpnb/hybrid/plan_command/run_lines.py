@@ -18,11 +18,7 @@ LOSS_CHUNK = 4096  # tokens at a time of a GPT-2's loss, as the plan assumes and
 
 
 def run_file(task: PlanTask, gpu: GPU, plan: Plan, size: str | GPT2Size | ViTSize | None) -> str:
-    """The text of a run file.
-
-    Args:
-        size: the model's, as `read_size` gives it.
-    """
+    """The text of a run file. The model's `size` is as `read_size` gives it."""
     if size is None:
         raise ValueError(no_run_file(task, gpu, plan))
     layout, causal = plan.layout, task.model.causal
@@ -88,7 +84,7 @@ def no_run_file(task: PlanTask, gpu: GPU, plan: Plan) -> str:
 def write_run_file(
     path: str, task: PlanTask, gpu: GPU, plan: Plan, size: str | GPT2Size | ViTSize | None
 ) -> None:
-    """Write it, and read it as `hpnb train` does."""
+    """Write it, and read it as `hpnb train` does, which may refuse it."""
     from hpnb.hybrid.train_command.run_file import load  # imports transformers, which planning needs not
 
     write_text(Path(path), run_file(task, gpu, plan, size))

@@ -28,12 +28,7 @@ RECOMPUTATIONS: tuple[Recomputation, ...] = (False, "full")
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout with its predictions.
-
-    Attributes:
-        parts: {part: seconds} of a step.
-        memory: {category: bytes} of the fullest rank.
-    """
+    """A layout with its predictions: {part: seconds} of a step, and {category: bytes} of the fullest rank."""
 
     layout: ParallelLayout
     parts: dict[str, float]

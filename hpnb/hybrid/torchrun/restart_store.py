@@ -25,11 +25,8 @@ _PAUSE = 0.01  # seconds between two looks
 
 
 def fresh(store: Store, rank: int, world: int, patience: float = 600.0) -> Store:
-    """A part of `store` that no earlier ranks have written to, the same for all `world` ranks, which call it.
-
-    Args:
-        patience: seconds until it gives up.
-    """
+    """A part of `store` that no earlier ranks have written to, the same for all `world` ranks, which call it
+    within `patience` seconds."""
     token, acknowledged = uuid.uuid4().hex, ""
     store.set(f"hpnb/token/{rank}", token)
     deadline = time.monotonic() + patience

@@ -64,11 +64,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Diffe
 
 
 def check_resumable(changed: list[Difference], folder: Path, step: int, total: int) -> None:
-    """Raise ValueError for what cannot be resumed.
-
-    Args:
-        step, total: how many were done in `folder`, and how many the file asks for.
-    """
+    """Raise ValueError for what cannot be resumed from `step` of `total` steps."""
     hint = "set [checkpoint] dir to another folder, or pass --allow-changes to go on there as the file says"
     if stay := [difference for difference in changed if difference.must_stay]:
         raise ValueError(f"the run in {folder} had {', '.join(map(str, stay))}; {hint}")

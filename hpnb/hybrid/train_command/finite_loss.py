@@ -19,11 +19,7 @@ _EVERY = 0.5  # seconds
 
 
 class FiniteLossHook(Hook):
-    """Says once which step was the first whose loss is nan or infinite, on the rank that shows progress.
-
-    Args:
-        say: takes the sentence.
-    """
+    """Says once, on the rank that shows progress, which step was the first whose loss is nan or infinite."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say

@@ -37,20 +37,14 @@ CountOrZero = Annotated[int, Field(ge=0)]
 
 
 class Table(BaseModel):
-    """A table of the file: unknown keys and values of another type are refused."""
+    """A table of the file: unknown keys and values of another type are refused. examples/vit.toml and
+    examples/gpt2.toml describe each key; here is what they leave out."""
 
     model_config = STRICT
 
 
 class ModelTable(Table):
-    """[model]
-
-    Attributes:
-        size: a name ("laptop", "b16", "124m", ...), or a table of numbers as `ViTSize` or `GPT2Size` takes.
-        pretrained: a folder that save_pretrained wrote, or a name on the Hugging Face hub.
-        classes: of a classifier; by default those of the data.
-        vocab_size, length: tokens and positions of a GPT-2, by default those of its size.
-    """
+    """[model]; `size` is a name, or a table of numbers as `ViTSize` or `GPT2Size` takes."""
 
     family: Literal["vit", "gpt2"]
     size: str | dict[str, int] | None = None
@@ -86,23 +80,11 @@ class ModelTable(Table):
 class DataTable(Table):
     """[data]
 
-    Attributes:
-        name: a data set by its name; "images" are your own, in `folder`, with a folder a class:
-            pets/train/cat/1.jpg, and pets/validation and pets/test to evaluate on. Without these three,
-            pets/cat/1.jpg, one image in ten is held out (`hpnb.data.image_folder`).
-        batch_size: samples a data-parallel rank takes at a time.
-        image_size: side of the pictures in pixels; by default what the model is made for.
-        augment: true crops and mirrors at random, and resizes. "crop" keeps the scale: it pads by an eighth
-            of the side, crops at random and mirrors. "autoaugment" does that, and then what AutoAugment found
-            for CIFAR-10 (Cubuk et al. 2019, arXiv 1805.09501).
-        mixup: alpha of mixup, by which pairs of samples and their labels are blended; 0 is off.
-        rows: keep so many of each split; by default all.
-        kind: "auto" looks for the real rows and generates where there are none.
-        folder: where the real rows lie, by default what the environment has as DATA. They must be there:
-            other rows, or generated ones, do not take their place. For "images" the folder above the classes,
-            or above the splits; for "text" a folder or file to read, by default the documentation of Python.
-        workers: processes that load ahead, a rank.
-    """
+    "images" are your own, in `folder`, with a folder a class: pets/train/cat/1.jpg, and pets/validation and
+    pets/test to evaluate on. Without these three, pets/cat/1.jpg, one image in ten is held out
+    (`hpnb.data.image_folder`). `augment` = "crop" keeps the scale: it pads by an eighth of the side, crops at
+    random and mirrors. "autoaugment" does that, and then what AutoAugment has for CIFAR-10 (Cubuk et al.
+    2019, arXiv 1805.09501)."""
 
     name: Literal["beans", "cifar10", "images", "mrpc", "text"]
     batch_size: Count
@@ -116,19 +98,7 @@ class DataTable(Table):
 
 
 class TrainingTable(Table):
-    """[training]
-
-    Attributes:
-        epochs, steps: how long, in one of the two; steps are those of the optimizer.
-        learning_rate_scaling: "data-parallel" multiplies the rate by the data-parallel size, by which the
-            global batch grows (Goyal et al. 2017, arXiv 1706.02677, section 2.1).
-        schedule: what comes after the warm-up: half a cosine down to 0, a line down to 0, or the same rate.
-        warmup_steps, warmup_epochs: how long the learning rate rises, in one of the two.
-        max_norm: clip the norm of all gradients to it; 0 is off.
-        accumulation: batches a step.
-        seed: of weights, order and dropout.
-        evaluate_every: epochs.
-    """
+    """[training]; scaling the learning rate follows Goyal et al. 2017 (arXiv 1706.02677), section 2.1."""
 
     learning_rate: Annotated[float, Field(gt=0)]
     epochs: Count | None = None
@@ -171,18 +141,7 @@ class TrainingTable(Table):
 
 
 class CheckpointTable(Table):
-    """[checkpoint]
-
-    Attributes:
-        dir: a folder that all ranks see; by default the name of the file without ".toml".
-        every: optimizer steps between two; by default one after each epoch.
-        keep: so many of the newest stay.
-        best: a name in the history, such as "eval_accuracy": the epoch with the best is kept as well.
-        resume: go on from the newest, if there is one.
-        allow_changes: go on even if the file changes what must stay, such as the data or the samples a step.
-        on_error: what a failed save does, as on a full disk: "stop" the run, or "warn" and train on.
-        background: write while training goes on.
-    """
+    """[checkpoint]"""
 
     dir: str | None = None
     every: Count | None = None
@@ -283,7 +242,8 @@ class RunFile(Table):
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
-    """Read a file, with `overrides` such as "layout.tp_size=2" in place of what it says."""
+    """Read a file, with `overrides` such as "layout.tp_size=2" in place of what it says. An error's sentence
+    begins with the file's name."""
     path = Path(path)
     try:
         with path.open("rb") as file:

@@ -57,9 +57,8 @@ class RunTask:
 
     Attributes:
         splits: for training, to evaluate on meanwhile, and at the end.
-        collate, transform: how rows become a batch, for training; `plain` is the transform without chance.
-        metrics: beside the loss.
-        tokenizer, image_processor: of texts and of images, which are saved with the model.
+        plain: the transform without chance.
+        tokenizer, image_processor: are saved with the model.
     """
 
     model: nn.Module

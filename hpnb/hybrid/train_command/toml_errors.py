@@ -24,11 +24,8 @@ def read_dataclass(kind: type[T], table: Any, where: str) -> T:
 
 
 def read_fields(kind: type[Any], table: Any, where: str, leave_out: Iterable[str] = ()) -> dict[str, Any]:
-    """The arguments that `table` gives to the dataclass `kind`; fields in `leave_out` are no keys.
-
-    Args:
-        where: what the table is called in errors, such as "[model] size".
-    """
+    """The arguments that `table`, called `where` in errors, gives to the dataclass `kind`; fields in
+    `leave_out` are no keys."""
     hints = get_type_hints(kind)
     keys: dict[str, Any] = {}
     for field in fields(kind):

@@ -48,9 +48,7 @@ class RunResult:
     Attributes:
         history: a dict an epoch, those before a resume included.
         final: what the last evaluation says; {} if the run was stopped.
-        step: optimizer steps done.
         resumed: the step of the checkpoint from which it went on, or None.
-        stopped: whether Ctrl-C or SIGTERM has ended it.
     """
 
     history: list[EpochRow] = field(default_factory=list)
@@ -140,11 +138,7 @@ def _train(file: RunFile, folder: Path, flag: Path | None, more: Sequence[hooks.
 
 class _SavesCutEpoch(hooks.CheckpointHook):
     """Saves the last step of an epoch that ends early, because the run has no more steps, as a step in the
-    middle of that epoch. A run with more steps then goes on with the batches that are left.
-
-    Attributes:
-        last_step: of the run.
-    """
+    middle of that epoch. A run with more steps then goes on with the batches that are left."""
 
     last_step: int = -1
 

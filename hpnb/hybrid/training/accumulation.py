@@ -35,12 +35,8 @@ Criterion = Callable[[Any, Any], Any]
 
 
 class HookedCriterion:
-    """A criterion that shows outputs and losses to the hooks, and multiplies by the weight of the batch.
-
-    Attributes:
-        criterion: as passed, or the loss of the model.
-        weight: (), of the batch in its step; None is 1.
-    """
+    """A criterion, or the loss of the model, that shows outputs and losses to the hooks, and multiplies by
+    the weight of the batch in its step; None is 1."""
 
     def __init__(self, criterion: Criterion | None, trainer: TrainingState) -> None:
         self.criterion, self._trainer = criterion or loss_of_outputs, trainer
@@ -62,11 +58,8 @@ class HookedCriterion:
         return weighted if count is None else (weighted, count)
 
     def check(self, outputs: Any, inputs: Any, loss: Any) -> None:
-        """Look at the first loss of a model on several replicas, as a pipeline does (`criterion_check.py`).
-
-        Args:
-            outputs, inputs, loss: of the unsharded batch.
-        """
+        """Look at the first loss of a model on several replicas, as a pipeline does (`criterion_check.py`);
+        all of the unsharded batch."""
         model, trainer = self._trainer.model, self._trainer
         if isinstance(loss, tuple) or trainer.booster.plugin.mesh.dp_cp.size == 1:
             return

@@ -25,12 +25,8 @@ from hpnb.hybrid.training.run_state import TrainingState
 
 
 def save(trainer: TrainingState, folder: Path, keep: int | None = None, background: bool = False) -> None:
-    """Write a checkpoint; `folder` appears when it is complete. Every rank calls it.
-
-    Args:
-        keep: so many of the newest folders of its kind stay.
-        background: write while training goes on.
-    """
+    """Write a checkpoint; `folder` appears when it is complete, and so many of the newest of its kind stay.
+    Every rank calls it."""
     trainer.booster.save(
         folder, trainer.model, trainer.optimizer, trainer.lr_scheduler, extra=_state(trainer), keep=keep,
         background=background, averages=_averages(trainer),

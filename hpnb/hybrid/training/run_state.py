@@ -20,12 +20,8 @@ class RankRole:
     """What this rank does for all of them.
 
     The ranks of the last stage have outputs and losses, and those of a tensor-parallel group have the same
-    ones. So the first of each such group reports, and a sum over those that report is one over the data axis.
-
-    Attributes:
-        reports: whether its losses and outputs count.
-        shows: whether it is the one of them that shows a progress bar.
-    """
+    ones. So the first of each such group `reports`, and a sum over those that report is one over the data
+    axis. The first of these `shows` a progress bar."""
 
     reports: bool
     shows: bool

@@ -44,11 +44,8 @@ def _cpu_group() -> dist.ProcessGroup:
 
 
 class StopVote:
-    """A sum over all ranks of those that ask. All ranks call its methods in the same order.
-
-    Attributes:
-        slow: whether a rank said so in the last sum that was read, the same on all ranks; True before it.
-    """
+    """A sum over all ranks of those that ask. All ranks call its methods in the same order. Whether a rank
+    was `slow` in the last sum that was read is the same on all ranks; it is True before that."""
 
     def __init__(self) -> None:
         self.slow = True
@@ -56,11 +53,7 @@ class StopVote:
         self._work: Any = None
 
     def begin(self, asks: bool, slow: bool = False) -> None:
-        """Start to ask all ranks.
-
-        Args:
-            slow: whether the last step took so long here that the sum is to be waited for.
-        """
+        """Start to ask all ranks. After a `slow` step here, the sum is to be waited for."""
         self._sum = torch.tensor([float(asks), float(slow)])
         self._work = dist.all_reduce(self._sum, group=_cpu_group(), async_op=True)
 

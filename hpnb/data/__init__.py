@@ -1,15 +1,15 @@
 """Beans, CIFAR-10, MRPC and text, or generated stand-ins for them, and a loader for every layout.
 
-    train = hpnb.data.beans("train", image_size=64)
-    print(train.describe())                                       # real, or generated and why
-    loader = hpnb.data.Loader(train, 32, mesh.dp, seed=0,         # 32 samples a data-parallel rank
-                              transform=hpnb.data.ImageTransform(64, augment=True))
-    for epoch in range(3):
-        loader.set_epoch(epoch)
-        for batch in loader: ...                                  # {"pixel_values", "labels"}
+train = hpnb.data.beans("train", image_size=64)
+print(train.describe())                                       # real, or generated and why
+loader = hpnb.data.Loader(train, 32, mesh.dp, seed=0,         # 32 samples a data-parallel rank
+                          transform=hpnb.data.ImageTransform(64, augment=True))
+for epoch in range(3):
+    loader.set_epoch(epoch)
+    for batch in loader: ...                                  # {"pixel_values", "labels"}
 
-    hpnb.data.image_folder("pets", "train", image_size=64)        # pets/train/cat/1.jpg: images of your own
-    hpnb.data.text("train", block=128)                            # sequences of tokens, of real English
+hpnb.data.image_folder("pets", "train", image_size=64)        # pets/train/cat/1.jpg: images of your own
+hpnb.data.text("train", block=128)                            # sequences of tokens, of real English
 """
 
 from hpnb.data.beans_cifar10_mrpc import beans, cifar10, mrpc

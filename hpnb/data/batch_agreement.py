@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hpnb.mesh import Axis
 from hpnb.record.traffic import uncounted
 
 _SAMPLED = 256  # elements of a tensor that enter a digest
@@ -39,17 +40,6 @@ class RankOnAxis(Protocol):
     def size(self) -> int: ...
     @property
     def rank(self) -> int: ...
-
-
-class ReplicaAxis(Protocol):
-    """Ranks that hold one replica together: an `hpnb.Axis`, of which `ranks` are the global ones."""
-
-    @property
-    def size(self) -> int: ...
-    @property
-    def ranks(self) -> tuple[int, ...]: ...
-    @property
-    def group(self) -> dist.ProcessGroup: ...
 
 
 class BatchReport(NamedTuple):
@@ -79,17 +69,13 @@ def gather_reports(batch: Any, ended: bool, replica: int, has_example: bool = Tr
         ValueError: ranks of one replica have different batches.
     """
     samples, checksum = (-1, 0) if ended else (count_rows(batch), digest(batch))
-    report_here = BatchReport(replica, samples, checksum, has_example)
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [report_here]
-    gathered = [torch.empty(4, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, torch.tensor([*map(int, report_here)]))
-    reports = [BatchReport(r, n, crc, bool(knows)) for r, n, crc, knows in torch.stack(gathered).tolist()]
+    gathered = gather_numbers(replica, samples, checksum, int(has_example))
+    reports = [BatchReport(r, n, crc, bool(knows)) for r, n, crc, knows in gathered]
     _refuse_unlike(dict(enumerate(reports)))
     return reports
 
 
-def check_same_batch(batch: Any, *axes: ReplicaAxis) -> None:
+def check_same_batch(batch: Any, *axes: Axis) -> None:
     """Compare a batch over the ranks of `axes`, which hold one replica of the model and all call it.
 
     Raises:
@@ -159,7 +145,7 @@ def check_lengths(loader: Any) -> int | None:
         batches = len(loader)
     except (TypeError, NotImplementedError):
         batches = -1
-    lengths = gather_numbers(batches)
+    lengths = [length for (length,) in gather_numbers(batches)]
     if min(lengths) < 0:
         return None
     if len(set(lengths)) > 1:
@@ -172,13 +158,13 @@ def check_lengths(loader: Any) -> int | None:
     return batches
 
 
-def gather_numbers(number: int) -> list[int]:
-    """That of every rank, in order of rank; all of them call it."""
+def gather_numbers(*numbers: int) -> list[list[int]]:
+    """Those of every rank, in order of rank; all of them call it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [number]
-    numbers = [torch.empty((), dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(numbers, torch.tensor(number))
-    return [int(n) for n in numbers]
+        return [list(numbers)]
+    gathered = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, torch.tensor(numbers))
+    return [numbers_of_rank.tolist() for numbers_of_rank in gathered]
 
 
 def check_same_dataset(dataset: Any) -> None:
@@ -188,7 +174,7 @@ def check_same_dataset(dataset: Any) -> None:
     Raises:
         ValueError: it has another length on another rank.
     """
-    lengths = gather_numbers(len(dataset))
+    lengths = [length for (length,) in gather_numbers(len(dataset))]
     if other := next((rank for rank, n in enumerate(lengths) if n != lengths[0]), None):
         raise ValueError(
             f"the dataset has {lengths[0]} samples on rank 0 and {lengths[other]} on rank {other}; "
@@ -197,8 +183,7 @@ def check_same_dataset(dataset: Any) -> None:
     if len(lengths) == 1:
         return
     places = sorted({0, lengths[0] // 2, lengths[0] - 1})
-    digests = gather_numbers(_digest_samples(dataset, places))
-    if (other := _differing(digests)) is not None:
+    if (other := _differing(_digest_samples(dataset, places))) is not None:
         warnings.warn(
             f"samples {', '.join(map(str, places))} of the {lengths[0]} in the dataset differ between rank 0 "
             f"and rank {other}, and it is split over the data-parallel ranks all the same, so each "
@@ -215,10 +200,10 @@ def warn_if_split_already(kind: str, digest: int, asks_rank: bool, replicas: int
         digest: of its first samples on this rank, before they are split; -1 if they are not to be compared.
         asks_rank: whether it asks for its rank, though it shards itself over the workers of all replicas.
     """
-    other = _differing(gather_numbers(digest))
+    other = _differing(digest)
     if other is not None:
         seen = f"gives rank 0 and rank {other} different first samples"
-    elif max(gather_numbers(int(asks_rank))) > 0:
+    elif [1] in gather_numbers(int(asks_rank)):
         seen = "asks for its rank, besides get_worker_info(), which numbers the workers of all ranks already"
     else:
         return
@@ -262,8 +247,9 @@ def _equal_random_numbers() -> Iterator[None]:
             np.random.set_state(states[1])
 
 
-def _differing(digests: list[int]) -> int | None:
-    """The first rank whose digest is not that of rank 0; None if a rank has none."""
+def _differing(digest: int) -> int | None:
+    """The first rank whose digest is not that of rank 0; None if a rank has none. All ranks call it."""
+    digests = [crc for (crc,) in gather_numbers(digest)]
     if min(digests) < 0:
         return None
     return next((rank for rank, crc in enumerate(digests) if crc != digests[0]), None)

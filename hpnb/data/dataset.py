@@ -1,8 +1,8 @@
 """A dataset is samples with named fields, and a note of where they came from.
 
-    leaves = hpnb.data.beans("train")
-    len(leaves), leaves[0]["labels"], leaves.classes
-    print(leaves.describe())      # real, or generated and why: say it before you train on it
+leaves = hpnb.data.beans("train")
+len(leaves), leaves[0]["labels"], leaves.classes
+print(leaves.describe())      # real, or generated and why: say it before you train on it
 """
 
 from __future__ import annotations

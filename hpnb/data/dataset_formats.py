@@ -26,14 +26,11 @@ TABLES = {
 }
 
 
-class ImageFolder:
-    """Images in one folder per class, as Beans was published."""
+class ImageFiles:
+    """Samples {image_file_path, image, labels} of (path, label)."""
 
-    def __init__(self, folder: Path, classes: Sequence[str]) -> None:
-        from torchvision.datasets import ImageFolder as Folder
-
-        paths = [path for path, _ in Folder(str(folder)).samples]
-        self.samples = [(path, classes.index(Path(path).parent.name)) for path in paths]
+    def __init__(self, samples: Sequence[tuple[str, int]]) -> None:
+        self.samples = samples
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -63,7 +60,10 @@ def read_image_folder(folder: Path, split: str, classes: Sequence[str]) -> MapDa
     """Samples {image_file_path, image, labels} of <folder>/<split>/<class>/<image>."""
     if not any((folder / name / classes[0]).is_dir() for name in ("train", "validation", "test")):
         return None
-    return ImageFolder(folder / split, classes)
+    from torchvision.datasets import ImageFolder
+
+    paths = [path for path, _ in ImageFolder(str(folder / split)).samples]
+    return ImageFiles([(path, classes.index(Path(path).parent.name)) for path in paths])
 
 
 def read_cifar(folder: Path, split: str) -> MapDataset | None:

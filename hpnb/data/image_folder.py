@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpnb.data.dataset import Dataset, Item, Source
+from hpnb.data.dataset import Dataset, Source
+from hpnb.data.dataset_formats import ImageFiles
 
 SPLITS = ("train", "validation", "test")
 _NAMES = {"train": ("train",), "validation": ("validation", "val", "valid"), "test": ("test",)}
@@ -80,21 +81,7 @@ def image_folder(
             )
         rows = [(file, classes.index(names[label])) for file, label in rows]
     source = Source("Images", "real", str(folder), skipped)
-    return Dataset(_Images(rows), source, classes, "images", size, image_size)
-
-
-class _Images:
-    def __init__(self, rows: Sequence[tuple[str, int]]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Item:
-        from PIL import Image
-
-        file, label = self.rows[index]
-        return {"image_file_path": file, "image": Image.open(file), "labels": label}
+    return Dataset(ImageFiles(rows), source, classes, "images", size, image_size)
 
 
 def _find(folder: Path, split: str) -> Path | None:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset
 
 from hpnb.data.batch_agreement import (
     BatchReport,
@@ -36,7 +36,7 @@ from hpnb.data.batch_agreement import (
     warn_if_split_already,
 )
 from hpnb.data.distributed_sampler import BatchSamples
-from hpnb.data.loader import Collate, Transform, check_transform, empty_batch
+from hpnb.data.loader import Collate, ResumableLoader, Transform, empty_batch
 from hpnb.data.worker_shards import ShardedStream, shard_stream
 
 _EMPTY = 3  # batches without samples on one replica, from which on it is worth a word
@@ -47,7 +47,7 @@ def is_iterable_dataset(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset) or _is_from_datasets(dataset)
 
 
-class IterableLoader:
+class IterableLoader(ResumableLoader):
     """Iterate over the batches of this rank: `for batch in IterableLoader(dataset, 32, mesh.dp): ...`
 
     Args:
@@ -87,8 +87,8 @@ class IterableLoader:
                 f"shuffle=True needs a dataset that can be indexed, and a {kind} is read in its own order; "
                 "shuffle inside it, or use dataset.shuffle of a streaming `datasets` set"
             )
-        if transform is not None:
-            check_transform(transform)
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        super().__init__(dataset, batch_size, collate_fn, transform, num_workers, pin_memory)
         if getattr(transform, "partners", False):
             raise ValueError(
                 f"mixup takes partners from all ranks' samples by their index, and a {kind} has no index; "
@@ -102,14 +102,8 @@ class IterableLoader:
                 f"{self.replicas} replicas again would leave samples out; pass it as it was before "
                 "split_dataset_by_node"
             )
-        self.dataset = dataset.shuffle(seed=seed) if shuffle else dataset
-        self.batch_size, self.shuffle, self.seed, self.drop_last = batch_size, shuffle, seed, drop_last
-        of_dataset: Collate = getattr(dataset, "collate", None) or default_collate
-        self.collate = collate_fn or getattr(transform, "collate", None) or of_dataset
-        self.transform, self.num_workers, self.pin_memory = transform, num_workers, pin_memory
-        self.epoch = 0
-        self._next = 0  # the batch after the last one that was returned
-        self._resume: Mapping[str, Any] | None = None  # where the next iteration starts
+        if shuffle:
+            self.dataset = dataset.shuffle(seed=seed)
         self._source: Any = None  # of the iteration under way
         self._batches: Any = None
         self._example: Any = None  # an empty batch
@@ -119,13 +113,6 @@ class IterableLoader:
     @property
     def global_batch_size(self) -> int:
         return self.batch_size * self.replicas
-
-    def set_epoch(self, epoch: int) -> None:
-        """Take the order of `epoch` from the next iteration on. A position loaded for it is kept."""
-        if epoch < 0:
-            raise ValueError(f"epoch={epoch} is negative; use 0 or more")
-        if epoch != self.epoch:
-            self.epoch, self._next, self._resume = epoch, 0, None
 
     def __iter__(self) -> Iterator[Any]:
         """All ranks iterate together."""
@@ -232,16 +219,9 @@ class IterableLoader:
             ValueError: the state is of another order or another global batch, or of replicas that read shards
                 of their own and were not as many.
         """
+        order = {"seed": self.seed, "shuffle": int(self.shuffle), "global_batch": self.global_batch_size}
         replicas = self.replicas
-        for name, value in (("seed", self.seed), ("shuffle", int(self.shuffle)),
-                            ("global_batch", self.global_batch_size)):  # fmt: skip
-            if state[name] != value:
-                hint = ""
-                if name == "global_batch" and state[name] % replicas == 0:
-                    hint = f"; with {replicas} data-parallel ranks use batch_size={state[name] // replicas}"
-                raise ValueError(
-                    f"the state was saved with {name}={state[name]}, this loader has {value}{hint}"
-                )
+        self._check_order(state, order, replicas)
         same = (state["replicas"], state["workers"]) == (replicas, self.num_workers)
         if not same and state["batch"] and not (state["in_order"] and self._in_order()):
             raise ValueError(

@@ -52,7 +52,48 @@ def check_transform(transform: Any) -> None:
         return
 
 
-class Loader:
+class ResumableLoader:
+    """What `Loader` and `IterableLoader` share: how a batch is made, and the position in an epoch."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        collate_fn: Collate | None,
+        transform: Transform | None,
+        num_workers: int,
+        pin_memory: bool,
+    ) -> None:
+        if transform is not None:
+            check_transform(transform)
+        self.dataset, self.batch_size, self.transform = dataset, batch_size, transform
+        of_dataset: Collate = getattr(dataset, "collate", None) or default_collate
+        self.collate = collate_fn or getattr(transform, "collate", None) or of_dataset
+        self.num_workers, self.pin_memory = num_workers, pin_memory
+        self.epoch = 0
+        self._next = 0  # the batch after the last one that was returned
+        self._resume: Mapping[str, Any] | None = None  # the state that the next iteration starts from
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the order of `epoch` from the next iteration on. A position loaded for it is kept."""
+        if epoch < 0:
+            raise ValueError(f"epoch={epoch} is negative; use 0 or more")
+        if epoch != self.epoch:
+            self.epoch, self._next, self._resume = epoch, 0, None
+
+    def _check_order(self, state: Mapping[str, Any], current: Mapping[str, Any], replicas: int) -> None:
+        """Raise ValueError where a saved state differs from what this loader has in `current`."""
+        for name, value in current.items():
+            if state[name] != value:
+                hint = ""
+                if name == "global_batch" and state[name] % replicas == 0:
+                    hint = f"; with {replicas} data-parallel ranks use batch_size={state[name] // replicas}"
+                raise ValueError(
+                    f"the state was saved with {name}={state[name]}, this loader has {value}{hint}"
+                )
+
+
+class Loader(ResumableLoader):
     """Iterate over the batches of this rank: `for batch in Loader(dataset, 32, mesh.dp, seed=0): ...`
 
     Args:
@@ -105,31 +146,16 @@ class Loader:
         self.sampler = DistributedBatchSampler(
             len(dataset), batch_size, ranks, rank, shuffle, seed, drop_last
         )
-        self.dataset, self.batch_size, self.transform = dataset, batch_size, transform
-        if transform is not None:
-            check_transform(transform)
-        of_dataset: Collate = getattr(dataset, "collate", None) or default_collate
-        self.collate = collate_fn or getattr(transform, "collate", None) or of_dataset
-        self.num_workers, self.pin_memory = num_workers, pin_memory
-        self.epoch = 0
-        self._next = 0  # the batch after the last one that was returned
-        self._resume = 0  # where the next iteration starts: 0, unless a state was loaded
+        super().__init__(dataset, batch_size, collate_fn, transform, num_workers, pin_memory)
 
     def __len__(self) -> int:
         """Batches an epoch, the same on every rank."""
         return self.sampler.batches
 
-    def set_epoch(self, epoch: int) -> None:
-        """Take the order of `epoch` from the next iteration on. A position loaded for it is kept."""
-        if epoch < 0:
-            raise ValueError(f"epoch={epoch} is negative; use 0 or more")
-        if epoch != self.epoch:
-            self.epoch, self._next, self._resume = epoch, 0, 0
-
     def __iter__(self) -> Iterator[Any]:
-        start, self._resume = self._resume, 0
-        self._next = start
-        return self._run(self.epoch, start)
+        resume, self._resume = self._resume, None
+        self._next = 0 if resume is None else resume["batch"]
+        return self._run(self.epoch, self._next)
 
     def _run(self, epoch: int, start: int) -> Iterator[Any]:
         with_partners = bool(getattr(self.transform, "partners", False))
@@ -163,16 +189,10 @@ class Loader:
         Raises:
             ValueError: the state is of other samples, another order, or another global batch.
         """
-        current, ranks = self.state_dict(), self.sampler.ranks
-        for name in ("samples", "seed", "shuffle", "global_batch"):
-            if state[name] != current[name]:
-                hint = ""
-                if name == "global_batch" and state[name] % ranks == 0:
-                    hint = f"; with {ranks} data-parallel ranks use batch_size={state[name] // ranks}"
-                raise ValueError(
-                    f"the state was saved with {name}={state[name]}, this loader has {current[name]}{hint}"
-                )
-        self.epoch, self._next, self._resume = state["epoch"], state["batch"], state["batch"]
+        order = ("samples", "seed", "shuffle", "global_batch")
+        here = self.state_dict()
+        self._check_order(state, {name: here[name] for name in order}, self.sampler.ranks)
+        self.epoch, self._next, self._resume = state["epoch"], state["batch"], state
 
 
 class _RankBatches(torch.utils.data.Dataset[Any]):

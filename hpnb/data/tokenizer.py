@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from hpnb.data.dataset import Item
 from hpnb.data.distributed_sampler import Batch
@@ -59,13 +60,14 @@ def bpe_tokenizer(merges: Sequence[Merge], vocab_size: int) -> Any:
     """
     check_vocab_size(vocab_size)
     from transformers import GPT2Tokenizer
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     if len(merges) > vocab_size - BYTES - 1:
         raise ValueError(
             f"{len(merges)} merges, {BYTES} bytes and the end of a text do not fit a vocabulary of "
             f"{vocab_size}; use {len(merges) + BYTES + 1} or more"
         )
-    letters = [*_letters(), *(one + other for one, other in merges)]
+    letters = [*bytes_to_unicode().values(), *(one + other for one, other in merges)]
     ids = {letter: index for index, letter in enumerate(letters)} | {END: vocab_size - 1}
     return GPT2Tokenizer(vocab=ids, merges=list(merges), pad_token=END)
 
@@ -85,13 +87,6 @@ def check_vocab_size(vocab_size: int) -> None:
             f"vocab_size={vocab_size} does not hold {BYTES} bytes and the end of a text; use "
             f"{BYTES + 1} or more"
         )
-
-
-def _letters() -> list[str]:
-    """The letter for every byte in GPT-2's vocabulary, by its id."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that GPT-2 writes as they are
-    hidden = [byte for byte in range(BYTES) if byte not in shown]  # the others become letters from 256 on
-    return [chr(byte) for byte in shown] + [chr(BYTES + i) for i in range(len(hidden))]
 
 
 # --- batches -----------------------------------------------------------------------------------------------
@@ -134,12 +129,9 @@ def collate_texts(pad: int) -> Callable[[Sequence[Item]], Batch]:
 
 
 def _texts(items: Sequence[Item], pad: int) -> Batch:
-    filled = {"input_ids": pad, "attention_mask": 0, "labels": IGNORE_INDEX}
-    size = (len(items), max(len(item["input_ids"]) for item in items))
-    batch = {name: torch.full(size, value) for name, value in filled.items()}
-    for row, item in enumerate(items):
-        length = len(item["input_ids"])
-        batch["input_ids"][row, :length] = item["input_ids"]
-        batch["attention_mask"][row, :length] = 1
-        batch["labels"][row, :length] = item["labels"]
-    return batch
+    ids = [item["input_ids"] for item in items]
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
+        "labels": pad_sequence([item["labels"] for item in items], True, padding_value=IGNORE_INDEX),
+    }

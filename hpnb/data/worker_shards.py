@@ -19,9 +19,10 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import count
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -118,25 +119,16 @@ def shard_stream(dataset: Any, replicas: int, replica: int, batch_size: int) -> 
 
 def _run_with(info: _ReplicaWorkerInfo, dataset: Any) -> Iterator[Any]:
     """The samples of `dataset`, whose code sees `info` as its worker."""
-    with _shown(info), _noting_rank(info):
+    with patch.object(torch_worker, "_worker_info", info), _noting_rank(info):
         samples = iter(dataset)
     for number in count():
-        with _shown(info), nullcontext() if number else _noting_rank(info):
+        noting = nullcontext() if number else _noting_rank(info)
+        with patch.object(torch_worker, "_worker_info", info), noting:
             try:
                 sample = next(samples)
             except StopIteration:
                 return
         yield sample
-
-
-@contextmanager
-def _shown(info: Any) -> Iterator[None]:
-    before = torch_worker._worker_info
-    torch_worker._worker_info = info
-    try:
-        yield
-    finally:
-        torch_worker._worker_info = before
 
 
 @contextmanager
@@ -152,11 +144,7 @@ def _noting_rank(info: _ReplicaWorkerInfo) -> Iterator[None]:
 
     hpnb = sys.modules["hpnb"]  # its own rank() and world_size() are asked as often
     names = ((dist, "get_rank"), (dist, "get_world_size"), (hpnb, "rank"), (hpnb, "world_size"))
-    before = [(module, name, getattr(module, name)) for module, name in names]
-    for module, name, ask in before:
-        setattr(module, name, noting(ask))
-    try:
+    with ExitStack() as stack:
+        for module, name in names:
+            stack.enter_context(patch.object(module, name, noting(getattr(module, name))))
         yield
-    finally:
-        for module, name, ask in before:
-            setattr(module, name, ask)

@@ -21,7 +21,8 @@ from hpnb.mesh import ParallelLayout
 from hpnb.theory.datasheets import find_gpu
 from hpnb.theory.model_shape import ModelShape
 from hpnb.theory.plan_memory import block_bytes, plan_memory, rank_memory
-from hpnb.theory.plan_step import links, plan_parts, rank_blocks, rank_dense_blocks, stage_seconds
+from hpnb.theory.plan_messages import links
+from hpnb.theory.plan_step import plan_parts, rank_blocks, rank_dense_blocks, stage_seconds
 from hpnb.theory.plan_task import PlanTask, refusal
 
 Config = transformers.AutoConfig.for_model

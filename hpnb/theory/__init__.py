@@ -12,7 +12,7 @@
     layout_step, cluster, planner       a step on any layout, from one rank or datasheets; the best one
     replay                              a recorded step on another interconnect
     model_shape, datasheets             any transformer and any GPU in numbers
-    plan_step, plan_memory              time and memory of their steps, for `python -m hpnb plan`
+    plan_step, plan_messages, plan_memory    time and memory of their steps, for `python -m hpnb plan`
     context                             a ring and Ulysses: bytes, and what is exposed of their time
     failures, experts, published_runs   how often to save; mixtures of experts; what others have measured
 

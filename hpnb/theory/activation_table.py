@@ -22,6 +22,7 @@ from typing import Literal
 from hpnb.theory.transformer import Block
 
 Recompute = Literal["", "attention", "full"]
+BETWEEN, INSIDE, SCORES = "between the pairs", "inside the pairs", "scores"
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,24 @@ class ActivationRow:
 
     def published(self, block: Block, ranks: int = 1) -> float:
         """Bytes on a rank."""
+        return sum(self.parts(block, ranks, 1.0).values())
+
+    def parts(self, block: Block, ranks: int, heads_ratio: float) -> dict[str, float]:
+        """{what: bytes} on a rank: the formula in its three parts.
+
+        Args:
+            heads_ratio: the rank's heads, over an even share.
+        """
         t = self._ranks(ranks)
-        sbh = block.sequence * block.batch * block.hidden
+        sbh = float(block.sequence * block.batch * block.hidden)
         if self.recompute == "full":
-            return 2 * sbh
-        scores = 0.0 if self.recompute else 5 * block.heads * block.sequence / block.hidden
-        return sbh * ((34 if self.sequence else 10 * t + 24) + scores) / t
+            return {BETWEEN: 2 * sbh, INSIDE: 0.0, SCORES: 0.0}
+        scores = 0.0 if self.recompute else 5 * block.heads * block.sequence / block.hidden * sbh
+        return {
+            BETWEEN: 10 * sbh / (t if self.sequence else 1),
+            INSIDE: (16 + 8 * heads_ratio) * sbh / t,  # of the 24, attention has q, k, v and its output
+            SCORES: scores * heads_ratio / t,
+        }
 
     def beyond(
         self,

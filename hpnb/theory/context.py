@@ -77,14 +77,9 @@ class BothWays(NamedTuple):
 
 
 def ring_bytes(attention: Attention, ranks: int) -> BothWays:
-    """Bytes that leave a rank for a ring."""
+    """Bytes that leave a rank for a ring, and where all ranks gather all keys and values."""
     blocks, gradients = _block_bytes(attention, ranks)
     return BothWays((ranks - 1) * blocks, (ranks - 1) * (blocks + gradients))
-
-
-def all_gather_bytes(attention: Attention, ranks: int) -> BothWays:
-    """Bytes that leave a rank where all gather all keys and values: those of a ring."""
-    return ring_bytes(attention, ranks)
 
 
 def ulysses_bytes(attention: Attention, ranks: int) -> BothWays:

@@ -99,8 +99,12 @@ def exposed_seconds(
     """
     if buckets < 1:
         raise ValueError(f"buckets={buckets} is not a count; use 1 or more")
-    bucket_seconds = seconds(op, nbytes / buckets, ranks, link)
-    return max(bucket_seconds, buckets * bucket_seconds - (buckets - 1) * backward / buckets)
+    return exposed_buckets(backward, seconds(op, nbytes / buckets, ranks, link), buckets)
+
+
+def exposed_buckets(backward: float, bucket: float, buckets: int) -> float:
+    """The same for buckets that take `bucket` seconds each."""
+    return max(bucket, buckets * bucket - (buckets - 1) * backward / buckets)
 
 
 def zero3_exposed_seconds(

@@ -17,7 +17,8 @@ from hpnb.theory.communication import bytes_sent
 from hpnb.theory.context import ring_bytes, ulysses_bytes
 from hpnb.theory.experts import experts_sent
 from hpnb.theory.pipeline import V_SHAPED
-from hpnb.theory.plan_step import attention_of, last_rank, rank_parameters
+from hpnb.theory.plan_messages import attention_of
+from hpnb.theory.plan_step import last_rank, rank_parameters
 from hpnb.theory.plan_task import PlanTask
 
 

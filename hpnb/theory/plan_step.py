@@ -31,21 +31,13 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from hpnb.mesh import ParallelLayout
-from hpnb.theory.cluster import Cluster
-from hpnb.theory.communication import collective_cost
-from hpnb.theory.context import (
-    Attention,
-    all_gather_exposed,
-    ring_exposed,
-    ring_step_seconds,
-    ulysses_exposed,
-)
 from hpnb.theory.experts import exposed_messages, paired_share
 from hpnb.theory.layout_step import BUCKET_BYTES, stage_blocks
 from hpnb.theory.links import Link
 from hpnb.theory.model_shape import ModelShape
-from hpnb.theory.overlap import zero3_exposed_seconds
+from hpnb.theory.overlap import exposed_buckets, zero3_exposed_seconds
 from hpnb.theory.pipeline import V_SHAPED, pipeline_parts
+from hpnb.theory.plan_messages import context_seconds, links, seconds
 from hpnb.theory.plan_task import PlanTask, Software, refusal
 
 PLAN_PARTS = (
@@ -67,44 +59,6 @@ _PERMUTED = 4  # where permutations are fused: it is written once and read once,
 _EAGER_NORM = (32, 72)  # more bytes of a value of an RMS norm, forward and backward, counted by kernel
 _EAGER_ROTATION, _EAGER_GATE = (24, 24), (4, 6)  # of a value of q or k, and of an inner value
 _ADAM = 28  # bytes a parameter: float32 weight and moments in and out, 16-bit gradient in and weight out
-
-
-@lru_cache(maxsize=4096)
-def links(cluster: Cluster, layout: ParallelLayout) -> dict[str, Link]:
-    """{axis: what its ring sees}, with tp innermost; "dp" is the axis of dp x cp.
-
-    dp is outermost, or pp where the layout's order says so: then the ranks of one stage are neighbours.
-
-    Ranks of an all-to-all do not send to neighbours alone: those of other nodes get all but their own node's
-    share, through one rank's share of the cards.
-    """
-    t, host, ep = min(layout.tp, cluster.host), cluster.host, layout.ep
-    between = layout.pp if layout.order.index("dp") < layout.order.index("pp") else 1  # ranks of other stages
-    stage, inner = layout.cp * layout.tp, layout.cp * between * layout.tp
-    near_cp = min(layout.cp, host // t)  # ranks of a group on one node
-    near_dp = near_cp * max(1, host // inner)
-
-    def exchange(span: int, ranks: int, near: int) -> Link:
-        link = cluster.link(span, 1)
-        if ranks == near or link is cluster.inside:
-            return cluster.inside
-        bandwidth = link.bandwidth * (ranks - 1) / (ranks - near)
-        return replace(link, bandwidth=min(cluster.inside.bandwidth, bandwidth))
-
-    near_ep = min(ep, near_dp)
-    return {
-        "tp": cluster.link(layout.tp, t),
-        "cp": exchange(stage, layout.cp, near_cp)
-        if layout.context_parallel == "ulysses"
-        else cluster.link(stage, near_cp),
-        "ep": exchange(ep * layout.tp * (between if ep > layout.cp else 1), ep, near_ep),
-        # Only the ranks of one stage cross a node's border at a time, and no message takes two cards.
-        "pp": cluster.link(inner, max(1, min(host // min(stage, host), host // cluster.cards)))
-        if between == layout.pp
-        else cluster.link(layout.world_size, max(1, host // cluster.cards)),
-        "dp": cluster.link(layout.dp * inner, near_dp),
-        "edp": cluster.link(layout.dp * inner, max(1, near_dp // ep)),
-    }
 
 
 def rank_blocks(layers: int, layout: ParallelLayout) -> tuple[int, ...]:
@@ -140,18 +94,6 @@ def rank_parameters(task: PlanTask, layout: ParallelLayout) -> tuple[float, floa
     if layout.tp > 1:  # matrices of which each tensor-parallel rank has a copy
         dense += model.over_blocks("replicated_weights") * (1 - 1 / layout.tp) / layout.pp
     return dense, experts / inner / layout.ep
-
-
-@lru_cache(maxsize=65536)
-def seconds(op: str, nbytes: float, ranks: int, link: Link) -> float:
-    """Seconds of a collective: the bytes of a ring, and the messages of a ring or a tree, whichever is fewer.
-
-    NCCL's double binary trees (Sanders, Speck & Traff 2009) send as many bytes as a ring does, in steps that
-    grow with the logarithm of the ranks.
-    """
-    ring, rounds = collective_cost(op, ranks), (ranks - 1).bit_length()
-    steps = min(ring.steps, 2 * rounds if op == "all_reduce" else rounds) if ranks > 2 else ring.steps
-    return steps * link.latency + ring.serial * nbytes / ranks / link.bandwidth
 
 
 def routed_bytes(software: Software, chosen: int) -> tuple[float, float]:
@@ -224,37 +166,6 @@ def block_seconds(
     for times, least in ((forward, LAUNCH_SECONDS), (backward, 2 * LAUNCH_SECONDS)):
         times["launches"] = max(0.0, least - sum(times.values()))
     return forward, backward
-
-
-def attention_of(task: PlanTask, layout: ParallelLayout) -> Attention:
-    """The attention of a block on one rank of tp, for a microbatch.
-
-    Around a ring, and gathered, values of another size than keys are padded.
-    """
-    model, t = task.model, layout.tp if task.model.shards_attention else 1
-    kv_heads = -(-model.kv_heads // t)
-    heads = model.heads // model.kv_heads * kv_heads
-    padded = max(model.head_size, model.value_size)
-    size = model.score_size if layout.context_parallel == "ulysses" else padded
-    return Attention(task.sequence, heads, kv_heads, size, task.microbatch_size(layout))
-
-
-def context_seconds(task: PlanTask, layout: ParallelLayout, link: Link, forwards: int) -> float:
-    """Seconds of a block that the messages of its attention add, forward and backward."""
-    c, attention = layout.cp, attention_of(task, layout)
-    if task.software.gathers_context:  # gradients are reduce-scattered
-        nbytes = 4.0 * attention.batch * attention.sequence * attention.kv_heads * attention.head_size
-        return (forwards + 1) * seconds("all_gather", nbytes, c, link)
-    if layout.context_parallel == "ulysses":
-        exposed = ulysses_exposed(attention, c, link)
-        return forwards * exposed.forward + exposed.backward
-    if layout.context_parallel == "all-gather":
-        exposed = all_gather_exposed(attention, c, link)
-        return forwards * exposed.forward + exposed.backward
-    rate = task.software.attention_share * task.rate
-    step = ring_step_seconds(attention, c, rate)
-    exposed = ring_exposed(attention, c, link, step)
-    return forwards * exposed.forward + exposed.backward
 
 
 def _step_of_block(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
@@ -401,14 +312,14 @@ def _exposed_dp(task: PlanTask, layout: ParallelLayout, stage: float) -> float:
         total = blocks * (2 * m * gather + scatter + (m - 1) * earlier)
     elif layout.zero_stage:
         scatter, gather = over("reduce_scatter", soft.gradient_bytes), over("all_gather", 2)
-        exposed = _behind(backward, over("reduce_scatter", soft.gradient_bytes, buckets), buckets)
+        exposed = exposed_buckets(backward, over("reduce_scatter", soft.gradient_bytes, buckets), buckets)
         if soft.overlap_weights:
-            exposed += _behind(backward / 2, over("all_gather", 2, buckets), buckets)
+            exposed += exposed_buckets(backward / 2, over("all_gather", 2, buckets), buckets)
         else:
             exposed += gather
         total = scatter + gather
     else:
-        exposed = _behind(backward, over("all_reduce", soft.gradient_bytes, buckets), buckets)
+        exposed = exposed_buckets(backward, over("all_reduce", soft.gradient_bytes, buckets), buckets)
         total = over("all_reduce", soft.gradient_bytes)
     # Hidden bytes take SMs and memory bandwidth from computing: half of what they would take inside a node.
     return exposed + _overlap_cost(task, link["dp"], max(0.0, total - exposed))
@@ -417,11 +328,6 @@ def _exposed_dp(task: PlanTask, layout: ParallelLayout, stage: float) -> float:
 def _overlap_cost(task: PlanTask, link: Link, hidden: float) -> float:
     """Seconds by which so many of hidden communication prolong the computing beside them."""
     return OVERLAP_COST * hidden * link.bandwidth / task.cluster.inside.bandwidth
-
-
-def _behind(backward: float, bucket: float, buckets: int) -> float:
-    """Exposed seconds of equal buckets that become ready evenly over the backward, as in `overlap`."""
-    return max(bucket, buckets * bucket - (buckets - 1) * backward / buckets)
 
 
 def mfu(task: PlanTask, step: float) -> float:

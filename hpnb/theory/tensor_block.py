@@ -150,8 +150,6 @@ def block_seconds(
     flop_rate: float,
     depth: int = 1,
     sequence_parallel: bool = False,
-    *,
-    call: float = 0.0,
 ) -> BlockSeconds:
     """Seconds that a block computes and communicates.
 
@@ -164,7 +162,6 @@ def block_seconds(
     Args:
         link: as one rank sees it, of all axes of the grid alike.
         flop_rate: FLOP/s of a rank's matmuls, at the sizes that they are cut to.
-        call: seconds of a call whatever its size, besides the link's latency; see `Messages.seconds`.
 
     Raises:
         ValueError: a rate that is not above 0, or ranks that the mode cannot use.
@@ -172,7 +169,7 @@ def block_seconds(
     if not flop_rate > 0:
         raise ValueError(f"flop_rate={flop_rate} FLOP/s gives no time; it must be above 0")
     sent = block_sent(block, mode, ranks, depth, sequence_parallel)
-    return BlockSeconds(block.training_flops / ranks / flop_rate, sent.seconds(link, call))
+    return BlockSeconds(block.training_flops / ranks / flop_rate, sent.seconds(link))
 
 
 def cheapest_modes(
@@ -182,12 +179,11 @@ def cheapest_modes(
     link: Link,
     depth: int = 1,
     *,
-    mlp_ratio: int = 4,
     modes: Sequence[str] | None = None,
-    bytes_per_value: int = 2,
     call: float = 0.0,
 ) -> tuple[tuple[str, ...], ...]:
-    """The mode that communicates for the fewest seconds: rows are for `hidden`, columns for `tokens`.
+    """The mode that communicates for the fewest seconds: rows are for `hidden`, columns for `tokens`. The
+    MLP is 4 h wide, and values have 2 bytes.
 
     All modes compute the same FLOPs, so compute decides nothing. Of equals the first in MODES.
 
@@ -195,7 +191,7 @@ def cheapest_modes(
         tokens: a rank's, of the batch over `ranks`.
         depth: of "2.5d", which is left out at 1: there it is "2d".
         modes: which to compare; by default all that can use so many ranks.
-        call: as in `block_seconds`.
+        call: seconds of a call whatever its size, besides the link's latency; see `Messages.seconds`.
 
     Raises:
         ValueError: none of the modes can use so many ranks.
@@ -206,9 +202,7 @@ def cheapest_modes(
         raise ValueError(f"none of {', '.join(deep) or 'no modes'} can use {ranks} ranks at depth {depth}")
 
     def seconds(mode: str, rows: float, h: int) -> float:
-        return shapes_sent(
-            rows, h, mlp_ratio * h, mode, ranks, deep[mode], bytes_per_value=bytes_per_value
-        ).seconds(link, call)
+        return shapes_sent(rows, h, 4 * h, mode, ranks, deep[mode]).seconds(link, call)
 
     rows = []
     for h in hidden:

@@ -21,6 +21,7 @@ them a second time in the backward. Here they stay gathered, which takes 4 - 4/t
 from __future__ import annotations
 
 from hpnb.split_sizes import split_sizes
+from hpnb.theory.activation_table import ActivationRow
 from hpnb.theory.tensor_layer import grid_sides
 from hpnb.theory.transformer import Block
 
@@ -81,21 +82,13 @@ def activation_bytes(
     mlp_copies: int = 2,
 ) -> float:
     """The sum of `activation_terms`."""
-    return sum(
-        activation_terms(
-            block, mode, ranks, depth, sequence_parallel, dropout=dropout, mlp_copies=mlp_copies
-        ).values()
+    terms = activation_terms(
+        block, mode, ranks, depth, sequence_parallel, dropout=dropout, mlp_copies=mlp_copies
     )
+    return sum(terms.values())
 
 
 def published_activation_bytes(block: Block, ranks: int = 1, sequence_parallel: bool = False) -> float:
-    """Korthikanti et al. 2022, section 4: 16-bit values, with dropout, and attention that writes its scores.
-
-    s b h (34 + 5 a s/h) on one rank, s b h (10 + 24/t + 5 a s/(h t)) in 1D; a t-th of the first where tokens
-    are cut.
-    """
-    sbh = block.sequence * block.batch * block.hidden
-    scores = 5 * block.heads * block.sequence / block.hidden
-    if sequence_parallel:
-        return sbh * (34 + scores) / ranks
-    return sbh * (10 + (24 + scores) / ranks)
+    """Korthikanti et al. 2022, section 4, on one rank or in 1D: `ActivationRow.published`."""
+    row = ActivationRow("tensor parallel", parallel=True, sequence=sequence_parallel)
+    return row.published(block, ranks)

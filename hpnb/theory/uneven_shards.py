@@ -30,7 +30,6 @@ from hpnb.theory.communication import bytes_sent
 from hpnb.theory.transformer import Block
 
 SEQUENCE_WAYS = ("Megatron", "Ulysses", "ring")
-BETWEEN, INSIDE, SCORES = "between the pairs", "inside the pairs", "scores"
 
 
 def imbalance(units: int, ranks: int) -> float:
@@ -61,17 +60,8 @@ def activation_parts(row: ActivationRow, block: Block, ranks: int = 1, even: boo
     Args:
         even: False gives what the first rank keeps, which has the most heads.
     """
-    t = ranks if row.parallel else 1
-    sbh = float(block.sequence * block.batch * block.hidden)
-    if row.recompute == "full":
-        return {BETWEEN: 2 * sbh, INSIDE: 0.0, SCORES: 0.0}
-    heads_ratio = 1.0 if even else imbalance(block.heads, t)
-    scores = 0.0 if row.recompute else 5 * block.heads * block.sequence / block.hidden * sbh
-    return {
-        BETWEEN: 10 * sbh / (t if row.sequence else 1),
-        INSIDE: (16 + 8 * heads_ratio) * sbh / t,  # of the 24, attention has q, k, v and its output
-        SCORES: scores * heads_ratio / t,
-    }
+    uneven = row.parallel and not even
+    return row.parts(block, ranks, imbalance(block.heads, ranks) if uneven else 1.0)
 
 
 def recomputed_share(block: Block, recompute: Recompute) -> float:

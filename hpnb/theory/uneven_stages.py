@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+from hpnb.split_sizes import split_sizes
 from hpnb.theory.transformer import Block
 
 
@@ -45,7 +46,7 @@ def even_split(blocks: int, stages: int) -> tuple[int, ...]:
     """
     if not 1 <= stages <= blocks:
         raise ValueError(f"{blocks} blocks cannot be split over {stages} stages; use at most {blocks}")
-    return tuple(blocks // stages + (stage < blocks % stages) for stage in range(stages))
+    return split_sizes(blocks, stages)
 
 
 def stage_loads(costs: Sequence[float], counts: Sequence[int]) -> list[float]:

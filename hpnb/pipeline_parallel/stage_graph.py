@@ -30,7 +30,6 @@ from torch.utils._pytree import tree_map
 from hpnb.pipeline_parallel.boundary import Boundary, gradient_edges, tensors_in
 from hpnb.pipeline_parallel.loss import LossFunction, call_criterion
 from hpnb.pipeline_parallel.split_backward import SplitBackward
-from hpnb.pipeline_parallel.weight_gradients import keeping_constants
 
 Replay = Callable[[], None]
 
@@ -187,9 +186,7 @@ class StageGraph:
             work.split_backward.without_min_flops(),
             _without_autocast_cache(),
             _without_rng_snapshots(),
-            keeping_constants() as kept,
         ):
-            self._kept = kept  # what graphs read has to live as long as they do
             self._replay_forward = capture.capture(self._run_forward, slot)
             self.parameters = reached_parameters(self._starts)
             before = {p: p.grad for p in self.parameters}

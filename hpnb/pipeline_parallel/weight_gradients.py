@@ -7,17 +7,12 @@
 
 This holds for every matmul, and for a convolution, which is a sum of them. The weight of an nn.Linear is A^T,
 that of a Conv1D of transformers A.
-
-Bias gradients are matmuls with a cached vector of ones. A CUDA graph that reads one has to keep it alive, so
-`keeping_constants` collects them during a capture.
 """
 
 from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -27,7 +22,6 @@ import torch.nn.functional as F
 from torch import nn
 
 Tensor = torch.Tensor
-_MAX_CONSTANTS = 16  # vectors of ones that are kept
 
 
 class WeightGradientRule(ABC):
@@ -94,11 +88,11 @@ class MatmulRule(WeightGradientRule):
             grad.addmm_(_flatten_tokens(x).t(), dy)
 
     def bias_gradient(self, dy: Tensor) -> Tensor:
-        return dy.t().mv(_ones(dy.size(0), dy.dtype, dy.device))
+        return dy.t().mv(dy.new_ones(dy.size(0)))
 
     def add_bias_gradient(self, grad: Tensor, dy: Tensor) -> None:
         # A sum as a product with ones: on a GPU it takes half to nine tenths of sum(0)'s time, and adds.
-        grad.addmv_(dy.t(), _ones(dy.size(0), dy.dtype, dy.device))
+        grad.addmv_(dy.t(), dy.new_ones(dy.size(0)))
 
 
 @dataclass(frozen=True)
@@ -212,38 +206,6 @@ def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
         parameter.grad.add_(gradient)
     else:
         parameter.grad = gradient + parameter.grad
-
-
-_ones_cache: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
-_kept_constants: list[Tensor] | None = None
-
-
-@contextmanager
-def keeping_constants() -> Iterator[list[Tensor]]:
-    """The cached tensors that are read inside: whoever captures a graph keeps them as long as the graph."""
-    global _kept_constants
-    before, _kept_constants = _kept_constants, []
-    try:
-        yield _kept_constants
-    finally:
-        _kept_constants = before
-
-
-def _ones(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(n,)"""
-    key = n, dtype, device
-    ones = _ones_cache.get(key)
-    if ones is None:
-        ones = torch.ones(n, dtype=dtype, device=device)
-        if (
-            _kept_constants is None
-        ):  # a tensor made during a capture is filled only by replays: do not cache it
-            while len(_ones_cache) >= _MAX_CONSTANTS:
-                _ones_cache.pop(next(iter(_ones_cache)), None)
-            _ones_cache[key] = ones
-    elif _kept_constants is not None:
-        _kept_constants.append(ones)
-    return ones
 
 
 def _flatten_tokens(t: Tensor) -> Tensor:

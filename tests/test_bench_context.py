@@ -23,10 +23,6 @@ def test_a_small_contest_on_cpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert candidates["hpnb ulysses"].sent == 2 * (2 * queries + block) / 2  # half of q, k, v, out, twice
     torch_public = candidates[context.TORCH]
     assert torch_public.failed.startswith("does not run here: ") or torch_public.distance < 1e-5
-    private = candidates[context.TORCH_RING]
-    if not private.failed:  # torch's template, which is private, gives the same outputs and gradients
-        assert private.distance < 1e-5
-        assert private.sent == 4 * 2 * block  # four blocks of repeated keys and values
     assert result.flops == 7 * 4 * 64**2 * 8
     printed = capsys.readouterr().out
     assert "64 tokens, 4 heads of 8 on 2 key-value heads, 2 ranks" in printed

@@ -38,12 +38,14 @@ def test_tensor_and_pipeline_parallel_train_as_one_process(pools: models.Pools, 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("layout", [n for n, one in LAYOUTS.items() if n != "pp2-tp2" and not one.recompute])
+@pytest.mark.parametrize(
+    "layout", [n for n, one in LAYOUTS.items() if n != "pp2-tp2" and not one.recomputation]
+)
 def test_other_layouts_train_as_one_process(pools: models.Pools, name: str, layout: str) -> None:
     check_exact(pools, name, layout)
 
 
-RECOMPUTING = [name for name, layout in LAYOUTS.items() if layout.recompute]
+RECOMPUTING = [name for name, layout in LAYOUTS.items() if layout.recomputation]
 
 
 @pytest.mark.sampled(4)
@@ -63,7 +65,7 @@ def check_exact(pools: models.Pools, name: str, layout: str) -> None:
 def test_a_layer_that_takes_more_than_a_stage_passes_is_refused(pools: models.Pools, name: str) -> None:
     architecture, head = planned_architecture(name), "ForCausalLM"
     (serial,) = pools[1].run(train_serial, architecture, head)
-    outcome = compare(pools, architecture, head, LAYOUTS["pp2"], serial)
+    outcome = compare(pools, architecture, head, "pp2", serial)
     assert outcome.status == "refused"
     assert all(words in outcome.reason for words in ("layers.0", "pp_size=1", "hpnb.models.register"))
 

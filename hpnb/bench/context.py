@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import hpnb
-from hpnb.bench import torch_context_parallel
 from hpnb.bench.results import LayoutResult, ProgramResult, take_turns
 from hpnb.bench.worker import time_step
 from hpnb.context_parallel import (
@@ -33,7 +33,7 @@ from hpnb.context_parallel.shard_sequence import split_sequence
 from hpnb.ranks.devices import usable_cores
 
 Tensors = tuple[torch.Tensor, ...]
-TORCH, TORCH_RING, IDEAL = "torch context_parallel", "torch's ring, CPU kernel", "ideal"
+TORCH, IDEAL = "torch context_parallel", "ideal"
 
 
 @dataclass(frozen=True)
@@ -117,16 +117,14 @@ def _measure(size: Size, rounds: int) -> LayoutResult:
         "hpnb ulysses": lambda q, k, v: ulysses_attention(q, k, v, axis, causal, scale),
     }
     steps: dict[str, Callable[[], Tensors]] = {}
-    places: dict[str, torch.Tensor] = dict.fromkeys((TORCH, TORCH_RING), ring.places(device))
+    places: dict[str, torch.Tensor] = {TORCH: ring.places(device)}
     for name, attend in attends.items():
         chunks = split_sequence(size.length, axis.size, zigzag=name != "hpnb ulysses")
         places[name] = token_places(chunks[axis.rank], device)
         local = tuple(t[:, :, places[name]].contiguous() for t in full)
         steps[name] = partial(_step, local, attend)
     local = tuple(t[:, :, places[TORCH]].contiguous() for t in full)
-    steps[TORCH] = partial(torch_context_parallel.run_context_parallel, local, _step)
-    if device.type == "cpu":
-        steps[TORCH_RING] = partial(_step, local, partial(torch_context_parallel.ring_on_cpu, axis.group))
+    steps[TORCH] = partial(_torch_step, local)
 
     def ideal() -> None:
         if axis.rank == 0:
@@ -172,6 +170,30 @@ def _step(tensors: Tensors, attend: Callable[..., torch.Tensor]) -> Tensors:
     q, k, v = (t.detach().requires_grad_() for t in tensors[:3])
     out = attend(q, k, v)
     return (out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3]))
+
+
+def _torch_step(local: Tensors) -> Tensors:
+    """With PyTorch's `context_parallel`, which has kernels on GPUs alone (torch 2.15).
+
+    Args:
+        local: this rank's tokens of q, k, v and dout, balanced as PyTorch does: as a zigzag. A model's batch
+            is sharded once for all its attentions, so that is no part of the step. The context shards at
+            least one tensor, and gets a small one.
+    """
+    from torch.distributed.tensor.experimental import context_parallel
+
+    places = torch.zeros(1, 2 * hpnb.world_size(), device=local[0].device)
+    with context_parallel(_mesh(), buffers=[places], buffer_seq_dims=[1], no_restore_buffers={places}):
+        try:
+            return _step(local, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        except Exception as error:
+            failure = error  # raised outside: an error that passes through it leaves F patched (torch 2.11)
+    raise failure
+
+
+@cache
+def _mesh() -> DeviceMesh:
+    return init_device_mesh(hpnb.device().type, (hpnb.world_size(),))
 
 
 def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from torch import nn
 import hpnb
 from hpnb import HybridParallelPlugin, placement
 from hpnb.bench.tiny_models import BASE, Architecture, build, float64_throughout, make_batch
-from hpnb.mesh import Recomputation
+from hpnb.mesh import ParallelLayout
 from hpnb.pipeline_parallel import Stages, full_state_dict
 from hpnb.ranks.errors import RankError
 from hpnb.split_sizes import split_sizes
@@ -32,32 +32,13 @@ STEPS, TOLERANCE = 3, 1e-12
 Tensors = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class ModelLayout:
-    """Ranks are dp x pp x tp. A name ends with what is recomputed, if anything is."""
-
-    name: str
-    dp: int = 1
-    pp: int = 1
-    tp: int = 1
-    zero: int = 0
-    recompute: Recomputation = False
-
-    @property
-    def ranks(self) -> int:
-        return self.dp * self.pp * self.tp
-
-
-LAYOUTS = {
-    layout.name: layout
-    for layout in (
-        ModelLayout("pp2", pp=2),
-        ModelLayout("tp2", tp=2),
-        ModelLayout("pp2-tp2", pp=2, tp=2),
-        ModelLayout("dp2-zero1-pp2", dp=2, pp=2, zero=1),
-        ModelLayout("tp2-attention", tp=2, recompute="attention"),
-        ModelLayout("pp2-full", pp=2, recompute="full"),
-    )
+LAYOUTS = {  # a name ends with what is recomputed, if anything is
+    "pp2": ParallelLayout(pp=2),
+    "tp2": ParallelLayout(tp=2),
+    "pp2-tp2": ParallelLayout(pp=2, tp=2),
+    "dp2-zero1-pp2": ParallelLayout(dp=2, pp=2, zero_stage=1),
+    "tp2-attention": ParallelLayout(tp=2, recomputation="attention"),
+    "pp2-full": ParallelLayout(pp=2, recomputation="full"),
 }
 
 
@@ -158,16 +139,16 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 # --- on ranks ----------------------------------------------------------------------------------------------
 
 
-def train_on_ranks(architecture: Architecture, head: str, layout: ModelLayout) -> Trained | str:
+def train_on_ranks(architecture: Architecture, head: str, layout: ParallelLayout) -> Trained | str:
     """The same on this rank of the layout; a str says why hpnb refuses the model."""
     torch.set_num_threads(1)
     with float64_throughout(architecture.models[head]):
         model: Any = build(architecture, head)
         names = [name for name, _ in model.named_parameters()]
         plugin = HybridParallelPlugin(
-            tp_size=layout.tp, pp_size=layout.pp, zero_stage=layout.zero, precision="fp64",
+            tp_size=layout.tp, pp_size=layout.pp, zero_stage=layout.zero_stage, precision="fp64",
             num_microbatches=3 if layout.pp > 1 else None, find_unused_parameters=layout.dp > 1,
-            activation_checkpointing=layout.recompute,
+            activation_checkpointing=layout.recomputation,
         )  # fmt: skip
         booster, optimizer = hpnb.Booster(plugin=plugin), _optimizer(model)
         try:
@@ -228,21 +209,17 @@ def errors_of(results: list[Trained], serial: Trained) -> tuple[float, float, fl
 
 
 def compare(
-    pools: Any,
-    architecture: Architecture,
-    head: str,
-    layout: ModelLayout,
-    serial: Trained,
-    rounding: float = 0.0,
+    pools: Any, architecture: Architecture, head: str, layout: str, serial: Trained, rounding: float = 0.0
 ) -> Outcome:
-    """Train on `pools[layout.ranks]` and say how far it is from `serial`.
+    """Train on as many ranks of `pools` as the layout has, and say how far it is from `serial`.
 
     Args:
+        layout: of `LAYOUTS`.
         rounding: how far `serial` is from the same with other rounding; three times that is allowed.
     """
-    outcome = Outcome(architecture.name, head, layout.name, "exact", rounding=rounding)
+    outcome, of_ranks = Outcome(architecture.name, head, layout, "exact", rounding=rounding), LAYOUTS[layout]
     try:
-        results = pools[layout.ranks].run(train_on_ranks, architecture, head, layout)
+        results = pools[of_ranks.world_size].run(train_on_ranks, architecture, head, of_ranks)
     except RankError as error:
         return replace(outcome, status=_status_of(error), reason=str(error).splitlines()[0])
     refusals = [result for result in results if isinstance(result, str)]

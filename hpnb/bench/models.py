@@ -68,7 +68,7 @@ def examine(pools: Pools, architecture: Architecture, layouts: Sequence[str]) ->
             outcomes += [Outcome(architecture.name, head, name, "refused", reason) for name in names]
             continue
         rounding = max(errors_of([other], serial))
-        outcomes += [compare(pools, architecture, head, LAYOUTS[name], serial, rounding) for name in names]
+        outcomes += [compare(pools, architecture, head, name, serial, rounding) for name in names]
     return outcomes
 
 
@@ -110,7 +110,7 @@ def describe(outcome: Outcome) -> str:
 def status_of(outcomes: Sequence[Outcome]) -> str:
     """Of an architecture: the worst of its layouts, exact only where all are. One that is refused because it
     recomputes does not count, since the model trains without."""
-    counted = [one for one in outcomes if one.status != "refused" or not LAYOUTS[one.layout].recompute]
+    counted = [one for one in outcomes if one.status != "refused" or not LAYOUTS[one.layout].recomputation]
     return max((outcome.status for outcome in counted or outcomes), key=STATUSES.index)
 
 

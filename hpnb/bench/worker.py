@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 import hpnb
 from hpnb.bench import hpnb_programs, torch_data_parallel, torch_precision, torch_programs
-from hpnb.bench.profile_step import profile_step
 from hpnb.bench.program import Candidate, Program
 from hpnb.bench.tasks import TrainingTask
 from hpnb.mesh import ParallelLayout
@@ -137,10 +137,27 @@ def measure_bubble(name: str) -> tuple[float, float] | None:
     return None if bubble is None else bubble()
 
 
-def profile(name: str, title: str, path: str) -> str:
-    """The longest kernels of a step; rank 0 writes its trace."""
-    step = partial(time_step, _live[name].step)
-    return profile_step(title, step, Path(path) if hpnb.rank() == 0 else None)
+def profile_step(name: str, title: str, path: str) -> str:
+    """The 12 kernels (on a CPU operators) that take longest in a step of rank 0, which writes its trace."""
+    step, gpu = partial(time_step, _live[name].step), torch.cuda.is_initialized()
+    step()  # so that all ranks are here
+    if hpnb.rank():
+        step()
+        return ""
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]) as profiler:
+        step()
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(path)
+    rows = []
+    for event in profiler.key_averages():
+        if (event.device_type.name == "CUDA") == gpu and not event.is_user_annotation:
+            took = event.self_device_time_total if gpu else event.self_cpu_time_total
+            rows.append((took / 1e3, event.count, event.key[:96]))
+    total = sum(took for took, _, _ in rows)
+    rows.sort(reverse=True)
+    lines = [f"{title}: {total:.1f} ms in {'kernels' if gpu else 'operators'} of rank 0, trace in {path}"]
+    lines += [f"{took:9.2f} ms  {took / total:5.1%}  {n:5d} x  {kernel}" for took, n, kernel in rows[:12]]
+    return "\n".join(lines)
 
 
 def losses(

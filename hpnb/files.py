@@ -18,11 +18,7 @@ from pathlib import Path
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Replace `path` by what `write` writes into the file that it is given.
-
-    Raises:
-        OSError: the file cannot be written, as on a full disk; `path` is as it was.
-    """
+    """Replace `path` by what `write` writes into the file that it is given."""
     draft = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
     try:
         write(draft)

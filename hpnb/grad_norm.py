@@ -24,9 +24,6 @@ def total_norm(parameters: Iterable[torch.Tensor], axes: Sequence[Axis] = ()) ->
     """The 2-norm of all gradients, each element counted once: (), float32, or float64 if a parameter is.
 
     Every rank of `axes` calls it, and gets the same number. Without a gradient anywhere it is 0.
-
-    Raises:
-        ValueError: a parameter is sharded along an axis that is not in `axes`.
     """
     distinct = list({id(p): p for p in parameters}.values())
     check_axes(distinct, axes)

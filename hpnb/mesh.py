@@ -191,11 +191,7 @@ class Mesh:
 
 
 def axis_of(axis: Axis | Mesh, name: str) -> Axis:
-    """`axis`, or of a mesh its axis of that name.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """`axis`, or of a mesh its axis of that name."""
     if isinstance(axis, Mesh):
         return axis.axes[name]
     if not isinstance(axis, Axis):

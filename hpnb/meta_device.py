@@ -25,11 +25,7 @@ class Unfilled:
         self._on_meta = {id(p) for p in model.parameters() if p.is_meta}
 
     def check(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Look at those of this rank's `parameters` that were on the meta device, once.
-
-        Raises:
-            ValueError: all of them are zero.
-        """
+        """Refuse parameters of this rank that were on the meta device if all of them are zero; once."""
         if not self._on_meta:
             return
         zeros = [p for p in parameters if id(p) in self._on_meta and p.numel()]
@@ -45,11 +41,7 @@ class Unfilled:
 
 def move_module(module: nn.Module, device: torch.device) -> None:
     """Move `module` to `device`, in place. What is on the meta device gets zeros there; a parameter stays the
-    same object, placed as it was.
-
-    Raises:
-        ValueError: a buffer on the meta device that is in no state dict.
-    """
+    same object, placed as it was."""
     fill_buffers(module, device)
     for name, p in module.named_parameters():
         if p.is_meta:  # swapped, which keeps the object; .data cannot go from meta to real
@@ -61,11 +53,7 @@ def move_module(module: nn.Module, device: torch.device) -> None:
 
 
 def fill_buffers(module: nn.Module, device: torch.device) -> None:
-    """Give buffers on the meta device zeros on `device`.
-
-    Raises:
-        ValueError: one that is in no state dict.
-    """
+    """Give buffers on the meta device zeros on `device`."""
     on_meta = {name for name, buffer in module.named_buffers() if buffer.is_meta}
     if on_meta and (lost := on_meta - module.state_dict().keys()):
         raise ValueError(

@@ -46,11 +46,7 @@ def group_options(group: Mapping[str, Any], but: Sequence[str] = ()) -> State:
 
 
 def check_group_sizes(saved: Sequence[int], wanted: Sequence[int]) -> None:
-    """Compare the numbers of parameters per group.
-
-    Raises:
-        ValueError: they differ.
-    """
+    """Compare the numbers of parameters per group."""
     if list(saved) != list(wanted):
         raise ValueError(
             f"the state to be loaded has groups of {list(saved)} parameters, and this optimizer of "
@@ -171,9 +167,6 @@ def split_state_dict(
     Args:
         numbering: the numbers of the parameters of each group.
         placements: {number: placement} of the parameters of which this rank has a shard, group by group.
-
-    Raises:
-        ValueError: the state belongs to other parameters or groups, or has tensors that cannot be sharded.
     """
     saved_groups = state_dict["param_groups"]
     check_group_sizes([len(group["params"]) for group in saved_groups], [len(n) for n in numbering])

@@ -212,9 +212,6 @@ def full_tensors(
     Args:
         apart: names of axes whose ranks hold different parameters, as stages of a pipeline do. Nothing is
             gathered along these.
-
-    Raises:
-        ValueError: a parameter is sharded along an axis that is in neither, or is not on all ranks of one.
     """
     state = module.state_dict()  # first: ZeRO 3 then registers shards again, if a forward was interrupted
     shards, placements = dict[str, torch.Tensor](), dict[str, Placement]()

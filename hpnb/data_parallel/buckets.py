@@ -51,9 +51,6 @@ def assign_buckets(
 
     The first bucket is smaller, so that communication starts early. A parameter larger than a bucket gets
     one to itself.
-
-    Raises:
-        ValueError: a size that is not above 0.
     """
     if not bucket_mb > 0:
         raise ValueError(f"bucket_mb={bucket_mb!r} must be above 0; 25 is a good start")

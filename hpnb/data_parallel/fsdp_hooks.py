@@ -286,11 +286,7 @@ class FSDPState(GradientSink):
         self._synchronize_offload()
 
     def _reduce_all(self) -> None:
-        """Reduce all gradients that are there: those of the same FlatParams on all ranks.
-
-        Raises:
-            RuntimeError: parameters without a gradient (unless `find_unused`), by name.
-        """
+        """Reduce all gradients that are there: those of the same FlatParams on all ranks."""
         used = find_used(self.flat_params, self.policy.device) if self.find_unused else None
         if used is None:
             self._refuse_unused()

@@ -137,11 +137,7 @@ def has_no_forward(module: nn.Module) -> bool:
 
 
 def find_units(module: nn.Module, units: Iterable[nn.Module | str] | None) -> dict[str, nn.Module]:
-    """{name: module} of `units` (modules or their names; None finds the blocks), without the root.
-
-    Raises:
-        ValueError: a unit that is not in the module, or has no forward.
-    """
+    """{name: module} of `units` (modules or their names; None finds the blocks), without the root."""
     names = {m: name for name, m in module.named_modules()}
     by_name = dict(module.named_modules(remove_duplicate=False))
     unit_of_name: dict[str, nn.Module] = {}
@@ -170,10 +166,6 @@ def assign_parameters(
 
     A parameter belongs to the innermost unit around it, and one of several units to the root. Parameters of
     modules in `already_sharded` are left out: None stands for a unit of those here.
-
-    Raises:
-        ValueError: somebody else reduces the gradient of a parameter, or it is used both inside and outside
-            of a module that is sharded already.
     """
     unit_of_module = {m: name for name, m in units.items()} | dict.fromkeys(already_sharded)
     name_of, used_by = dict[nn.Parameter, str](), defaultdict[nn.Parameter, set[str | None]](set)

@@ -19,9 +19,6 @@ def check_replicas(tensors: Mapping[str, torch.Tensor], axis: Axis, options: Map
     """Make sure that all ranks have the same options, and the same tensors except for their values.
 
     Messages are matched by their order alone, so ranks that differ would sum unrelated gradients.
-
-    Raises:
-        ValueError: the first difference; on every rank, so that nobody is left waiting.
     """
     # Shapes are those in the full model: of what is sharded along this axis already, local shapes differ.
     described = [(n, placement_of(t, n).shape, str(t.dtype), t.requires_grad) for n, t in tensors.items()]

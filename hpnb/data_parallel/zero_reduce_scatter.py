@@ -158,11 +158,7 @@ class ZeroReduceScatter(GradientSink):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Reduce what is left, wait for all, and give shards their gradients.
-
-        Raises:
-            RuntimeError: parameters without a gradient (unless `find_unused_parameters`), by name.
-        """
+        """Reduce what is left, wait for all, and give shards their gradients."""
         if not self._sync:
             return
         if self.reducing_sink is not None:

@@ -53,11 +53,7 @@ class FirstStepCheck:
         self._compares = sum(p.numel() for p in model.parameters()) <= LARGEST
 
     def run(self, inputs: Any) -> None:
-        """Run it, unless it has been run, or cannot be.
-
-        Raises:
-            ValueError: the parts give other outputs than the forward, or read parts that are not theirs.
-        """
+        """Compare them, unless that has been done, or cannot be."""
         model, self._model = self._model, None
         if model is None or not isinstance(inputs, Mapping):
             return
@@ -162,10 +158,6 @@ def run_parts(parts: Anatomy, inputs: Mapping[str, Any]) -> Any:
     """The model's forward, part by part.
 
     Each runs with its own section alone, as on a pipeline stage.
-
-    Raises:
-        ValueError: a key or attribute that a part asks for and that is not there.
-        ReadsOtherParts: a function that reads parts of another section.
     """
     written = parts
     while isinstance(written, WrappedAnatomy):

@@ -35,11 +35,6 @@ def load(
         classes: None for a language model, else how many outputs the classifier has.
         vocab_size, requested: what it must have, positions aside; None takes any.
         length: how many positions are kept; None keeps all.
-
-    Raises:
-        OSError: neither a folder nor to be had from the hub.
-        ValueError: not a GPT-2, of another size, with fewer positions, with cross attention, without a
-            token that pads, or weights that do not fill it.
     """
 
     def prepare(config: Any) -> None:

@@ -267,11 +267,7 @@ def check_heads(path: str, heads: int) -> None:
 
 
 def check_token_ids(kind: str, inputs: Inputs, refused: Sequence[str]) -> torch.Tensor:
-    """The input_ids (B, s) of a batch for a `kind` of model that is cut.
-
-    Raises:
-        ValueError: the batch has one of the `refused` inputs, or no input_ids of two dims.
-    """
+    """The input_ids (B, s) of a batch for a `kind` of model that is cut."""
     if given := [name for name in refused if inputs.get(name) is not None]:
         raise ValueError(f"a {kind} that is cut takes no {given[0]}; give it input_ids (B, s) alone")
     ids: torch.Tensor | None = inputs.get("input_ids")

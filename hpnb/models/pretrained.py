@@ -37,10 +37,6 @@ def read_pretrained(
         prepare: looks through the config and changes it before the model is built.
         head: names of weights that may be initialised at random.
         is_block_weight: whether a weight of the checkpoint must have a place in the model.
-
-    Raises:
-        OSError: neither a folder nor to be had from the hub.
-        ValueError: another type of model, what `prepare` raises, or weights that do not fill the model.
     """
     only_local = os.path.isdir(source) or _is_hub_unreachable()
     if os.path.isdir(source) and not os.path.isfile(os.path.join(source, "config.json")):

@@ -101,12 +101,7 @@ def is_known(model: nn.Module) -> bool:
 
 
 def has_roles(model: nn.Module) -> bool:
-    """Whether the weights of this model have roles, without which tensor parallelism cannot shard it.
-
-    Raises:
-        TypeError: a model of another kind, or one that is wrapped.
-        ValueError: what is registered gives no dict.
-    """
+    """Whether the weights of this model have roles, without which tensor parallelism cannot shard it."""
     return bool(_table_of(model))
 
 

@@ -27,10 +27,6 @@ def load(
 
     Args:
         requested: the size that it must have, its images aside; None takes any.
-
-    Raises:
-        OSError: neither a folder nor to be had from the hub.
-        ValueError: not a ViT, of another size, or weights that do not fill it.
     """
 
     def prepare(config: Any) -> None:

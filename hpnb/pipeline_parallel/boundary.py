@@ -93,11 +93,7 @@ class StepBoundaries:
         self._new[stage, microbatch] = boundary
 
     def is_known(self, stage: int, microbatch: int, boundary: Boundary) -> bool:
-        """Whether earlier steps have seen it, so the next stage knows it as well.
-
-        Raises:
-            ValueError: they have seen another one.
-        """
+        """Whether earlier steps have seen it, so the next stage knows it as well."""
         known = self._known.get((stage, self._signatures[microbatch]))
         if known is not None and known != boundary:
             raise ValueError(

@@ -29,9 +29,6 @@ def check_is_mean(value: torch.Tensor, inputs: Any, causal: bool) -> None:
     Args:
         value: the loss of a microbatch, with its autograd graph.
         inputs: the microbatch; `causal`: see `count_targets`.
-
-    Raises:
-        ValueError: it is a sum, or a cross entropy with class weights or an ignore_index that occurs.
     """
     if value.grad_fn is not None and any(True for _ in _cross_entropies(value)):
         # Whether labels are shifted is another question (`label_shift.py`).

@@ -122,11 +122,7 @@ class GradReady:
 
     @contextmanager
     def during_backward(self, action: Action) -> Iterator[None]:
-        """Around an eager backward B. If it completes gradients, the sink gets each of them as it comes.
-
-        Raises:
-            RuntimeError: a gradient came twice, as it does where reentrant checkpoints share a parameter.
-        """
+        """Around an eager backward B. If it completes gradients, the sink gets each of them as it comes."""
         if not self._ends_stage(action):
             yield
             return
@@ -238,11 +234,7 @@ class GradReady:
 
 def take_over_reduction(gradients: Gradients, module: nn.Module) -> GradientSink | None:
     """The sink of whatever reduces gradients. From now on the pipeline calls it: a function that makes a
-    reducer is called, and a reducer's hooks are removed, which would reduce after every microbatch.
-
-    Raises:
-        ValueError: it does not reduce gradients.
-    """
+    reducer is called, and a reducer's hooks are removed, which would reduce after every microbatch."""
     reducer: Any = gradients
     is_reducer = hasattr(reducer, "sink") or hasattr(reducer, "ready") or isinstance(reducer, nn.Module)
     if callable(reducer) and not is_reducer:

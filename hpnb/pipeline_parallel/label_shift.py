@@ -66,9 +66,6 @@ def check_weight(
         function, outputs, inputs, value: see `includes_first_label`.
         causal: whether labels were counted as shifted.
         counted, otherwise: the targets of this microbatch and of the batch, counted so and the other way.
-
-    Raises:
-        ValueError: the weight is wrong, with both weights.
     """
     includes = includes_first_label(function, outputs, inputs, value)
     if includes is not None and includes == causal:

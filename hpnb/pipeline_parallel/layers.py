@@ -120,10 +120,6 @@ def layers(model: nn.Module | Builder) -> tuple[Layer, ...]:
             `hpnb.models.anatomy` knows; or a Builder.
 
     Hooks of the model itself do not run, those of its layers do.
-
-    Raises:
-        TypeError: a model of another kind, one that defines its own forward, or one that is wrapped.
-        ValueError: a Sequential without items; a parameter or buffer that is in no layer.
     """
     if isinstance(model, Builder):
         return tuple(
@@ -158,9 +154,6 @@ def first_input(inputs: Inputs) -> Any:
 
     A tensor is that entry itself. Of a tuple or list it is the first item; of a mapping the entry called
     "input", or the only tensor with rows that is not called "labels", "label", "targets" or "target".
-
-    Raises:
-        ValueError: there is none, or several could be meant.
     """
     if isinstance(inputs, Mapping):
         names = [name for name in inputs if name not in TARGET_NAMES]

@@ -201,11 +201,7 @@ def _describe(result: Any) -> str:
 
 
 def call_criterion(criterion: LossFunction, outputs: Any, inputs: Any) -> Any:
-    """criterion(outputs, inputs).
-
-    Raises:
-        TypeError: what it raises; and a loss of PyTorch's, which takes targets, where a batch has more.
-    """
+    """criterion(outputs, inputs)."""
     try:
         return criterion(outputs, inputs)
     except TypeError as error:

@@ -29,9 +29,6 @@ def split_batch(batch: Any, microbatches: int, *, multiple: int = 1, allow_empty
         multiple: the size of every microbatch is a multiple of this; the last one that has samples also takes
             the remainder.
         allow_empty: with fewer samples than microbatches, give the last ones no samples.
-
-    Raises:
-        ValueError: fewer samples than microbatches, or tensors that disagree on how many samples there are.
     """
     samples = batch_size(batch)
     if samples < microbatches and not allow_empty:
@@ -68,11 +65,7 @@ def _leaf_signature(leaf: Any) -> Hashable:
 
 
 def batch_size(batch: Any) -> int:
-    """How many samples a batch has: the size of the first dim of all its tensors.
-
-    Raises:
-        ValueError: no tensor has a first dim, or they disagree.
-    """
+    """How many samples a batch has: the size of the first dim of all its tensors."""
     sizes = {leaf.size(0) for leaf in tree_flatten(batch)[0] if _has_samples(leaf)}
     if not sizes:
         raise ValueError("the batch has no tensor with a first dim to split into microbatches")

@@ -122,9 +122,6 @@ def uniform(layers: Sequence[Layer], stages: int) -> tuple[int, ...]:
     the middle get one more, because the first stage also has the embedding, and the last one the head.
 
     Where the model does not tell its layers apart, all of them count as blocks.
-
-    Raises:
-        ValueError: more stages than blocks.
     """
     front, blocks, back = _count_kinds(layers)
     _check_count(blocks, stages, "layers" if blocks == len(layers) else "blocks")
@@ -152,9 +149,6 @@ def balanced(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 
     Args:
         costs: of each layer in order, 0 or more.
-
-    Raises:
-        ValueError: more stages than layers; a cost that is negative or no number.
     """
     _check_count(len(costs), stages, "layers")
     if wrong := [cost for cost in costs if not isfinite(cost) or cost < 0]:

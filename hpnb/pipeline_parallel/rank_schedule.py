@@ -62,12 +62,7 @@ class RankSchedules:
         self._select(schedule)
 
     def follow(self, other: Schedule) -> None:
-        """Follow `other` from the next step on.
-
-        Raises:
-            ScheduleError: it cannot be run.
-            ValueError: it lays the stages out otherwise.
-        """
+        """Follow `other` from the next step on."""
         current = self.schedule
         if other is current:
             return
@@ -91,13 +86,7 @@ class RankSchedules:
 
 def schedule_on(axis: Axis, schedule: Schedule | str) -> Schedule:
     """`schedule`, checked for the ranks of `axis`; of a name the one with `MICROBATCHES_PER_STAGE` a rank,
-    and two stages a rank if it interleaves them.
-
-    Raises:
-        ScheduleError: it cannot be run.
-        ValueError: it is for another number of ranks.
-        TypeError: it is no schedule.
-    """
+    and two stages a rank if it interleaves them."""
     if isinstance(schedule, str):
         chunks = schedules.default_chunks(schedule)
         count = MICROBATCHES_PER_STAGE * axis.size

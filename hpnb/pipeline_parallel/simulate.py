@@ -108,11 +108,7 @@ class Costs:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """The Timeline of a checked schedule, if its actions cost `costs`.
-
-    Raises:
-        ValueError: costs of another number of stages.
-    """
+    """The Timeline of a checked schedule, if its actions cost `costs`."""
     costs.check_stages(schedule.stages)
     return replay(schedule, costs.seconds, costs.transfer)
 

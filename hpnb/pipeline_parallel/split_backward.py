@@ -130,10 +130,6 @@ class SplitBackward:
 
         Args:
             ready: called with each parameter when the last of its gradients under this key has been added.
-
-        Raises:
-            ValueError: there has been no `deferring(key)`, or its W is done.
-            RuntimeError: an x or dy was changed in place since.
         """
         queue = self._queues.pop(key, None)
         if queue is None:

@@ -156,9 +156,6 @@ class StageGraph:
         parameters: those to whose gradients the backward adds.
         has_loss: whether the loss is in the graph.
         outputs_require_grad: which of the stage's outputs take a gradient.
-
-    Raises:
-        RuntimeError: it cannot be captured, say because Python waits for a value.
     """
 
     def __init__(

@@ -202,9 +202,6 @@ def build_stages(
 
     Args:
         how, example: see `hpnb.pipeline_parallel.cut`; `example` is a whole batch.
-
-    Raises:
-        ValueError: the model cannot be cut so, or is `Stages` that are not those of the schedule.
     """
     numbers = schedule.stages_of(axis.rank)
     if isinstance(model, Stages):

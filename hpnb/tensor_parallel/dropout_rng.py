@@ -39,11 +39,7 @@ class DropoutRng:
         self._seeds_agree = False
 
     def use_rank_state(self) -> None:
-        """From here on this rank draws independently. A second call does nothing.
-
-        Raises:
-            ValueError: the ranks were not seeded alike; checked once, on the first call.
-        """
+        """From here on this rank draws independently. A second call does nothing."""
         if self._common_state is not None or self.axis.size == 1:
             return
         generator = self._generator()

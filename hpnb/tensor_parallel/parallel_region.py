@@ -117,10 +117,7 @@ class ParallelRegion:
 
     def gather_arguments(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """With sequence parallelism: gather the first argument that is tokens of this rank, and all like it.
-
-        Raises:
-            ValueError: another argument needs a gradient, which would be a summand on each rank.
-        """
+        Another one must not need a gradient, which would be a summand on each rank."""
         self.end()  # what is left of a forward that failed
         values = (*args, *kwargs.values())
         first = next((v for v in values if isinstance(v, torch.Tensor) and self._holds_tokens(v)), None)
@@ -191,11 +188,7 @@ class ParallelRegion:
         return self.sharding.holds_tokens(x) and not gathered
 
     def _pass_gathered(self, x: torch.Tensor, column: RegionLayer) -> tuple[torch.Tensor, ForwardWeights]:
-        """Of an x that the module has computed from its gathered arguments: their nodes sum its gradient.
-
-        Raises:
-            ValueError: the module did not gather its arguments, or is not what called `column`.
-        """
+        """Of an x that the module has computed from its gathered arguments: their nodes sum its gradient."""
         if not self._gathers_arguments and not in_backward():  # where a part of the forward is recomputed
             raise ValueError(
                 f"a column-parallel layer of {self.path} gets a tensor of shape {tuple(x.shape)}: with "

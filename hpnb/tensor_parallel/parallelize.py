@@ -143,11 +143,7 @@ def _roles_in(block: Part, model: ModelToShard) -> str:
 def make_mode(
     mode: str, axis: Axis, sequence_parallel: bool = False, depth: int = 1, overlap: bool = True
 ) -> TensorParallelMode:
-    """The mode of that name on `axis`. All ranks call it, because it makes the groups of a grid.
-
-    Raises:
-        ValueError: no such mode, options that it does not have, or a number of ranks that it cannot use.
-    """
+    """The mode of that name on `axis`. All ranks call it, because it makes the groups of a grid."""
     if mode not in NAMES:
         raise ValueError(f"no tensor-parallel mode {mode!r}; use {', '.join(NAMES)}")
     if depth < 1:

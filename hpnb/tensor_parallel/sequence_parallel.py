@@ -88,9 +88,6 @@ class SequenceSharding:
         `tp_1d.py`). By then other batches have run, and x may be a copy that was offloaded meanwhile. But
         autograd restores the node that made x, so (b, s) is noted in the metadata of that node. A reentrant
         checkpoint detaches x from its node; then all batches with so many tokens must have had one shape.
-
-        Raises:
-            RuntimeError: a recomputed x whose (b, s) could be one of several.
         """
         shapes = self._seen_shapes[x.size(TOKENS)]
         node: Any = x.grad_fn

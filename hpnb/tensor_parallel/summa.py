@@ -65,9 +65,6 @@ class SummaGrid:
         down: the ranks of this rank's column, with all i; `down.rank` is i.
         across: the ranks of this rank's row, with all j; `across.rank` is j.
         depth: the ranks at (i, j) of all layers; None for 2D.
-
-    Raises:
-        ValueError: rows and columns differ in number.
     """
 
     def __init__(self, down: Axis, across: Axis, device: torch.device, depth: Axis | None = None) -> None:

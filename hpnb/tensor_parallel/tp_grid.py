@@ -204,11 +204,7 @@ class GridMode(TensorParallelMode):
             change_output(module.get_submodule(head), lambda logits: self.gather_logits(logits, vocab_size))
 
     def _split_batch(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Before the first block: (b, s, h / w) -> (b / r, s, h / w).
-
-        Raises:
-            ValueError: a batch, or a microbatch of a pipeline, that does not divide.
-        """
+        """Before the first block: (b, s, h / w) -> (b / r, s, h / w)."""
         batch_size, shards = hidden.size(0), self.hidden_layout.batch_shards
         if batch_size % shards:
             below, above = batch_size // shards * shards, (batch_size // shards + 1) * shards

@@ -84,11 +84,7 @@ def _costs(op: str, p: int) -> dict[str, CollectiveCost]:
 
 
 def collective_cost(op: str, ranks: int, algorithm: str = "ring") -> CollectiveCost:
-    """What `algorithm` does for `op`.
-
-    Raises:
-        ValueError: `op` has no such algorithm, or halving-doubling on ranks that are no power of two.
-    """
+    """What `algorithm` does for `op`."""
     costs = _costs(op, ranks)
     if algorithm not in costs:
         raise ValueError(f"{op} has no algorithm {algorithm!r}; it has {', '.join(costs)}")

@@ -54,11 +54,7 @@ class GPU:
     latency: float = LATENCY
 
     def cluster(self, gpus: int, per_node: int | None = None) -> Cluster:
-        """So many of them, in nodes.
-
-        Raises:
-            ValueError: they do not fill nodes.
-        """
+        """So many of them, in nodes."""
         node = self.per_node if per_node is None else per_node
         for name, count in (("gpus", gpus), ("per_node", node)):
             if count < 1:
@@ -107,11 +103,7 @@ _OTHER_NAMES = {"a100-80": "a100", "4090": "rtx4090", "rtx-4090": "rtx4090"}
 
 
 def find_gpu(name: str) -> GPU:
-    """The GPU of that name, in any case.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The GPU of that name, in any case."""
     key = name.lower().replace(" ", "-").replace("_", "-")
     key = _OTHER_NAMES.get(key, key)
     if key not in GPUS:

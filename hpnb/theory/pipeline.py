@@ -105,9 +105,6 @@ def pipeline_parts(
         stages: {part: seconds} of one microbatch, forward and backward, for each stage.
         schedule: one of FILL.
         hop: seconds of one message between two stages.
-
-    Raises:
-        ValueError: no stages or microbatches, or a schedule without a closed form here.
     """
     if schedule not in FILL:
         raise ValueError(f"schedule={schedule!r} has no closed form here; use {', '.join(FILL)}")

@@ -1,8 +1,8 @@
 """The messages of a step of `plan_step.py`: which link each axis sees, and how long a collective takes on it.
 
-    links              tp is innermost, so its ranks are neighbours; dp is outermost, or pp
-    seconds            messages x latency + bytes of a ring / bandwidth
-    context_seconds    what the messages of attention over cp add to a block
+links              tp is innermost, so its ranks are neighbours; dp is outermost, or pp
+seconds            messages x latency + bytes of a ring / bandwidth
+context_seconds    what the messages of attention over cp add to a block
 """
 
 from __future__ import annotations

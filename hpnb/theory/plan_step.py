@@ -247,11 +247,7 @@ def stage_seconds(task: PlanTask, layout: ParallelLayout) -> list[dict[str, floa
 
 
 def plan_parts(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
-    """{part: seconds} of a step, mean over the ranks; their sum is the step.
-
-    Raises:
-        ValueError: the layout cannot be run.
-    """
+    """{part: seconds} of a step, mean over the ranks; their sum is the step."""
     if (why := refusal(task, layout)) is not None:
         raise ValueError(f"{layout}: {why[1]}")
     model, p, t, v, m = task.model, layout.pp, layout.tp, layout.chunks_per_rank, task.microbatches(layout)

@@ -106,8 +106,6 @@ class HybridParallelPlugin(PluginOptions):
     """
 
     _mesh: Mesh | None = field(default=None, init=False)
-    _zero_axes: tuple[Axis | None, Axis] | None = field(default=None, init=False)
-    _expert_zero_axes: tuple[Axis | None, Axis] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,12 +115,7 @@ class HybridParallelPlugin(PluginOptions):
         self._connect_if_ranks_run()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **vars(self),
-            "_mesh": None,
-            "_zero_axes": None,
-            "_expert_zero_axes": None,
-        }  # a process that receives it has groups of its own
+        return {**vars(self), "_mesh": None}  # a process that receives it has groups of its own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -158,11 +151,8 @@ class HybridParallelPlugin(PluginOptions):
             RuntimeError: no ranks are running.
         """
         if self._mesh is None:
-            self._mesh = mesh = Mesh(self.layout.mesh_layout)
-            self._zero_axes = _replicas_and_shards(mesh.dp_cp, self.zero_replicas)
-            self._expert_zero_axes = self._zero_axes
-            if self.ep_size > 1:
-                self._expert_zero_axes = _replicas_and_shards(mesh.edp, self.zero_replicas)
+            self._mesh = Mesh(self.layout.mesh_layout)
+            _ = self.zero_axes, self.expert_zero_axes  # their groups are kept, as those of the mesh
         return self._mesh
 
     def _connect_if_ranks_run(self) -> None:
@@ -182,16 +172,12 @@ class HybridParallelPlugin(PluginOptions):
     @property
     def zero_axes(self) -> tuple[Axis | None, Axis]:
         """(the axis over which shards are equal, or None; the axis over which ZeRO shards)."""
-        _ = self.mesh  # or why there are no axes yet
-        assert self._zero_axes is not None
-        return self._zero_axes
+        return _replicas_and_shards(self.mesh.dp_cp, self.zero_replicas)
 
     @property
     def expert_zero_axes(self) -> tuple[Axis | None, Axis]:
         """The same of experts that are sharded over ep: parts of edp, whose ranks hold the same experts."""
-        _ = self.mesh
-        assert self._expert_zero_axes is not None
-        return self._expert_zero_axes
+        return _replicas_and_shards(self.mesh.edp, self.zero_replicas)
 
     @property
     def layout(self) -> ParallelLayout:

@@ -26,7 +26,6 @@ give an empty batch one sample.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from types import FunctionType
@@ -57,14 +56,14 @@ def compile_blocks(model: nn.Module, whole: bool, blocks: Sequence[nn.Module] | 
     """Compile the blocks of `model`, or those that are given, in place: each as one piece if `whole`,
     otherwise only between linears, in GPT-2 and ViT. Blocks of other models, and blocks whose forward
     somebody has replaced, then stay as they are."""
-    regions = Regions(_compiled(_run_forward), _compiled(_add_and_norm))
+    run_forward, add_and_norm = _compiled(_run_forward), _compiled(_add_and_norm)
     for block in find_blocks(model) if blocks is None else blocks:
         replaced = vars(block).get("forward")
         if whole:
             setattr(block, COMPILED, True)
-            block.forward = partial(regions.forward, block) if replaced is None else _compiled(replaced)
+            block.forward = partial(run_forward, block) if replaced is None else _compiled(replaced)
         elif type(block) in _BETWEEN_LINEARS and replaced is None:
-            _BETWEEN_LINEARS[type(block)](block, regions)
+            _BETWEEN_LINEARS[type(block)](block, add_and_norm)
 
 
 def _compiled(function: Callable[..., Any]) -> Any:
@@ -92,16 +91,8 @@ def _add_and_norm(
     x: torch.Tensor, residual: torch.Tensor, p: float | None, weight: Any, bias: Any, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden = residual + dropout(x), and norm(hidden)."""
-    hidden = residual + (x if p is None else F.dropout(x, p))
+    hidden = _add(x, residual, p)
     return hidden, F.layer_norm(hidden, hidden.shape[-1:], weight, bias, eps)
-
-
-@dataclass(frozen=True)
-class Regions:
-    """Compiled for one model: the forward of any module, and the above."""
-
-    forward: Callable[..., Any]
-    add_and_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 # --- blocks whose linears are left alone -----------------------------------------------------------------
@@ -114,16 +105,16 @@ class AddNorm(nn.LayerNorm):
     the norm's weights during a forward work here too.
     """
 
-    def __init__(self, norm: nn.LayerNorm, regions: Regions) -> None:
+    def __init__(self, norm: nn.LayerNorm, add_and_norm: Callable[..., Any]) -> None:
         nn.Module.__init__(self)
         vars(self).update(vars(norm))
-        self.regions = regions
+        self.add_and_norm = add_and_norm
 
     def forward(self, x: torch.Tensor, residual: Any = None, p: float | None = None) -> Any:
         """(..., h) twice -> residual + dropout(x), and its norm; of x alone, its norm."""
         if residual is None:
             return super().forward(x)
-        return self.regions.add_and_norm(x, residual, p, self.weight, self.bias, self.eps)
+        return self.add_and_norm(x, residual, p, self.weight, self.bias, self.eps)
 
 
 class DeferredDropout(nn.Dropout):
@@ -162,21 +153,21 @@ def _run_vit_layer(block: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> to
     return _add(block.mlp(normed), x, p)
 
 
-def _compile_gpt2_block(block: Any, regions: Regions) -> None:
+def _compile_gpt2_block(block: Any, add_and_norm: Callable[..., Any]) -> None:
     block.attn.resid_dropout = _defer(block.attn.resid_dropout)
     block.mlp.dropout = _defer(block.mlp.dropout)
     if type(block.mlp.act) is NewGELUActivation:
         block.mlp.act.forward = partial(F.gelu, approximate="tanh")
-    block.ln_2 = _with_add(block.ln_2, regions)
+    block.ln_2 = _with_add(block.ln_2, add_and_norm)
     block.forward = partial(_run_gpt2_block, block)
 
 
-def _compile_vit_layer(block: Any, regions: Regions) -> None:
-    block.layernorm_after = _with_add(block.layernorm_after, regions)
+def _compile_vit_layer(block: Any, add_and_norm: Callable[..., Any]) -> None:
+    block.layernorm_after = _with_add(block.layernorm_after, add_and_norm)
     block.forward = partial(_run_vit_layer, block)
 
 
-_BETWEEN_LINEARS: dict[type[nn.Module], Callable[[Any, Regions], None]] = {
+_BETWEEN_LINEARS: dict[type[nn.Module], Callable[[Any, Callable[..., Any]], None]] = {
     GPT2Block: _compile_gpt2_block,
     ViTLayer: _compile_vit_layer,
 }
@@ -186,9 +177,9 @@ def _defer(dropout: nn.Dropout) -> DeferredDropout:
     return DeferredDropout(dropout.p).train(dropout.training)
 
 
-def _with_add(norm: Any, regions: Regions) -> nn.Module:
+def _with_add(norm: Any, add_and_norm: Callable[..., Any]) -> nn.Module:
     # A grid's norm is another class: it is sharded along the width, and sends messages.
-    return AddNorm(norm, regions) if type(norm) is nn.LayerNorm else norm
+    return AddNorm(norm, add_and_norm) if type(norm) is nn.LayerNorm else norm
 
 
 def _join(

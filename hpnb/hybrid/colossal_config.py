@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hpnb.hybrid.plugin_options import SCALER_OPTIONS
+
 _TENSOR = {"size": "tp_size", "mode": "tp_mode", "depth": "tp_depth"}
-_SCALER = ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis",
-           "max_scale")  # fmt: skip
 
 
 def plugin_options(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def plugin_options(config: Mapping[str, Any]) -> dict[str, Any]:
         mode = scaler.pop("mode", "naive")
         mode = getattr(mode, "value", mode)  # of an AMP_TYPE
         options["precision"] = "amp-fp16" if mode == "torch" else "fp16"
-        options |= _renamed(scaler, {"init_scale": "initial_scale", **{n: n for n in _SCALER}}, "fp16")
+        options |= _renamed(scaler, {"init_scale": "initial_scale", **{n: n for n in SCALER_OPTIONS}}, "fp16")
     return options
 
 

@@ -27,6 +27,10 @@ _CHECKED_BY_LAYOUT = (
     "tp_size", "pp_size", "cp_size", "ep_size", "num_model_chunks", "num_microbatches", "microbatch_size",
     "tp_depth", "zero_replicas",
 )  # fmt: skip
+SCALER_OPTIONS = (
+    "initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis",
+    "max_scale",
+)  # fmt: skip
 _MOST_STAGE_RUNS = 1 << 20  # stages x microbatches; a schedule of more takes minutes to make
 
 
@@ -229,12 +233,4 @@ class PluginOptions:
         return self._make_scaler() if self.policy.scaled else None
 
     def _make_scaler(self) -> LossScaler:
-        return LossScaler(
-            self.initial_scale,
-            self.min_scale,
-            self.growth_factor,
-            self.backoff_factor,
-            self.growth_interval,
-            self.hysteresis,
-            self.max_scale,
-        )
+        return LossScaler(*(getattr(self, name) for name in SCALER_OPTIONS))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hpnb.hybrid.plugin_options import SCALER_OPTIONS
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.precision import precision_name
 
@@ -19,10 +20,7 @@ _DDP_OPTIONS = (
     "broadcast_buffers", "ddp_bucket_cap_mb", "find_unused_parameters", "check_reduction",
     "gradient_as_bucket_view", "static_graph", "max_norm", "seed",
 )  # fmt: skip
-_SHARDED_OPTIONS = (
-    "initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis",
-    "max_scale", "max_norm", "communication_dtype", "cpu_offload", "seed",
-)  # fmt: skip
+_SHARDED_OPTIONS = (*SCALER_OPTIONS, "max_norm", "communication_dtype", "cpu_offload", "seed")
 _ZERO_OPTIONS = (*_SHARDED_OPTIONS, "zero_bucket_size_in_m", "overlap_communication")
 _GEMINI_OPTIONS = (*_SHARDED_OPTIONS, "activation_checkpointing")
 

@@ -94,14 +94,9 @@ def _check_builder(plugin: HybridParallelPlugin) -> None:
             "know the role of each weight: use tp_size=1 and more stages, or a model on the meta device that "
             "hpnb.models knows"
         )
-    if plugin.ep_size > 1:
-        raise ValueError(
-            f"ep_size={plugin.ep_size} shards the experts of a model of transformers, not of a Builder; use 1"
-        )
-    if plugin.cp_size > 1:
-        raise ValueError(
-            f"cp_size={plugin.cp_size} splits the tokens of a model of transformers, not of a Builder; use 1"
-        )
+    for name, does in (("ep_size", "shards the experts"), ("cp_size", "splits the tokens")):
+        if (size := getattr(plugin, name)) > 1:
+            raise ValueError(f"{name}={size} {does} of a model of transformers, not of a Builder; use 1")
     if plugin.activation_checkpointing == "attention":
         raise ValueError(
             "activation_checkpointing='attention' finds no attention in a Builder, whose layers are not a "

@@ -62,13 +62,13 @@ def find_model_loss(model: nn.Module, in_stages: bool = False) -> ModelLoss | No
         return causal
     if type(model) is ViTForImageClassification:
         return partial(classification, model.config)
-    if has_plan(model):
-        if getattr(model, "loss_type", None) == "ForCausalLM":
-            return _with_balance(model, causal)
-        if getattr(model, "loss_type", None) == "ForSequenceClassification":
-            return partial(classification, model.config)
-        if getattr(model, "loss_type", None) == "ForTokenClassification":
-            return partial(token_classification, model.config)
+    loss_type = getattr(model, "loss_type", None) if has_plan(model) else None
+    if loss_type == "ForCausalLM":
+        return _with_balance(model, causal)
+    if loss_type == "ForSequenceClassification":
+        return partial(classification, model.config)
+    if loss_type == "ForTokenClassification":
+        return partial(token_classification, model.config)
     return None
 
 
@@ -124,9 +124,8 @@ def classification(config: Any, outputs: Any, labels: torch.Tensor) -> torch.Ten
 
 def token_classification(config: Any, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
     """Of logits (B, s, classes), and labels (B, s) that are classes, or -100 for a token without one."""
-    return _cross_entropy(
-        _at_least_float32(outputs.logits).reshape(-1, config.num_labels), labels.reshape(-1)
-    )
+    logits = _at_least_float32(outputs.logits)
+    return _cross_entropy(logits.reshape(-1, config.num_labels), labels.reshape(-1))
 
 
 def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

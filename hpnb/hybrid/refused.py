@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from hpnb.hybrid.plugin_options import PluginOptions
 from hpnb.pipeline_parallel import schedules
@@ -46,16 +47,10 @@ def _check_grid(o: PluginOptions) -> str | None:
     return None
 
 
-def _check_sequence_parallelism(o: PluginOptions) -> str | None:
-    if not o.enable_sequence_parallelism or o.tp_mode == "1d":
+def _check_only_1d(option: str, o: PluginOptions) -> str | None:
+    if not getattr(o, option) or o.tp_mode == "1d":
         return None
-    return f"leave enable_sequence_parallelism out with tp_mode={o.tp_mode!r}, or use tp_mode='1d'"
-
-
-def _check_loss_chunk(o: PluginOptions) -> str | None:
-    if not o.loss_chunk or o.tp_mode == "1d":
-        return None
-    return f"leave loss_chunk out with tp_mode={o.tp_mode!r}, or use tp_mode='1d'"
+    return f"leave {option} out with tp_mode={o.tp_mode!r}, or use tp_mode='1d'"
 
 
 def _check_measured_cut(o: PluginOptions) -> str | None:
@@ -122,12 +117,12 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal(
         "enable_sequence_parallelism with tp_mode 2d, 2.5d or 3d",
         "a grid cuts every activation over all its ranks already",
-        _check_sequence_parallelism,
+        partial(_check_only_1d, "enable_sequence_parallelism"),
     ),
     Refusal(
         "loss_chunk with tp_mode 2d, 2.5d or 3d",
         "a grid's logits are sums over ranks, made as they are cut",
-        _check_loss_chunk,
+        partial(_check_only_1d, "loss_chunk"),
     ),
     Refusal(
         "cut='flops' or 'time' with tensor, context or expert parallelism",

@@ -30,6 +30,8 @@ from hpnb.files import sync
 from hpnb.hybrid.checkpoint import run_lock
 from hpnb.hybrid.checkpoint.manifest import (
     MANIFEST,
+    OLD,
+    PART,
     complete_in,
     is_complete,
     manifest,
@@ -101,9 +103,9 @@ def _keep_newest(path: Path, count: int) -> None:
         folders = [f.with_name(f.name.removesuffix(suffix)) for f in path.parent.glob(f"*{suffix}")]
         return [folder for folder in folders if _stem(folder.name) == stem]
 
-    for folder in named_like_it(old_of(Path("x")).suffix):
+    for folder in named_like_it(OLD):
         _recover(folder)
-    for folder in named_like_it(part_of(Path("x")).suffix):
+    for folder in named_like_it(PART):
         if not run_lock.is_locked_elsewhere(part_of(folder)):
             _delete(part_of(folder))
     orders = {folder: order_of(folder) for folder in named_like_it("") if is_complete(folder)}

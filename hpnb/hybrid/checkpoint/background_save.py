@@ -103,7 +103,6 @@ class Saving:
                 self._error = error
 
         self._thread = threading.Thread(target=run, name="hpnb-save")
-        _running.append(self._thread)
         if not _unfinished:
             finish_before_return(_finish_all)
         _unfinished.append(self)
@@ -114,10 +113,14 @@ class Saving:
         """Whether it has ended, well or not."""
         return self._thread is None or not self._thread.is_alive()
 
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
     def wait(self) -> None:
         """Until it is on the disk; what went wrong is raised once. All ranks call it."""
         if self._thread is not None:
-            self._thread.join()
+            self.join()
             self._thread = None
             _unfinished.remove(self)
         error, self._error = self._error, None
@@ -136,7 +139,6 @@ class Saving:
             )
 
 
-_running: list[threading.Thread] = []  # of this process: one at most
 _unfinished: list[Saving] = []  # those in the background that nobody has waited for
 
 
@@ -148,6 +150,6 @@ def _finish_all() -> None:
 
 
 def finish_running() -> None:
-    """Until the save in the background is done, whichever Booster began it; there errors are raised."""
-    while _running:
-        _running.pop().join()
+    """Until the save in the background is done, whichever Booster began it; its `wait` raises errors."""
+    for saving in _unfinished:
+        saving.join()

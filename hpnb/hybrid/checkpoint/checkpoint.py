@@ -47,7 +47,7 @@ from hpnb.hybrid.checkpoint.background_save import HostCopies, Saving
 from hpnb.hybrid.checkpoint.gather_weights import weight_shards
 from hpnb.hybrid.checkpoint.load_weights import WeightLoader
 from hpnb.hybrid.checkpoint.manifest import part_of
-from hpnb.hybrid.checkpoint.optimizer_shards import OptimizerLoader, class_name, optimizer_shards
+from hpnb.hybrid.checkpoint.optimizer_shards import OptimizerLoader, optimizer_shards
 from hpnb.hybrid.checkpoint.state_files import StateReader, pack, unpack, write_state
 from hpnb.hybrid.checkpoint.write_files import WrittenFiles
 from hpnb.layout import TP_MODES
@@ -174,7 +174,7 @@ def save(
     shards = weight_shards(model, copy)
     shards_of_averages = {name: weight_shards(average, copy) for name, average in (averages or {}).items()}
     state = training_state.pipeline_state(model, copy)
-    state.update(training_state.random_shard())
+    state.values[f"random/{group.rank()}"] = pack("a random state", training_state.random_state())
     if optimizer is not None:
         state.update(optimizer_shards(optimizer, copy, with_masters=False))
     for name, value in (("lr_scheduler", lr_scheduler), ("dataloader", dataloader)):
@@ -347,15 +347,15 @@ def _state_of(value: Any, name: str) -> dict[str, Any]:
             f"a {type(value).__name__} as {name} has no state_dict, so it cannot go on from where it is; use "
             "plugin.prepare_dataloader, or leave it out"
         )
-    return {"kind": class_name(value), "state": value.state_dict()}
+    return {"kind": type(value).__name__, "state": value.state_dict()}
 
 
 def _check_kind(saved: Any, value: Any, name: str, path: Path) -> Any:
     """The state dict that `_state_of` saved, if `value` is of the same class."""
     kind = saved.get("kind") if isinstance(saved, dict) else None
-    if kind != class_name(value):
+    if kind != type(value).__name__:
         raise ValueError(
-            f"{path}: the {name} that was saved is a {kind}, and this is a {class_name(value)}; use a "
+            f"{path}: the {name} that was saved is a {kind}, and this is a {type(value).__name__}; use a "
             f"{kind}, or leave it out"
         )
     return saved["state"]

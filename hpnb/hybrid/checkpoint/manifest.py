@@ -27,7 +27,7 @@ from hpnb.hybrid.checkpoint.write_files import FileSum, WrittenFiles
 MANIFEST = "manifest.json"
 KIND, VERSION = "hpnb checkpoint", 2
 _BLOCK = 1 << 22  # bytes of a file that are read at once
-_PART, _OLD = ".part", ".old"
+PART, OLD = ".part", ".old"
 _LONGEST_NAME = 4096  # bytes, of a path on Linux
 
 
@@ -126,17 +126,17 @@ def compare(
 
 def part_of(path: Path) -> Path:
     """Where `path` is written before it is complete."""
-    return path.with_name(path.name + _PART)
+    return path.with_name(path.name + PART)
 
 
 def old_of(path: Path) -> Path:
     """Where the folder that was at `path` is for the time of two renames."""
-    return path.with_name(path.name + _OLD)
+    return path.with_name(path.name + OLD)
 
 
 def final_name(folder: Path) -> str:
     """The name of the checkpoint whose contents are in `folder`, without .part or .old."""
-    return folder.name.removesuffix(_PART).removesuffix(_OLD)
+    return folder.name.removesuffix(PART).removesuffix(OLD)
 
 
 def standing(path: Path) -> Path:
@@ -198,7 +198,7 @@ def find(path: Path) -> Path:
     if (inside := newest(there)) is not None:
         return inside
     what = f"is no complete checkpoint, because it has no {MANIFEST}" if there.is_dir() else "is not there"
-    unfinished = [part_of(path), *sorted(there.glob("*" + _PART))]
+    unfinished = [part_of(path), *sorted(there.glob("*" + PART))]
     if (part := next((folder for folder in unfinished if folder.is_dir()), None)) is not None:
         what += f", and {part} is from a save that did not finish (booster.wait() waits for one)"
     beside = _newest_readable(path.parent)

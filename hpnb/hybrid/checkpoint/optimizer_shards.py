@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,23 +36,17 @@ _UPDATE_RULE = ("decoupled_weight_decay", "amsgrad", "bias_correction", "nestero
 _HOW_TO_COMPUTE = ("fused", "foreach", "capturable")  # options that the loading optimizer keeps
 
 
-@dataclass(frozen=True)
-class _LocalStates:
+def _local_states(
+    boosted: BoostedOptimizer,
+) -> tuple[Optimizer, dict[str, tuple[torch.Tensor, Placement]]]:
     """The optimizer of PyTorch that has the states on this rank, and {name of a parameter: (the key of its
     state in it, its placement)}."""
-
-    inner: Optimizer
-    by_name: dict[str, tuple[torch.Tensor, Placement]]
-
-
-def _local_states(boosted: BoostedOptimizer) -> _LocalStates:
     inner: Any = boosted.inner
     tensors = list[torch.Tensor](boosted.parameters.values())
     if isinstance(inner, ZeroOptimizer):  # which has states of pieces, on some ranks none
         tensors = [inner.shards[p] for p in boosted.parameters.values() if p in inner.shards]
         inner = inner.optimizer
-    by_name = {parameter_name(t): (t, placement_of(t).without("pp")) for t in tensors}
-    return _LocalStates(inner, by_name)
+    return inner, {parameter_name(t): (t, placement_of(t).without("pp")) for t in tensors}
 
 
 def parameter_name(p: torch.Tensor) -> str:
@@ -62,16 +55,11 @@ def parameter_name(p: torch.Tensor) -> str:
     return placement.tied_to or placement.name
 
 
-def class_name(thing: Any) -> str:
-    """What kind of optimizer or schedule it is."""
-    return type(thing).__name__
-
-
 def update_rule(optimizer: Optimizer) -> str:
     """The optimizer of PyTorch whose state and update `optimizer` has: a subclass is what it comes from, and
     Adam, AdamW and HybridAdam are one, because an option tells them apart."""
     names = [c.__name__ for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim.")]
-    name = names[0] if names and names[0] != "Optimizer" else class_name(optimizer)
+    name = names[0] if names and names[0] != "Optimizer" else type(optimizer).__name__
     return "Adam" if name == "AdamW" else name
 
 
@@ -84,13 +72,13 @@ def optimizer_shards(
     """What this rank writes of the optimizer's state, with `copied` applied to each tensor, and if asked for
     with the float32 masters of 16-bit weights."""
     boosted = boosted_optimizer(optimizer)
-    local, saved = _local_states(boosted), ShardedState()
+    (inner, by_name), saved = _local_states(boosted), ShardedState()
     counters: dict[str, torch.Tensor] = {}
-    masters = Masters.attached_to(local.inner) if with_masters else None
-    for name, (t, placement) in local.by_name.items():
+    masters = Masters.attached_to(inner) if with_masters else None
+    for name, (t, placement) in by_name.items():
         if placement.tied_to is not None or not is_writer(placement, boosted.axes):
             continue
-        state: dict[str, Any] = dict(local.inner.state.get(t, {}))
+        state: dict[str, Any] = dict(inner.state.get(t, {}))
         if masters is not None and masters.of(t) is not t:
             state[MASTER] = masters.of(t)
         for key, value in state.items():
@@ -109,7 +97,7 @@ def optimizer_shards(
     ]
     scaler = None if boosted.scaler is None else boosted.scaler.state_dict()
     user = boosted.user_optimizer
-    about = {"kind": class_name(user), "rule": update_rule(user), "groups": groups, "scaler": scaler}
+    about = {"kind": type(user).__name__, "rule": update_rule(user), "groups": groups, "scaler": scaler}
     saved.values[GROUPS] = pack("the optimizer", about)
     saved.values[f"{COUNTERS}{rank()}"] = pack("the optimizer", _to_cpu(counters))
     names = {number: (parameter_name(p), placement_of(p).shape) for number, p in boosted.parameters.items()}
@@ -157,11 +145,11 @@ class OptimizerLoader:
 
     def __init__(self, optimizer: Optimizer, stored: StateReader, group: dist.ProcessGroup) -> None:
         self._boosted = boosted_optimizer(optimizer)
-        self._local = _local_states(self._boosted)
+        self._inner, self._by_name = _local_states(self._boosted)
         described = [label for label in stored.values if label == GROUPS or label.startswith(NAMES)]
         descriptions = stored.read({}, described, group)
         self._saved: Any = attempt(lambda: _readable(stored, lambda: self._check(descriptions)), group)
-        self._state: dict[str, dict[str, Any]] = {name: {} for name in self._local.by_name}
+        self._state: dict[str, dict[str, Any]] = {name: {} for name in self._by_name}
         targets: dict[str, tuple[Placement, torch.Tensor]]
         targets = attempt(lambda: dict(self._targets(stored)), group)
         labels = [label for label in stored.values if label.startswith(VALUE) and self._is_local(label)]
@@ -186,7 +174,7 @@ class OptimizerLoader:
         """The groups of a state dict, and {id of a parameter: its number in them}."""
         numbers = dict[int, int]()
         groups: list[dict[str, Any]] = []
-        for saved, group in zip(self._saved["groups"], self._local.inner.param_groups, strict=True):
+        for saved, group in zip(self._saved["groups"], self._inner.param_groups, strict=True):
             first = len(numbers)
             numbers |= {id(p): first + i for i, p in enumerate(group["params"])}
             kept = {key: group[key] for key in _HOW_TO_COMPUTE if key in group}
@@ -197,12 +185,12 @@ class OptimizerLoader:
     def _try_to_load(self) -> None:
         """Let a copy of the optimizer load the states of a few parameters, one for each set of keys: what it
         refuses is known before anything is changed."""
-        inner = self._local.inner
+        inner = self._inner
         if type(inner).load_state_dict is not Optimizer.load_state_dict:
             return  # it may keep states elsewhere, which a copy would share
         groups, numbers = self._groups()
         by_keys = {
-            frozenset(state): (numbers[id(self._local.by_name[name][0])], state)
+            frozenset(state): (numbers[id(self._by_name[name][0])], state)
             for name, state in self._state.items()
             if state
         }
@@ -212,13 +200,13 @@ class OptimizerLoader:
     @torch.no_grad()
     def apply(self) -> None:
         """Hand the state over. The model has its weights already."""
-        inner, boosted = self._local.inner, self._boosted
+        inner, boosted = self._inner, self._boosted
         zero = boosted.inner if isinstance(boosted.inner, ZeroOptimizer) else None
         if zero is not None:
             zero.refresh()
         known_masters, (groups, numbers) = Masters.attached_to(inner), self._groups()
         states, masters = dict[int, dict[str, Any]](), dict[int, torch.Tensor]()
-        for name, (t, _) in self._local.by_name.items():
+        for name, (t, _) in self._by_name.items():
             state, number = self._state[name], numbers[id(t)]
             master = state.pop(MASTER, None)
             if known_masters is not None and known_masters.of(t) is not t:  # as the model's files have set it
@@ -259,7 +247,7 @@ class OptimizerLoader:
     def _check_update_rule(self, saved: Any) -> None:
         """Raise if the saved state belongs to an optimizer that computes something else."""
         optimizer = self._boosted.user_optimizer
-        kind = class_name(optimizer)
+        kind = type(optimizer).__name__
         if saved["rule"] != update_rule(optimizer):
             raise ValueError(
                 f"the state to be loaded is of {saved['kind']}, and this is {kind}; load it into "
@@ -285,7 +273,7 @@ class OptimizerLoader:
             LossScaler().load_state_dict(saved["scaler"])
 
     def _is_local(self, label: str) -> bool:
-        return label.removeprefix(VALUE).partition("/")[2] in self._local.by_name
+        return label.removeprefix(VALUE).partition("/")[2] in self._by_name
 
     def _targets(self, stored: StateReader) -> Iterator[tuple[str, tuple[Placement, torch.Tensor]]]:
         """(label, (placement, memory)) of each tensor to be read."""
@@ -293,7 +281,7 @@ class OptimizerLoader:
             if not self._is_local(label):
                 continue
             key, _, name = label.partition("/")
-            t, placement = self._local.by_name[name]
+            t, placement = self._by_name[name]
             dtype = stored.dtypes[label]
             if is_sharded_state(key, shape, placement.shape):
                 memory = torch.empty(t.shape, dtype=dtype, device=t.device)

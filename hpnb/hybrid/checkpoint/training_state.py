@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from hpnb.hybrid.boosted_model import Boosted
-from hpnb.hybrid.checkpoint.state_files import ShardedState, pack
+from hpnb.hybrid.checkpoint.state_files import ShardedState
 from hpnb.placement import Placement
-from hpnb.ranks.current_rank import device, rank
+from hpnb.ranks.current_rank import device
 
 PER_TARGET = "pipeline/per_target"
 
@@ -60,8 +60,3 @@ def set_random_state(state: dict[str, Any]) -> None:
     np.random.set_state((kind, numbers.numpy().astype(np.uint32), *rest))
     if "cuda" in state and device().type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device())
-
-
-def random_shard() -> ShardedState:
-    """The state of the generators, as an entry of this rank."""
-    return ShardedState(values={f"random/{rank()}": pack("a random state", random_state())})

@@ -24,7 +24,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from hpnb.data.beans_cifar10_mrpc import BEANS_COUNTS, CIFAR10_COUNTS, MRPC_COUNTS
 from hpnb.data.image_folder import image_folder
 from hpnb.hybrid.plugins import HybridParallelPlugin
-from hpnb.hybrid.train_command.toml_errors import STRICT, describe, read_dataclass, read_fields
+from hpnb.hybrid.train_command.toml_errors import STRICT, describe, read_fields
 from hpnb.models import GPT2_SIZES, SIZES, GPT2Size, ViTSize
 
 # data set -> family of models
@@ -74,7 +74,7 @@ class ModelTable(Table):
         if not isinstance(self.size, dict):
             return self.size
         kind: type[Any] = ViTSize if self.family == "vit" else GPT2Size
-        return read_dataclass(kind, self.size, "[model] size")
+        return kind(**read_fields(kind, self.size, "[model] size"))
 
 
 class DataTable(Table):

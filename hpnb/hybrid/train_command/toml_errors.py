@@ -10,17 +10,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-T = TypeVar("T")
 STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
-
-
-def read_dataclass(kind: type[T], table: Any, where: str) -> T:
-    """`kind(**table)`, once `read_fields` has checked keys and types."""
-    return kind(**read_fields(kind, table, where))
 
 
 def read_fields(kind: type[Any], table: Any, where: str, leave_out: Iterable[str] = ()) -> dict[str, Any]:

@@ -23,7 +23,9 @@ from torch.optim.lr_scheduler import LambdaLR
 class _Warmup(LambdaLR):
     """A LambdaLR whose factor in step k is `rate(k, base)` over the group's base rate; a base of 0 stays."""
 
-    def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int, last_epoch: int) -> None:
+    def __init__(
+        self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1
+    ) -> None:
         if total_steps < 1 or not 0 <= warmup_steps <= total_steps:
             raise ValueError(
                 f"{warmup_steps} steps of warm-up in {total_steps} steps: total_steps must be 1 or more, and "
@@ -105,11 +107,6 @@ class LinearWarmupLR(_Warmup):
     >>> rates
     [0.5, 1.0, 0.67, 0.33, 0.0]
     """
-
-    def __init__(
-        self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1
-    ) -> None:
-        super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
 
     def rate(self, k: int, base: float) -> float:
         if k >= self.total_steps:

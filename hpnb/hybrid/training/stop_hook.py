@@ -128,8 +128,10 @@ class StopHook(Hook):
     def _stop(self, trainer: TrainingState) -> None:
         self.release()
         trainer.booster.wait()
-        if self.path is not None and not is_saved(self.path, trainer.step):
-            resuming.save(trainer, self.path / f"step-{trainer.step:08}", self.keep)
+        if self.path is not None:
+            saved_steps = [resuming.step_of(folder) for folder in resuming.saved(self.path)]
+            if trainer.step not in saved_steps:
+                resuming.save(trainer, self.path / f"step-{trainer.step:08}", self.keep)
         raise Stopped(f"stopped after step {trainer.step}")
 
     def after_fit(self, trainer: TrainingState) -> None:
@@ -141,8 +143,3 @@ class StopHook(Hook):
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
-
-
-def is_saved(path: Path, step: int) -> bool:
-    """Whether `path` has a complete checkpoint of this step."""
-    return any(resuming.step_of(folder) == step for folder in resuming.saved(path))

@@ -102,7 +102,7 @@ class Trainer(TrainingState):
             model,
             optimizer,
             hook_schedulers[0] if hook_schedulers else lr_scheduler,
-            model.causal if causal is None else causal,
+            bool(model.causal if causal is None else causal),
         )
         self.accumulation = accumulation
         self._bar = wanted(self.role.shows, display_progress)

@@ -110,8 +110,3 @@ def check_picture(path: str) -> None:
         raise ValueError(f"--picture {path} is neither .png nor .svg; use plan.png")
     if not (folder := Path(path).absolute().parent).is_dir():
         raise ValueError(f"--picture {path}: there is no folder {folder}")
-
-
-def save_picture(path: str, task: PlanTask, plan: Plan) -> None:
-    """Write the picture, whose path has passed `check_picture`."""
-    draw_plan(task, plan).savefig(path)

@@ -158,14 +158,14 @@ def _plan(options: argparse.Namespace) -> int:
     else:
         print(format_report(task, gpu, result, plans))
     if chosen is not None:
-        from hpnb.hybrid.plan_command.explain import save_picture
+        from hpnb.hybrid.plan_command.explain import draw_plan
 
-        save_picture(picture := options.picture or "plan.png", task, chosen)
+        draw_plan(task, chosen).savefig(picture := options.picture or "plan.png")
         if not options.json:
             print(f"\nTimeline and memory of {chosen.code}: {picture}")
-    if options.run_file and size is None:
-        raise ValueError(f"{options.run_file} is not written: {no_run_file(task, gpu, best)}")
     if options.run_file:
+        if size is None:
+            raise ValueError(f"{options.run_file} is not written: {no_run_file(task, gpu, best)}")
         write_run_file(options.run_file, task, gpu, best, size)
     if not options.json and size is None:
         print(f"\n{no_run_file(task, gpu, best)}")

@@ -17,10 +17,8 @@ from hpnb.theory.plan_task import PlanTask
 LOSS_CHUNK = 4096  # tokens at a time of a GPT-2's loss, as the plan assumes and the run file says
 
 
-def run_file(task: PlanTask, gpu: GPU, plan: Plan, size: str | GPT2Size | ViTSize | None) -> str:
+def run_file(task: PlanTask, gpu: GPU, plan: Plan, size: str | GPT2Size | ViTSize) -> str:
     """The text of a run file. The model's `size` is as `read_size` gives it."""
-    if size is None:
-        raise ValueError(no_run_file(task, gpu, plan))
     layout, causal = plan.layout, task.model.causal
     m, samples = task.microbatches(layout), task.batch // layout.dp
     model = [f'family = "{"gpt2" if causal else "vit"}"', f"size = {_size(size)}"]
@@ -81,9 +79,7 @@ def no_run_file(task: PlanTask, gpu: GPU, plan: Plan) -> str:
     )
 
 
-def write_run_file(
-    path: str, task: PlanTask, gpu: GPU, plan: Plan, size: str | GPT2Size | ViTSize | None
-) -> None:
+def write_run_file(path: str, task: PlanTask, gpu: GPU, plan: Plan, size: str | GPT2Size | ViTSize) -> None:
     """Write it, and read it as `hpnb train` does, which may refuse it."""
     from hpnb.hybrid.train_command.run_file import load  # imports transformers, which planning needs not
 

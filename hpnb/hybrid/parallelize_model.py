@@ -75,8 +75,7 @@ def parallelize_model(
                 plugin.enable_sequence_overlap,
             )  # fmt: skip
             axes += tensor_parallel.axes(model)
-        contexts: list[context_parallel.ContextParallel] = []  # has the one of this model, once it is made
-        adds_balance = _adds_router_loss(model)
+        adds_balance = bool(getattr(getattr(model, "config", None), "output_router_logits", False))
         if adds_balance:
             _check_router_loss(plugin)
             expert_parallel.share_balancing_loss(model, mesh.dp_cp)
@@ -87,11 +86,10 @@ def parallelize_model(
         if plugin.loss_chunk:
             _chunk_loss(model, plugin)
         if plugin.cp_size > 1:
-            context = context_parallel.parallelize(model, mesh.cp, plugin.context_parallel)
+            context = made = context_parallel.parallelize(model, mesh.cp, plugin.context_parallel)
             context.keeps_mask = adds_balance  # by which the loss of routers knows padding
-            contexts.append(context)
             if experts is not None:
-                experts.in_batch = lambda: contexts[0].in_batch
+                experts.in_batch = lambda: made.in_batch
         # Tensor parallelism and the chunked loss set a loss function for what their output layer gives.
         of_shards = hasattr(vars(model).get("_loss_function"), "vocab_shard")
         in_stages = plugin.pp_size > 1 and not of_shards and not plugin.loss_chunk
@@ -197,8 +195,8 @@ def _use_fused_attention(model: nn.Module, asked: bool) -> None:
 
 def _switch_to_fused_attention(model: nn.Module) -> bool:
     """False, with the attention that it has, if a model cannot."""
-    if _caps_scores(model):  # transformers 5.17 switches these all the same, and computes without the cap
-        return False
+    if any(getattr(module, "attn_logit_softcapping", None) is not None for module in model.modules()):
+        return False  # transformers 5.17 switches these all the same, and computes without the cap
     set_implementation: Callable[[str], None] = model.set_attn_implementation  # type: ignore[assignment]
     try:
         set_implementation("sdpa")
@@ -206,15 +204,6 @@ def _switch_to_fused_attention(model: nn.Module) -> bool:
         set_implementation("eager")  # also of models inside of it that have been changed
         return False
     return True
-
-
-def _caps_scores(model: nn.Module) -> bool:
-    """Some attention has a soft cap of its scores, which scaled_dot_product_attention does not have."""
-    return any(getattr(module, "attn_logit_softcapping", None) is not None for module in model.modules())
-
-
-def _adds_router_loss(model: Any) -> bool:
-    return bool(getattr(getattr(model, "config", None), "output_router_logits", False))
 
 
 def _check_router_loss(plugin: HybridParallelPlugin) -> None:

@@ -20,7 +20,7 @@ from hpnb.lesson.exercises import gpt2_hybrid_parallel as exercises
 from hpnb.lesson.exercises import gpt2_layout_choice
 from hpnb.lesson.figures import gpt2_hybrid as figures
 from hpnb.lesson.predictions import regret
-from hpnb.lesson.predictions.outcome import Outcome
+from hpnb.lesson.predictions.outcome import Outcome, write_outcomes
 from hpnb.lesson.programs import gpt2_hybrid, gpt2_hybrid_words, paraphrases, step_breakdown
 from hpnb.models import GPT2Size
 from hpnb.pipeline_parallel import Costs, schedules
@@ -368,13 +368,15 @@ def test_regret_of_rules_of_thumb_predictions_and_guesses() -> None:
         Outcome("02.b", "?", "identity", guess=4.0, predicted=4.0, truth=4.0, seen=True),
         Outcome("08.a", "?", "model", guess=1.0),
     ]
-    score = regret.show_regret(told)
+    write_outcomes({outcome.key: outcome for outcome in told})
+    score = regret.show_regret("08.regret")
     guess, predicted, rule = score["your guess"], score["prediction"], score["rule of thumb"]
     assert (guess.given, guess.held) == (2, 0)
     assert sorted(guess.regrets) == pytest.approx([0.2, 0.5])
     assert (predicted.given, predicted.held, predicted.median) == (4, 3, 0.0)
     assert (rule.given, rule.regrets) == (1, pytest.approx((1.0,)))
-    assert regret.show_regret([])["your guess"].median is None
+    write_outcomes({})
+    assert regret.show_regret("08.regret")["your guess"].median is None
 
 
 # --- a run, killed -----------------------------------------------------------------------------------

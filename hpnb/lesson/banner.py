@@ -28,50 +28,18 @@ class Banner:
         ranks: how many processes.
         device: "cpu" or "cuda".
         backend: "gloo" or "NCCL".
-        reason: why this device.
         devices: names of the GPUs used, as in "2 x NVIDIA L4"; "" on the CPU.
-        cores, threads: usable cores of the machine, and threads that each rank may use.
-        versions: (name, version) pairs.
-        model, data: what the page trains, and on what.
         timings_mean_something: False where ranks share cores or a GPU.
-        timings: the same as a sentence.
-        reading: a sentence of the page's own about its numbers.
-        sizes: why the model and the batch are as large as they are; "" on a CPU.
     """
 
     ranks: int
     device: str
     backend: str
-    reason: str
     devices: str
-    cores: int
-    threads: int
-    versions: tuple[tuple[str, str], ...]
-    model: str
-    data: str
     timings_mean_something: bool
-    timings: str
-    reading: str = ""
-    sizes: str = ""
 
     def __repr__(self) -> str:
         return f"<{_count(self.ranks, 'rank')} on {self.device} over {self.backend}>"
-
-    def show(self) -> None:
-        """Display it (again)."""
-        where = self.devices or f"the CPU is used, {_count(self.cores, 'core')}"
-        rows = [
-            ("ranks", f"{self.ranks}, {_count(self.threads, 'thread')} each"),
-            ("backend", self.backend),
-            ("device", f"{where}: {self.reason}"),
-            ("model", self.model),
-            ("sizes", self.sizes),
-            ("data", self.data),
-            ("versions", ", ".join(f"{name} {version}" for name, version in self.versions)),
-            ("timings", self.timings),
-            ("reading", self.reading),
-        ]
-        table(("", ""), [row for row in rows if row[1]])
 
 
 def banner(
@@ -112,30 +80,23 @@ def banner(
         timings = "wall-clock timings on this page are contended: "
         timings += f"{choice.ranks} ranks share {_count(cores, 'core')}; "
         timings += "figures replayed from CPU times are labelled so"
-    here = Banner(
-        ranks=choice.ranks,
-        device=choice.device,
-        backend=choice.name,
-        reason=choice.reason.removeprefix("the CPU, "),
-        devices=gpu_names(choice.gpus) if cuda else "",
-        cores=cores,
-        threads=choice.threads,
-        versions=_versions(),
-        model=model,
-        data=data,
-        timings_mean_something=honest,
-        timings=timings if timed else "",
-        reading=reading,
-        sizes=str(sizes) if sizes is not None and cuda else "",
-    )
-    here.show()
-    return here
-
-
-def _versions() -> tuple[tuple[str, str], ...]:
     from hpnb import __version__
 
-    return (("hpnb", __version__), ("torch", str(torch.__version__)), ("python", platform.python_version()))
+    devices = gpu_names(choice.gpus) if cuda else ""
+    where = devices or f"the CPU is used, {_count(cores, 'core')}"
+    rows = [
+        ("ranks", f"{choice.ranks}, {_count(choice.threads, 'thread')} each"),
+        ("backend", choice.name),
+        ("device", f"{where}: {choice.reason.removeprefix('the CPU, ')}"),
+        ("model", model),
+        ("sizes", str(sizes) if sizes is not None and cuda else ""),
+        ("data", data),
+        ("versions", f"hpnb {__version__}, torch {torch.__version__}, python {platform.python_version()}"),
+        ("timings", timings if timed else ""),
+        ("reading", reading),
+    ]
+    table(("", ""), [row for row in rows if row[1]])
+    return Banner(choice.ranks, choice.device, choice.name, devices, honest)
 
 
 def gpu_names(used: int) -> str:

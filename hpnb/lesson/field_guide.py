@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+from pydantic import TypeAdapter
+
 from hpnb.lesson.home import load, locked, save
 from hpnb.lesson.tables import table
 
@@ -47,8 +49,4 @@ def show() -> None:
 
 
 def _read() -> tuple[FieldGuideEntry, ...]:
-    return load(FILE, _parse, ())
-
-
-def _parse(text: str) -> tuple[FieldGuideEntry, ...]:
-    return tuple(FieldGuideEntry(**fields) for fields in json.loads(text))
+    return load(FILE, TypeAdapter(tuple[FieldGuideEntry, ...]).validate_json, ())

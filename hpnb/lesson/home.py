@@ -19,6 +19,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import TypeAdapter
+
 from hpnb import files
 
 T = TypeVar("T")
@@ -36,7 +38,7 @@ def load(name: str, parse: Callable[[str], T], empty: T) -> T:
         return parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return empty
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError):
+    except (OSError, ValueError):
         aside = next(p for k in count(1) if not (p := path.with_name(f"{name}.aside-{k}")).exists())
         with suppress(OSError):
             path.replace(aside)
@@ -51,7 +53,7 @@ def save(name: str, text: str) -> None:
 
 def read_json(name: str) -> dict[str, Any]:
     """The JSON object in home()/name; {} if there is none or it is something else."""
-    return load(name, _object, {})
+    return load(name, TypeAdapter(dict[str, Any]).validate_json, {})
 
 
 def write_json(name: str, value: Mapping[str, Any]) -> None:
@@ -85,13 +87,6 @@ def digest(*parts: object) -> str:
 def _until_exit() -> tempfile.TemporaryDirectory[str]:
     print("note: the folder for what notebooks remember cannot be written; it is kept until this one ends")
     return tempfile.TemporaryDirectory(prefix="hpnb-")
-
-
-def _object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise ValueError("not an object")
-    return value
 
 
 def _canonical(part: object) -> str:

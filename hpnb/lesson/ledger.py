@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, SupportsFloat
+from typing import SupportsFloat
+
+from pydantic import TypeAdapter
 
 from hpnb.lesson.home import load, locked, save
 from hpnb.lesson.predictions.outcome import ratio_of, ratio_text
@@ -18,7 +20,7 @@ from hpnb.lesson.tables import number, plain, split_unit, table
 from hpnb.mesh import Layout
 
 FILE = "ledger.jsonl"
-Pair = tuple[float | None, float | None]  # predicted, measured
+Pair = tuple[int | float | None, int | float | None]  # predicted, measured
 
 
 @dataclass(frozen=True)
@@ -79,16 +81,8 @@ def show() -> None:
 
 
 def _read() -> tuple[LedgerEntry, ...]:
-    return load(FILE, _parse, ())
-
-
-def _parse(text: str) -> tuple[LedgerEntry, ...]:
-    return tuple(_row(json.loads(line)) for line in text.splitlines() if line.strip())
-
-
-def _row(fields: dict[str, Any]) -> LedgerEntry:
-    pairs = {name: (predicted, measured) for name, (predicted, measured) in fields["quantities"].items()}
-    return LedgerEntry(**{**fields, "quantities": pairs})
+    row = TypeAdapter(LedgerEntry)
+    return load(FILE, lambda text: tuple(map(row.validate_json, text.splitlines())), ())
 
 
 def _plain(value: SupportsFloat | None) -> float | None:

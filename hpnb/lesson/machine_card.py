@@ -18,6 +18,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from tqdm import tqdm
 
 import hpnb
@@ -96,56 +97,41 @@ def machine_card(ranks: int | None = None, device: str = "auto", refresh: bool =
     choice = hpnb.ranks.choose_device(device, hpnb.ranks.default_ranks() if ranks is None else ranks)
     hardware = hardware_name(choice.device, choice.gpus or choice.ranks)
     name = f"machine-card-{digest(hardware, choice.ranks, choice.threads, torch.__version__)}.json"
-    known = None if refresh else load(name, _parse, None)
+    known = None if refresh else load(name, TypeAdapter(MachineCard).validate_json, None)
     if known is not None:
         return known
-    if choice.shares_gpus:
-        card = _card_of_shared_gpus(choice, hardware)
-        save(name, json.dumps(asdict(card), indent=1))
-        return card
+    card = _card_of_shared_gpus(choice, hardware) if choice.shares_gpus else _measured_card(choice, hardware)
+    save(name, json.dumps(asdict(card), indent=1))
+    return card
+
+
+def _measured_card(choice: DeviceChoice, hardware: str) -> MachineCard:
     results = hpnb.launch(measure, ranks=choice.ranks, device=choice.device, timeout=120.0)
     sizes = _SIZES[choice.device]
     # A collective is over when its last rank is; every rank's matmul runs at the pace of the slowest.
     times = tuple(max(times[i] for times, _, _ in results) for i in range(len(sizes)))
     link = fit_link(sizes, times, choice.ranks)
     dtypes = {dtype for _, _, dtype in results}
-    card = MachineCard(
-        hardware,
-        choice.device,
-        choice.ranks,
-        link.latency,
-        link.bandwidth,
-        min(rate for _, rate, _ in results),
-        min(dtypes),
-        sizes,
-        times,
-    )
-    save(name, json.dumps(asdict(card), indent=1))
-    return card
+    rate = min(rate for _, rate, _ in results)
+    return _card(choice, hardware, link, rate, min(dtypes), times)
 
 
 def _card_of_shared_gpus(choice: DeviceChoice, hardware: str) -> MachineCard:
     """The measured matmul of one rank alone, and the interconnect that replays assume, because no message
     between GPUs can be measured where ranks share them."""
     ((rate, dtype),) = hpnb.launch(matmul_rate, ranks=1, device="cuda", timeout=120.0)
-    sizes = _SIZES["cuda"]
-    times = tuple(seconds("all_reduce", n, choice.ranks, REPLAY_LINK) for n in sizes)
+    times = tuple(seconds("all_reduce", n, choice.ranks, REPLAY_LINK) for n in _SIZES["cuda"])
+    return _card(choice, f"{hardware}, {REPLAY_LINK.name} assumed", REPLAY_LINK, rate, dtype, times)
+
+
+def _card(
+    choice: DeviceChoice, hardware: str, link: Link, rate: float, dtype: str, times: tuple[float, ...]
+) -> MachineCard:
+    """A card of this link and this rate of matmuls; `times` are of the sizes of the device."""
+    sizes = _SIZES[choice.device]
     return MachineCard(
-        f"{hardware}, {REPLAY_LINK.name} assumed",
-        choice.device,
-        choice.ranks,
-        REPLAY_LINK.latency,
-        REPLAY_LINK.bandwidth,
-        rate,
-        dtype,
-        sizes,
-        times,
+        hardware, choice.device, choice.ranks, link.latency, link.bandwidth, rate, dtype, sizes, times
     )
-
-
-def _parse(text: str) -> MachineCard | None:
-    known = json.loads(text)
-    return MachineCard(**{**known, "sizes": tuple(known["sizes"]), "seconds": tuple(known["seconds"])})
 
 
 def hardware_name(device: str, ranks: int) -> str:

@@ -26,14 +26,9 @@ _GELU_COPIES = {ViTSize: 2, GPT2Size: 5}  # of an MLP's inner values, see `theor
 
 @dataclass(frozen=True)
 class Trial:
-    """A model and a batch that a page could train.
+    """A model that a page could train, and its batch: see `PageNeed.counts`."""
 
-    Attributes:
-        size: None where a page needs only a number.
-        batch: see `PageNeed.counts`.
-    """
-
-    size: ViTSize | GPT2Size | None
+    size: ViTSize | GPT2Size
     batch: int
 
 
@@ -66,7 +61,7 @@ class PageNeed:
     def candidates(self, ranks: int) -> list[Trial]:
         """The trials that `ranks` ranks can split, and the laptop's after them."""
         least = ranks if self.splits_heads else 1
-        able = [trial for trial in self.trials if trial.size is None or least <= trial.size.heads]
+        able = [trial for trial in self.trials if least <= trial.size.heads]
         return [*able, self.laptop]
 
     def batch_words(self, trial: Trial) -> str:
@@ -116,30 +111,25 @@ def _serial_step(size: ViTSize | GPT2Size, batch: int, value: int) -> float:
     return theory.step_memory(block, size.layers, vocabulary, positions, mlp_copies=copies).peak
 
 
-def _model(trial: Trial) -> ViTSize | GPT2Size:
-    assert trial.size is not None
-    return trial.size
-
-
 # --- a page's fullest rank ----------------------------------------------------------------------------
 
 
 def _step_of_one_rank(trial: Trial, ranks: int, value: int) -> float:
     """01: every rank trains the whole model on its own images."""
-    return _serial_step(_model(trial), trial.batch, value)
+    return _serial_step(trial.size, trial.batch, value)
 
 
 def _replica(trial: Trial, ranks: int, value: int) -> float:
     """01's sweep and its causes: three models without an optimizer take turns, two of them with buckets, and
     one message of a model's size is reduced in turn with them or beside them."""
-    size = _model(trial)
+    size = trial.size
     states = (3 * 2 + 2 + 1) * value * _parameters(size)
     return states + size.layers * _kept(size, trial.batch, value) + _flow(size, trial.batch, value)
 
 
 def _pipelines(trial: Trial, ranks: int, value: int) -> float:
     """02: five schedules take turns, and GPipe holds the activations of all microbatches."""
-    size, each = _model(trial), -(-trial.batch // PIPELINE_MICROBATCHES)
+    size, each = trial.size, -(-trial.batch // PIPELINE_MICROBATCHES)
     stage = -(-size.layers // ranks)
     states = value * _parameters(size) * (1 + 5 * 2 * stage / size.layers)
     return states + stage * _kept(size, trial.batch, value) + 2 * _flow(size, each, value)
@@ -147,14 +137,14 @@ def _pipelines(trial: Trial, ranks: int, value: int) -> float:
 
 def _two_tensor_blocks(trial: Trial, ranks: int, value: int) -> float:
     """03: models of one and of two blocks, split over all ranks."""
-    size = _model(trial)
+    size = trial.size
     states = 3 * value * _parameters(replace(size, layers=2))
     return states + 2 * _kept(size, trial.batch, value, ranks) + 2 * _flow(size, trial.batch, value)
 
 
 def _modes(trial: Trial, ranks: int, value: int) -> float:
     """03: three modes of a block take turns, and each keeps its input and that input's gradient."""
-    size = _model(trial)
+    size = trial.size
     states = 2 * value * _parameters(size) * (1 + 3 / 4)
     inputs = 3 * 2 * value * trial.batch * size.block().sequence * size.hidden
     kept = size.layers * _kept(size, trial.batch, value, 4)
@@ -163,7 +153,7 @@ def _modes(trial: Trial, ranks: int, value: int) -> float:
 
 def _one_axis(trial: Trial, ranks: int, value: int) -> float:
     """04: the same batch along dp, pp and tp; the fullest of the three."""
-    size, parameters, blocks = _model(trial), _parameters(_model(trial)), _model(trial).layers
+    size, parameters, blocks = trial.size, _parameters(trial.size), trial.size.layers
     share, each = -(-trial.batch // ranks), -(-trial.batch // PIPELINE_MICROBATCHES)
     flying = min(ranks, PIPELINE_MICROBATCHES) * -(-blocks // ranks)
     built = value * parameters
@@ -175,7 +165,7 @@ def _one_axis(trial: Trial, ranks: int, value: int) -> float:
 
 def _unsharded(trial: Trial, ranks: int, value: int) -> float:
     """05: ZeRO stage 0 with nothing recomputed, and the logits of five steps that a list keeps alive."""
-    size = _model(trial)
+    size = trial.size
     assert isinstance(size, GPT2Size)
     return _serial_step(size, trial.batch, value) + 5 * value * size.vocab_size * trial.batch * size.length
 
@@ -184,7 +174,7 @@ def _gpt2_pipelines(trial: Trial, ranks: int, value: int) -> float:
     """06: pipelines with other cuts or schedules take turns. They share one full model, and one at a time has
     gradients. Interleaving holds up to half as much again in flight, and a split backward keeps the gradient
     of each waiting microbatch's logits."""
-    size, stage = _model(trial), -(-_model(trial).layers // ranks)
+    size, stage = trial.size, -(-trial.size.layers // ranks)
     assert isinstance(size, GPT2Size)
     table = size.vocab_size * size.hidden
     states = value * (_parameters(size) + stage * size.block().parameters + table)
@@ -195,7 +185,7 @@ def _gpt2_pipelines(trial: Trial, ranks: int, value: int) -> float:
 
 def _tensor_ends(trial: Trial, ranks: int, value: int) -> float:
     """07: two blocks, embedding and head, split over all ranks; logits gathered once for comparison."""
-    size = _model(trial)
+    size = trial.size
     states = 3 * value * _parameters(replace(size, layers=2))
     kept = 2 * _kept(size, trial.batch, value, ranks) + _flow(size, trial.batch, value)
     return states + kept + 2 * _logits(size, trial.batch) / ranks
@@ -203,7 +193,7 @@ def _tensor_ends(trial: Trial, ranks: int, value: int) -> float:
 
 def _layouts(trial: Trial, ranks: int, value: int) -> float:
     """08: the fullest layout, by `theory.layout_memory`; layers are timed for four microbatches at once."""
-    size, rows = _model(trial), PIPELINE_MICROBATCHES * trial.batch
+    size, rows = trial.size, PIPELINE_MICROBATCHES * trial.batch
     assert isinstance(size, GPT2Size)
     nothing = LayerCost(0.0, 0.0)
     block = size.block(bytes_per_value=value)
@@ -218,16 +208,14 @@ def _layouts(trial: Trial, ranks: int, value: int) -> float:
 
 def _steps(count: float, split: bool, per_batch: float = 1.0) -> Callable[[Trial, int], float]:
     """FLOPs of `count` steps of `per_batch` times a trial's batch; `split` over the ranks or on each."""
-    return lambda trial, ranks: (
-        count * _flops(_model(trial), trial.batch) * per_batch / (ranks if split else 1)
-    )
+    return lambda trial, ranks: count * _flops(trial.size, trial.batch) * per_batch / (ranks if split else 1)
 
 
 def _block_steps(count: float) -> Callable[[Trial, int], float]:
     """FLOPs of `count` forwards and backwards of the model's blocks, split over the ranks."""
 
     def flops(trial: Trial, ranks: int) -> float:
-        size = _model(trial)
+        size = trial.size
         return count * size.layers * size.block(trial.batch).training_flops / ranks
 
     return flops
@@ -308,7 +296,7 @@ NEEDS: dict[str, PageNeed] = {
     ),
     "03": PageNeed(
         "images", Trial(SMALL_VIT, 64), _vits(*_WHOLE_BATCH), _two_tensor_blocks,
-        lambda trial, ranks: 60 * _flops(replace(_model(trial), layers=1), trial.batch) / ranks, 30.0,
+        lambda trial, ranks: 60 * _flops(replace(trial.size, layers=1), trial.batch) / ranks, 30.0,
         splits_heads=True,
     ),
     "03.modes": PageNeed(
@@ -333,7 +321,7 @@ NEEDS: dict[str, PageNeed] = {
     ),
     "07": PageNeed(
         "", Trial(GPT2Size(400, 2, 25, 1600, 12_601, 256), 1), _gpt2s(*_ROWS), _tensor_ends,
-        lambda trial, ranks: 60 * _flops(replace(_model(trial), layers=2), trial.batch) / ranks,
+        lambda trial, ranks: 60 * _flops(replace(trial.size, layers=2), trial.batch) / ranks,
         splits_heads=True,
     ),
     "08": PageNeed(

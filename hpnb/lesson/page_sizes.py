@@ -110,11 +110,10 @@ class PageSizes:
 
     def __str__(self) -> str:
         batch = NEEDS[self.need].batch_words(self.trial).strip()
-        line = f"{model_name(self.size)}, {batch}" if self.size else batch
-        line += f" in {str(self.dtype).removeprefix('torch.')}"
+        line = f"{model_name(self.size)}, {batch} in {str(self.dtype).removeprefix('torch.')}"
         if self.device == "cpu":
             return f"{line}: small, because {self.share.ranks} ranks train on a CPU"
-        line += f": {_gigabytes(self.peak)} of {_gigabytes(self.share.memory)} GB a rank"
+        line += f": {self.peak / 1e9:.1f} of {self.share.memory / 1e9:.1f} GB a rank"
         return line + ("" if self.fits else ", which will not fit")
 
 
@@ -152,7 +151,3 @@ def model_name(size: ViTSize | GPT2Size) -> str:
     kind, count = ("ViT", size.parameters(3)) if isinstance(size, ViTSize) else ("GPT-2", size.parameters())
     named = _NAMES.get(size, f"{kind} of {size.layers} blocks of {size.hidden}")
     return f"{named} ({count / 1e6:,.{0 if count > 1e8 else 1}f} M parameters)"
-
-
-def _gigabytes(count: float) -> str:
-    return f"{count / 1e9:.1f}"

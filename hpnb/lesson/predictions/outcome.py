@@ -13,13 +13,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import combinations
-from typing import Any, Literal, cast
+from typing import Literal, cast
+
+from pydantic import TypeAdapter
 
 from hpnb.lesson.home import load, save
 from hpnb.lesson.tables import number
 
 Kind = Literal["identity", "model", "ranking"]
-Answer = float | tuple[str, ...] | None
+Answer = int | float | tuple[str, ...] | None
 GOOD = (0.8, 1.25)  # as in hpnb.plot.compare
 FILE = "predictions.json"
 MISSING = "name the missing term"
@@ -48,7 +50,7 @@ class Outcome:
     costs: dict[str, float] | None = None
     seen: bool = False
     rule_of_thumb: Answer = None
-    truth_range: tuple[float, float] | None = None
+    truth_range: tuple[int | float, int | float] | None = None
 
     @property
     def regret(self) -> float | None:
@@ -180,23 +182,14 @@ def _read_ranking(outcome: Outcome, order: tuple[str, ...], who: str) -> str:
 
 # --- the file ----------------------------------------------------------------------------------
 
+_OUTCOMES = TypeAdapter(dict[str, Outcome])
+
 
 def read_outcomes() -> dict[str, Outcome]:
     """{key: outcome} of everything that is in the file."""
-    return load(FILE, _parse, {})
+    return load(FILE, _OUTCOMES.validate_json, {})
 
 
 def write_outcomes(outcomes: Mapping[str, Outcome]) -> None:
     fields = {key: asdict(outcome) for key, outcome in outcomes.items()}
     save(FILE, json.dumps(fields, indent=1, ensure_ascii=False) + "\n")
-
-
-def _parse(text: str) -> dict[str, Outcome]:
-    return {key: _outcome(key, fields) for key, fields in json.loads(text).items()}
-
-
-def _outcome(key: str, fields: dict[str, Any]) -> Outcome:
-    for name in ("guess", "predicted", "truth", "rule_of_thumb", "truth_range"):
-        if isinstance(fields.get(name), list):
-            fields[name] = tuple(fields[name])
-    return Outcome(**{**fields, "key": key})

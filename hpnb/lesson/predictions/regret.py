@@ -39,26 +39,21 @@ class Score:
 
 
 def score(asked: Sequence[Outcome], answer: str) -> Score:
-    """Of the questions that were answered by a run.
-
-    Args:
-        answer: "rule_of_thumb", "predicted" or "guess".
-    """
-    values = [(outcome, getattr(outcome, answer)) for outcome in asked if outcome.truth is not None]
+    """Of one kind of answer, "rule_of_thumb", "predicted" or "guess"; all questions have their truth."""
+    values = [(outcome, getattr(outcome, answer)) for outcome in asked]
     given = [(o, v) for o, v in values if v is not None and not (answer == "guess" and o.seen)]
     regrets = [regret for o, v in given if (regret := o.regret_of(v)) is not None]
     return Score(len(given), sum(bool(o.holds(v)) for o, v in given), tuple(regrets))
 
 
-def show_regret(asked: Sequence[Outcome] | None = None, key: str = "") -> dict[str, Score]:
-    """Show a row a notebook and one for all, and return the scores of all by kind of answer.
+def show_regret(key: str) -> dict[str, Score]:
+    """Show a row a notebook that ran and one for all, and return the scores of all by kind of answer.
 
     Args:
-        asked: by default the questions of all notebooks that ran.
         key: under which to record, for the prose, key.questions, and key.rule-of-thumb.held, .given and
             .median, and the same of the prediction.
     """
-    asked = [o for o in (outcomes() if asked is None else asked) if o.truth is not None]
+    asked = [outcome for outcome in outcomes() if outcome.truth is not None]
     notebooks = sorted({outcome.key.split(".")[0] for outcome in asked})
     groups = {name: [o for o in asked if o.key.startswith(f"{name}.")] for name in notebooks}
     rows = []
@@ -69,12 +64,11 @@ def show_regret(asked: Sequence[Outcome] | None = None, key: str = "") -> dict[s
     total = {who: score(asked, field) for who, field in ANSWERS.items()}
     note = "Held: a number within a factor of 1.25, an identity that is exact, the best of a ranking."
     table(("notebook", "questions", *heads), rows, "what each kind of answer would have cost", note)
-    if key:
-        record(f"{key}.questions", len(asked))
-        for who, one in total.items():
-            if who != "your guess" and one.median is not None:
-                record(f"{key}.{who.replace(' ', '-')}", {"held": one.held, "given": one.given})
-                record(f"{key}.{who.replace(' ', '-')}.median", 100 * one.median, "%")
+    record(f"{key}.questions", len(asked))
+    for who, one in total.items():
+        if who != "your guess" and one.median is not None:
+            record(f"{key}.{who.replace(' ', '-')}", {"held": one.held, "given": one.given})
+            record(f"{key}.{who.replace(' ', '-')}.median", 100 * one.median, "%")
     return total
 
 

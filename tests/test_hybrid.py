@@ -38,6 +38,8 @@ from hybrid_cases import (
     weights,
 )
 from rank_pools import gpu_ranks
+from tiny_models import build as build_tiny
+from tiny_models import planned_architecture
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler, TensorDataset
@@ -58,8 +60,6 @@ from transformers import (
 
 import hpnb
 from hpnb import HybridParallelPlugin
-from hpnb.bench.tiny_models import build as build_tiny
-from hpnb.bench.tiny_models import planned_architecture
 from hpnb.hybrid import boosted_optimizer, global_loss, recompute
 from hpnb.hybrid.presets import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from hpnb.hybrid.refused import REFUSED

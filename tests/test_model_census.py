@@ -1,6 +1,6 @@
 """Planned architectures of transformers, a drawn few of them, train on every layout as on one process.
 
-`python -m hpnb.bench models --write` runs all of them, and its table is committed.
+`python tests/model_census.py --write` runs all of them, and its table is committed.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+import model_census as models
 import pytest
-
-from hpnb.bench import models
-from hpnb.bench.model_parity import LAYOUTS, Outcome, compare, train_serial
-from hpnb.bench.tiny_models import planned_architecture
+from model_parity import LAYOUTS, Outcome, compare, train_serial
+from rank_pools import RankPools
+from tiny_models import planned_architecture
 
 # One a kind of plan: plain, packed, gathered, experts, latent attention, sinks, indexed attention, modules
 # beside the plan, an embedding with a norm, experts whose weights are transposed.
@@ -24,15 +24,15 @@ NAMES = (
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[models.Pools]:
-    made = models.Pools()
+def pools() -> Iterator[RankPools]:
+    made = RankPools(models.TIMEOUT)
     yield made
     made.close()
 
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", NAMES)
-def test_tensor_and_pipeline_parallel_train_as_one_process(pools: models.Pools, name: str) -> None:
+def test_tensor_and_pipeline_parallel_train_as_one_process(pools: RankPools, name: str) -> None:
     check_exact(pools, name, "pp2-tp2")
 
 
@@ -41,7 +41,7 @@ def test_tensor_and_pipeline_parallel_train_as_one_process(pools: models.Pools, 
 @pytest.mark.parametrize(
     "layout", [n for n, one in LAYOUTS.items() if n != "pp2-tp2" and not one.recomputation]
 )
-def test_other_layouts_train_as_one_process(pools: models.Pools, name: str, layout: str) -> None:
+def test_other_layouts_train_as_one_process(pools: RankPools, name: str, layout: str) -> None:
     check_exact(pools, name, layout)
 
 
@@ -51,18 +51,18 @@ RECOMPUTING = [name for name, layout in LAYOUTS.items() if layout.recomputation]
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("layout", RECOMPUTING)
-def test_recomputation_trains_as_one_process(pools: models.Pools, name: str, layout: str) -> None:
+def test_recomputation_trains_as_one_process(pools: RankPools, name: str, layout: str) -> None:
     check_exact(pools, name, layout)
 
 
-def check_exact(pools: models.Pools, name: str, layout: str) -> None:
+def check_exact(pools: RankPools, name: str, layout: str) -> None:
     for outcome in models.examine(pools, planned_architecture(name), [layout]):
         assert outcome.status == "exact", models.describe(outcome)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["Gemma3nTextConfig", "GlmMoeDsaConfig"])
-def test_a_layer_that_takes_more_than_a_stage_passes_is_refused(pools: models.Pools, name: str) -> None:
+def test_a_layer_that_takes_more_than_a_stage_passes_is_refused(pools: RankPools, name: str) -> None:
     architecture, head = planned_architecture(name), "ForCausalLM"
     (serial,) = pools[1].run(train_serial, architecture, head)
     outcome = compare(pools, architecture, head, "pp2", serial)

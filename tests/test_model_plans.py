@@ -13,10 +13,10 @@ import pytest
 import torch
 import transformers
 from rank_pools import RankPools
+from tiny_models import build, planned_architecture
 
 import hpnb
 from hpnb import HybridParallelPlugin, models, placement
-from hpnb.bench.tiny_models import build, planned_architecture
 from hpnb.hybrid import parallelize_model
 from hpnb.models.compare_parts import run_parts
 from hpnb.models.registry import registration_of

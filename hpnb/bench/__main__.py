@@ -148,11 +148,6 @@ _COMMANDS: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
     "gpt2-xl": ("whole programs of a GPT-2 of 1.5B, for each layout", "layouts_command.gpt2_xl",
                 {**_LAYOUTS, **_HEADS}),
     "vit-l16": ("whole programs of ViT-L/16, for each layout", "layouts_command.vit_l16", _LAYOUTS),
-    "models": ("which models of transformers train as on one process", "models.run", {
-        "--names": {"type": _split_names, "help": "LlamaConfig,MixtralConfig; by default all"},
-        "--layouts": {"type": _split_names, "help": "a part of pp2,tp2,pp2-tp2,dp2-zero1-pp2"},
-        "--write": {"action": "store_true", "help": "the table MODELS.md beside the other results"},
-    }),
     "table": ("tables of the newest results", "result_files.show_table", {
         **_RESULTS,
         "--write": {"action": "store_true", "help": "replace the tables in the README.md of that folder"},

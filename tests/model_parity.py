@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_models import BASE, Architecture, build, float64_throughout, make_batch
 from torch import nn
 
 import hpnb
 from hpnb import HybridParallelPlugin, placement
-from hpnb.bench.tiny_models import BASE, Architecture, build, float64_throughout, make_batch
 from hpnb.mesh import ParallelLayout
 from hpnb.pipeline_parallel import Stages, full_state_dict
 from hpnb.ranks.errors import RankError

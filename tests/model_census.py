@@ -1,7 +1,7 @@
 """Which of the architectures that transformers publishes plans for train exactly: a census.
 
-    python -m hpnb.bench models --write                # all of them: half an hour on two cores
-    python -m hpnb.bench models --names LlamaConfig,MixtralConfig --layouts pp2,tp2
+    python tests/model_census.py --write               # all of them: half an hour on two cores
+    python tests/model_census.py --names LlamaConfig MixtralConfig --layouts pp2 tp2
 
 Every architecture is built tiny from its configuration's class (`tiny_models.py`) and trained on six layouts
 and on one process (`model_parity.py`). Each training is one call of a pool of ranks, with a time limit. A
@@ -11,17 +11,18 @@ in hpnb/bench/results/MODELS.md.
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 import transformers
+from model_parity import LAYOUTS, Outcome, compare, errors_of, train_serial
+from rank_pools import RankPools
+from tiny_models import Architecture, planned
 
-import hpnb
-from hpnb.bench.model_parity import LAYOUTS, Outcome, compare, errors_of, train_serial
 from hpnb.bench.result_files import RESULTS, current_commit
-from hpnb.bench.tiny_models import Architecture, planned
 from hpnb.files import write_text
 from hpnb.ranks.errors import RankError
 
@@ -31,23 +32,7 @@ SECOND_HEAD = "pp2-tp2"
 STATUSES = ("exact", "refused", "wrong", "fails")
 
 
-class Pools:
-    """`pools[n]` is a pool of n ranks on the CPU, a new one after a failure."""
-
-    def __init__(self) -> None:
-        self._pools: dict[int, hpnb.Ranks] = {}
-
-    def __getitem__(self, ranks: int) -> hpnb.Ranks:
-        if ranks not in self._pools or not self._pools[ranks].alive:
-            self._pools[ranks] = hpnb.Ranks(ranks, device="cpu", timeout=TIMEOUT)
-        return self._pools[ranks]
-
-    def close(self) -> None:
-        for pool in self._pools.values():
-            pool.close()
-
-
-def examine(pools: Pools, architecture: Architecture, layouts: Sequence[str]) -> list[Outcome]:
+def examine(pools: RankPools, architecture: Architecture, layouts: Sequence[str]) -> list[Outcome]:
     """One outcome a layout, and one for a second head."""
     if not architecture.models:
         reason = f"transformers has no model for {architecture.name} alone, so there is nothing to register"
@@ -72,28 +57,24 @@ def examine(pools: Pools, architecture: Architecture, layouts: Sequence[str]) ->
     return outcomes
 
 
-def run(names: Sequence[str] | None, layouts: Sequence[str] | None, write: bool) -> None:
-    """Train them and print the outcomes; `write` makes the page.
-
-    Raises:
-        ValueError: no architecture or layout of such a name.
-    """
-    table = planned()
-    for chosen, known in ((names, table), (layouts, LAYOUTS)):
-        if unknown := [name for name in chosen or () if name not in known]:
-            raise ValueError(f"no {unknown[0]!r} in the census; it has {', '.join(known)}")
-    pools, commit, outcomes = Pools(), current_commit(), list[Outcome]()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--names", nargs="+", choices=planned(), metavar="NAME", help="by default all")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, help="by default all")
+    parser.add_argument("--write", action="store_true", help="the table MODELS.md beside the other results")
+    chosen = parser.parse_args()
+    pools, commit, outcomes = RankPools(TIMEOUT), current_commit(), list[Outcome]()
     try:
-        for name in names or table:
+        for name in chosen.names or planned():
             begin = time.perf_counter()
-            for outcome in examine(pools, table[name], layouts or tuple(LAYOUTS)):
+            for outcome in examine(pools, planned()[name], chosen.layouts or tuple(LAYOUTS)):
                 outcomes.append(replace(outcome, commit=commit))
                 print(describe(outcome), flush=True)
             print(f"{time.perf_counter() - begin:.1f} s", flush=True)
     finally:
         pools.close()
     print(summary(outcomes))
-    if write:
+    if chosen.write:
         write_text(PAGE, page(outcomes))
 
 
@@ -134,7 +115,7 @@ def page(outcomes: Sequence[Outcome]) -> str:
         "# Which models of transformers train exactly",
         "",
         f"{summary(outcomes)}. These are the configurations with a tensor and a pipeline plan.",
-        "`python -m hpnb.bench models --write` makes this table. Each model is built tiny and trains three",
+        "`python tests/model_census.py --write` makes this table. Each model is built tiny and trains three",
         "steps in float64 on the CPU; its losses, gradients and weights are compared with those of one",
         "process. A number is the largest relative error. The last column says which share of the matrices,",
         "embeddings included, is sharded by tensor parallelism; the rest is replicated.",
@@ -163,3 +144,7 @@ def _cell(outcome: Outcome, notes: dict[str, int]) -> str:
         return f"{max(outcome.errors):.0e}"
     reason = outcome.reason.partition(" raised ")[2].partition("Error: ")[2] or outcome.reason
     return f"{outcome.status} ({notes.setdefault(reason, len(notes) + 1)})"
+
+
+if __name__ == "__main__":
+    main()

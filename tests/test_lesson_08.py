@@ -477,7 +477,7 @@ def test_choices_are_judged() -> None:
     def replicas(job: exercises.BudgetedTask) -> ParallelLayout:
         return ParallelLayout(job.ranks)
 
-    found = list(exercises.choose_layout.verify(replicas))
+    found = lesson.check(exercises.choose_layout, replicas).findings
     assert statuses(found) == [False, False, False] or statuses(found)[1:] == [False, False]
     assert "more than 16" in found[1].text
-    assert statuses(exercises.choose_layout.verify(lambda job: "dp 8")) == [False] * 3
+    assert statuses(lesson.check(exercises.choose_layout, lambda job: "dp 8").findings) == [False]

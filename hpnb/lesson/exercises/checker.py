@@ -6,8 +6,8 @@
             yield Finding(answer(ranks) == right(ranks), f"{ranks} ranks: ...")
 
 `check` prints the findings and never raises for what the reader wrote: an exception in it is a finding with
-its own last lines, and a stub is "not yet". A stub raises NotImplementedError (on a rank too), returns `...`,
-or still holds one.
+its own last lines, and ends the check. A stub is "not yet": a function that does nothing, or that raises
+NotImplementedError (on a rank too).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hpnb.lesson.exercises.stubs import has_blank, is_blank, raised_by_stub
+from hpnb.lesson.exercises.stubs import is_blank, raised_by_stub
 from hpnb.lesson.home import locked, read_json, write_json
 from hpnb.ranks import RankError
 from hpnb.ranks.errors import folded, readable
@@ -35,6 +35,10 @@ class Finding:
 
     ok: bool
     text: str
+
+
+class WrongAnswer(Exception):
+    """What was returned cannot be the answer: the check ends, and so do ranks that wait for this one."""
 
 
 Verify = Callable[[Any], Iterable[Finding]]
@@ -107,19 +111,22 @@ def passed() -> tuple[str, ...]:
 def _verdict(exercise: Exercise, solution: Any) -> Verdict:
     if is_blank(solution):
         return Verdict("not yet")
+    findings: list[Finding] = []
     try:
-        findings = tuple(exercise.verify(solution))
+        for finding in exercise.verify(solution):
+            findings.append(finding)
     except KeyboardInterrupt:  # RankInterrupt too, which is also a RankError
         raise
+    except WrongAnswer as error:
+        findings.append(Finding(False, str(error)))
     except (Exception, SystemExit) as error:
-        if raised_by_stub(error) or has_blank(solution):
+        if raised_by_stub(error):
             return Verdict("not yet")
-        return Verdict("failed", (Finding(False, _describe(error)),))
+        findings.append(Finding(False, _describe(error)))
     if not findings:
         raise ValueError(f"exercise {exercise.key} verified nothing, so nothing can pass it")
-    if all(finding.ok for finding in findings):
-        return Verdict("passed", findings)
-    return Verdict("not yet") if has_blank(solution) else Verdict("failed", findings)
+    passed = all(finding.ok for finding in findings)
+    return Verdict("passed" if passed else "failed", tuple(findings))
 
 
 # --- what the reader's code raised -----------------------------------------------------------------

@@ -9,8 +9,8 @@ import torch
 
 import hpnb
 from hpnb import Layout
-from hpnb.lesson.exercises.checker import Finding, exercise
-from hpnb.lesson.exercises.findings import WrongAnswer, is_number, normal, off_by, run_on_ranks, worst_of
+from hpnb.lesson.exercises.checker import Finding, WrongAnswer, exercise
+from hpnb.lesson.exercises.findings import expect_tensor, is_number, normal, off_by, run_on_ranks, worst_of
 from hpnb.lesson.programs.experts import ComparedLayer, ExpertLayer, compare_layer, expert_axis
 
 # --- dispatch and combine -----------------------------------------------------------------------------
@@ -22,11 +22,7 @@ _LAYERS = (  # (ranks, experts, experts of a token, tokens of a rank)
 
 def _compare(layer: ExpertLayer, num_experts: int, k: int, tokens: int) -> ComparedLayer:
     def checked(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        out = layer(x, *rest)
-        if not isinstance(out, torch.Tensor) or out.shape != x.shape:
-            shape = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
-            raise WrongAnswer(f"it returned {shape}; the output has shape {tuple(x.shape)}")
-        return out
+        return expect_tensor(layer(x, *rest), x.shape, "it returned")
 
     assert expert_axis().size == hpnb.world_size()
     return compare_layer(checked, num_experts, k, tokens)
@@ -36,10 +32,7 @@ def _compare(layer: ExpertLayer, num_experts: int, k: int, tokens: int) -> Compa
 def dispatch_and_combine(layer: ExpertLayer) -> Iterator[Finding]:
     for ranks, num_experts, k, tokens in _LAYERS:
         text = f"{ranks} ranks, {num_experts} experts, {k} of them a token, {tokens} tokens a rank"
-        compared, problem = run_on_ranks(_compare, layer, num_experts, k, tokens, ranks=ranks)
-        if problem:
-            yield Finding(False, f"{text}: {problem}")
-            continue
+        compared = run_on_ranks(_compare, layer, num_experts, k, tokens, ranks=ranks, case=text)
         distances = compared[0].distances
         words = ", ".join(f"{what} {off_by(distance)}" for what, distance in distances.items())
         yield Finding(worst_of(distances.values()) < 1e-12, f"{text}: {words}")
@@ -73,20 +66,15 @@ def balancing_loss(balance: Callable[[torch.Tensor, int], Any]) -> Iterator[Find
         loss, gradient = balance_of(logits, k)
         answer = balance(logits.clone(), k)
         if not isinstance(answer, tuple) or len(answer) != 2:
-            yield Finding(False, f"{what}: it returned {type(answer).__name__}; (loss, gradient) is wanted")
-            continue
+            raise WrongAnswer(f"{what}: it returned {type(answer).__name__}; (loss, gradient) is wanted")
         value = float(answer[0]) if isinstance(answer[0], torch.Tensor) else answer[0]
         if not is_number(value):
-            yield Finding(False, f"{what}: the loss is {value!r}, and a number is wanted")
-            continue
+            raise WrongAnswer(f"{what}: the loss is {value!r}, and a number is wanted")
         right = abs(value - float(loss)) < 1e-12 * abs(float(loss))
         yield Finding(right, f"{what}: the loss is {float(loss):.6f}, you say {value:.6f}")
         theirs = answer[1]
         if not isinstance(theirs, torch.Tensor) or theirs.shape != gradient.shape:
-            yield Finding(
-                False, f"{what}: the gradient has one number for each logit, {tuple(gradient.shape)}"
-            )
-            continue
+            raise WrongAnswer(f"{what}: the gradient has one number for each logit, {tuple(gradient.shape)}")
         distance = float((theirs - gradient).norm() / gradient.norm())
         yield Finding(distance < 1e-10, f"{what}: the gradient is {off_by(distance)}")
 
@@ -104,20 +92,15 @@ def who_reduces(reduces: Callable[[int, int, int, int], Any]) -> Iterator[Findin
         wrong = []
         for rank in range(layout.world_size):
             answer = reduces(rank, layout.dp, layout.pp, layout.ep)
-            try:
-                theirs = {what: (sorted(int(r) for r in ranks), divisor)
-                          for what, (ranks, divisor) in answer.items()}  # fmt: skip
-            except (AttributeError, TypeError, ValueError):
-                wrong.append(f'it returned {answer!r}; {{"router": (ranks, divisor), ...}} is wanted')
-                break
             for what, axis in (("router", "dp"), ("expert", "edp")):
-                group = next(group for group in layout.groups(axis) if rank in group)
-                if what not in theirs:
-                    wrong.append(f"{what!r} is missing")
-                elif theirs[what] != (list(group), layout.dp):
-                    ranks, divisor = theirs[what]
-                    wrong.append(f"rank {rank}, {what}: ranks {list(group)} add up, divided by {layout.dp}; "
+                try:
+                    ranks, divisor = answer[what]
+                    ranks = sorted(int(r) for r in ranks)
+                except (KeyError, TypeError, ValueError):
+                    wanted = '{"router": (ranks, divisor), "expert": (ranks, divisor)}'
+                    raise WrongAnswer(f"{text}: it returned {answer!r}; {wanted} is wanted") from None
+                group = next(list(group) for group in layout.groups(axis) if rank in group)
+                if (ranks, divisor) != (group, layout.dp):
+                    wrong.append(f"rank {rank}, {what}: ranks {group} add up, divided by {layout.dp}; "
                                  f"you say ranks {ranks} and {divisor}")  # fmt: skip
-            if wrong:
-                break
         yield Finding(not wrong, f"{text}: {wrong[0] if wrong else 'right on all ranks'}")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import hpnb
-from hpnb.lesson.exercises.checker import Exercise, Finding
+from hpnb.lesson.exercises.checker import Exercise, Finding, WrongAnswer
 from hpnb.lesson.tables import number
 from hpnb.record import Message
 
@@ -18,18 +18,29 @@ EXACT = 1e-12  # relative norm, float64
 TIMEOUT = 20.0  # seconds
 
 
-class WrongAnswer(Exception):
-    """What a rank returned cannot be the answer. Raised, so that ranks that wait for this one end with it."""
+def run_on_ranks(run: Callable[..., Any], *args: Any, ranks: int, case: str = "") -> list[Any]:
+    """What each rank returned.
 
-
-def run_on_ranks(run: Callable[..., Any], *args: Any, ranks: int) -> tuple[Any, str]:
-    """(what all ranks returned, ""), or (None, the words of the rank that raised WrongAnswer)."""
+    Raises:
+        WrongAnswer: a rank raised it; its words, after the `case`.
+    """
     try:
-        return hpnb.launch(run, *args, ranks=ranks, device="cpu", timeout=TIMEOUT), ""
+        return hpnb.launch(run, *args, ranks=ranks, device="cpu", timeout=TIMEOUT)
     except hpnb.RankError as error:
         if error.error != WrongAnswer.__name__:
             raise
-        return None, error.summary.partition(": ")[2]
+        words = error.summary.partition(": ")[2]
+        raise WrongAnswer(f"{case}: {words}" if case else words) from None
+
+
+def expect_tensor(value: Any, shape: Sequence[int], who: str) -> torch.Tensor:
+    """`value`, if it is a tensor of that shape; else WrongAnswer, in words that begin with `who`."""
+    wanted = tuple(shape)
+    if not isinstance(value, torch.Tensor):
+        raise WrongAnswer(f"{who} a {type(value).__name__}, and a tensor of shape {wanted} is wanted")
+    if value.shape != torch.Size(wanted):
+        raise WrongAnswer(f"{who} a tensor of shape {tuple(value.shape)}, and shape {wanted} is wanted")
+    return value
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

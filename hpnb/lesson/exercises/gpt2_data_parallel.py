@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import hpnb
-from hpnb.lesson.exercises.checker import Finding, exercise
+from hpnb.lesson.exercises.checker import Finding, WrongAnswer, exercise
 from hpnb.lesson.exercises.findings import is_number
 from hpnb.lesson.programs.device_timing import all_ranks
 from hpnb.models import GPT2Size
@@ -55,14 +55,13 @@ def _measure_states(stage: int) -> dict[str, int]:
     return {"parameters": last.parameters, "gradients": last.gradients, "optimizer": optimizer_bytes}
 
 
-def _parse_bytes(answer: Any) -> dict[str, float] | None:
-    """An answer as {category: bytes}, or None where it is no such thing."""
-    if not isinstance(answer, Mapping) or set(answer) != {"parameters", "gradients", "optimizer"}:
-        return None
-    try:
-        return {name: float(value) for name, value in answer.items()}
-    except (TypeError, ValueError):
-        return None
+def _parse_bytes(answer: Any) -> dict[str, float]:
+    """An answer as {category: bytes}. Raises WrongAnswer where it is no such thing."""
+    names = ("parameters", "gradients", "optimizer")
+    if not isinstance(answer, Mapping) or set(answer) != {*names} or not all(map(is_number, answer.values())):
+        wanted = "{'parameters': .., 'gradients': .., 'optimizer': ..}"
+        raise WrongAnswer(f"{answer!r} is no {wanted} in bytes")
+    return {name: float(answer[name]) for name in names}
 
 
 def _rounding(published: float) -> float:
@@ -75,13 +74,7 @@ def state_bytes(answer: Callable[..., Any]) -> Iterator[Finding]:
     off: list[str] = []
     for ranks, row in PUBLISHED.items():
         for stage, published in enumerate(row):
-            states = answer(7.5e9, ranks, stage, 2, 2, 12)
-            parsed = _parse_bytes(states)
-            if parsed is None:
-                wanted = "{'parameters': .., 'gradients': .., 'optimizer': ..}"
-                yield Finding(False, f"{states!r} is no {wanted} in bytes")
-                return
-            total = sum(parsed.values()) / 1e9
+            total = sum(_parse_bytes(answer(7.5e9, ranks, stage, 2, 2, 12)).values()) / 1e9
             if abs(total - published) > _rounding(published) * 1.001:
                 off.append(f"stage {stage} on {ranks}: {total:.4g} GB, published {published:g}")
     text = "20 entries of the published table, 7.5e9 parameters"
@@ -90,11 +83,11 @@ def state_bytes(answer: Callable[..., Any]) -> Iterator[Finding]:
     with hpnb.Ranks(2, device="cpu", timeout=_TIMEOUT) as pool:
         for stage in range(4):
             measured = pool.run(_measure_states, stage)[0]
-            parsed = _parse_bytes(answer(values, 2, stage, 4, 4, 8)) or {}
+            parsed = _parse_bytes(answer(values, 2, stage, 4, 4, 8))
             wrong = [
-                f"{name} {parsed.get(name, math.nan):,.0f}, measured {nbytes:,}"
+                f"{name} {parsed[name]:,.0f}, measured {nbytes:,}"
                 for name, nbytes in measured.items()
-                if parsed.get(name) != nbytes
+                if parsed[name] != nbytes
             ]
             result = "; ".join(wrong) or f"{sum(measured.values()):,} bytes, as recorded"
             yield Finding(not wrong, f"stage {stage}, {values:,} float32 parameters on 2 ranks: {result}")
@@ -161,11 +154,9 @@ def recompute_choice(choose: Callable[..., Any]) -> Iterator[Finding]:
         try:
             chosen = sorted({int(i) for i in answer})
         except TypeError:
-            yield Finding(False, f"{name}: {answer!r} is no set of blocks")
-            return
+            raise WrongAnswer(f"{name}: {answer!r} is no set of blocks") from None
         if any(i not in range(len(layers)) for i in chosen):
-            yield Finding(False, f"{name}: {chosen}, and the blocks are 0 to {len(layers) - 1}")
-            return
+            raise WrongAnswer(f"{name}: {chosen}, and the blocks are 0 to {len(layers) - 1}")
         peak, best = peak_activations(layers, chosen, head), _least_seconds(layers, head, budget)
         took = sum(layers[i].seconds for i in chosen)
         text = f"{name}: recomputing {chosen or 'none'}"
@@ -322,7 +313,6 @@ def noise_scale(scale: Callable[..., Any]) -> Iterator[Finding]:
         answer = scale(*planted(signal, noise, small, ranks, 4000, seed), small)
         text = f"{ranks} ranks of {small} samples, planted {noise / signal:g}"
         if not is_number(answer):
-            yield Finding(False, f"{text}: {answer!r} is no number")
-            continue
+            raise WrongAnswer(f"{text}: {answer!r} is no number")
         ratio = answer * signal / noise
         yield Finding(0.9 <= ratio <= 1.1, f"{text}: your answer is {answer:.3g}, {ratio:.2f} times that")

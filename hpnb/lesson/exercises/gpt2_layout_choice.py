@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hpnb import theory
-from hpnb.lesson.exercises.checker import Finding, exercise
+from hpnb.lesson.exercises.checker import Finding, WrongAnswer, exercise
 from hpnb.lesson.exercises.findings import divisors
 from hpnb.lesson.programs.layout_tasks import gpt2_xl_task
 from hpnb.lesson.tables import number
@@ -93,8 +93,7 @@ def choose_layout(choose: Callable[[BudgetedTask], Any]) -> Iterator[Finding]:
     for name, task in TASKS.items():
         plan = choose(task)
         if not isinstance(plan, ParallelLayout):
-            yield Finding(False, f"{name}: {plan!r} is no ParallelLayout")
-            continue
+            raise WrongAnswer(f"{name}: {plan!r} is no ParallelLayout")
         text = f"{name}: {plan}, m {task.task.microbatches(plan)}"
         if (why := task.refusal(plan)) is not None:
             yield Finding(False, f"{text}: {why}")

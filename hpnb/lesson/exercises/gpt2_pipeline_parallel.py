@@ -14,8 +14,8 @@ from torch import nn
 import hpnb
 from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.hybrid.model_loss import causal
-from hpnb.lesson.exercises.checker import Finding, exercise
-from hpnb.lesson.exercises.findings import TIMEOUT, WrongAnswer, exact, run_on_ranks
+from hpnb.lesson.exercises.checker import Finding, WrongAnswer, exercise
+from hpnb.lesson.exercises.findings import TIMEOUT, exact, run_on_ranks
 from hpnb.lesson.exercises.gpt2_capped_schedule import CappedPipeline, beat_1f1b
 from hpnb.lesson.programs.device_timing import all_ranks
 from hpnb.lesson.programs.step_timing import relative_distance
@@ -159,10 +159,7 @@ def _run_tied(tie: Tie) -> tuple[float, float, list[float]]:
 @exercise("06.2", "one weight, two homes", 15)
 def tied_weight(tie: Tie) -> Iterator[Finding]:
     for ranks in (2, 3):
-        runs, problem = run_on_ranks(_run_tied, tie, ranks=ranks)
-        if problem:
-            yield Finding(False, f"{ranks} ranks: {problem}")
-            return
+        runs = run_on_ranks(_run_tied, tie, ranks=ranks, case=f"{ranks} ranks")
         text = f"{ranks} ranks, three steps"
         yield exact((apart for apart, _, _ in runs), f"{text}: the two copies are")
         yield exact((off for _, off, _ in runs), f"{text}: weights beside one process's are")
@@ -230,10 +227,7 @@ def _run_tokens(token_loss: TokenLoss) -> dict[str, tuple[float, float, list[int
 
 @exercise("06.3", "the exact token mean", 15)
 def token_mean(token_loss: TokenLoss) -> Iterator[Finding]:
-    runs, problem = run_on_ranks(_run_tokens, token_loss, ranks=2)
-    if problem:
-        yield Finding(False, problem)
-        return
+    runs = run_on_ranks(_run_tokens, token_loss, ranks=2)
     for name in _BATCHES:
         losses, gradients, counts = zip(*(run[name] for run in runs), strict=True)
         text = f"{name} ({' and '.join(map(str, counts[0]))} targets): beside one process"

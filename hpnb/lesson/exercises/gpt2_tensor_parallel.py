@@ -13,8 +13,8 @@ import torch.nn.functional as F
 import hpnb
 from hpnb import comm
 from hpnb.data.tokenizer import IGNORE_INDEX
-from hpnb.lesson.exercises.checker import Finding, exercise
-from hpnb.lesson.exercises.findings import WrongAnswer, bytes_of, calls_of, exact, normal, run_on_ranks
+from hpnb.lesson.exercises.checker import Finding, WrongAnswer, exercise
+from hpnb.lesson.exercises.findings import bytes_of, calls_of, exact, normal, run_on_ranks
 from hpnb.lesson.exercises.gpt2_activation_bytes import ShardedLayer, activation_bytes, published
 from hpnb.lesson.programs.device_timing import all_ranks
 from hpnb.lesson.programs.gpt2_tensor import attention
@@ -55,10 +55,7 @@ def _run_split_heads(split: Callable[..., Any], heads: int) -> tuple[int, float]
 def split_heads(split: Callable[..., Any]) -> Iterator[Finding]:
     for heads, ranks in ((12, 2), (25, 2), (23, 4), (25, 4)):
         text = f"{heads} heads over {ranks} ranks"
-        runs, problem = run_on_ranks(_run_split_heads, split, heads, ranks=ranks)
-        if problem:
-            yield Finding(False, f"{text}: {problem}")
-            continue
+        runs = run_on_ranks(_run_split_heads, split, heads, ranks=ranks, case=text)
         yield exact((off for _, off in runs), f"{text}: the output beside one process's is")
         counts, most = [count for count, _ in runs], -(-heads // ranks)
         total = f"the ranks have {counts}, {sum(counts)} in all; none should have more than {most}"
@@ -124,10 +121,7 @@ def _run_losses(loss: Callable[..., Any]) -> dict[str, LossRun]:
 @exercise("07.2", "a vocabulary-parallel loss", 25)
 def vocab_parallel_loss(loss: Callable[..., Any]) -> Iterator[Finding]:
     for ranks in (2, 3):
-        results, problem = run_on_ranks(_run_losses, loss, ranks=ranks)
-        if problem:
-            yield Finding(False, f"{ranks} ranks, {problem}")
-            continue
+        results = run_on_ranks(_run_losses, loss, ranks=ranks, case=f"{ranks} ranks")
         for name, (targets, _) in _LOSSES.items():
             runs = [result[name] for result in results]
             for what in runs[0].distances:
@@ -250,8 +244,12 @@ _STEPS = (0, 1, 2, 3, 1000)
 SeedKey = tuple[int, MeshCoordinates, DropoutSite, int]  # base seed, rank, site, step
 
 
-def _collect_seeds(policy: Callable[..., Any]) -> tuple[dict[SeedKey, int], str]:
-    """(the seed of every rank, site and step, ""), or what is wrong with one."""
+def _collect_seeds(policy: Callable[..., Any]) -> dict[SeedKey, int]:
+    """The seed of every rank, site and step.
+
+    Raises:
+        WrongAnswer: one is no seed, or is another when asked again.
+    """
     seeds: dict[SeedKey, int] = {}
     keys = [
         (base, at, site, step) for base in (0, 1, 42) for at in _MESH for site in _SITES for step in _STEPS
@@ -259,26 +257,21 @@ def _collect_seeds(policy: Callable[..., Any]) -> tuple[dict[SeedKey, int], str]
     for key in keys:
         base, at, site, step = key
         seed, again = (policy(base, at, site, step) for _ in range(2))
-        problem = ""
+        case = f"{at}, {site}, step {step}"
         if isinstance(seed, bool) or not isinstance(seed, int):
-            problem = f"it returned {seed!r}, and an int is wanted"
-        elif not 0 <= seed < 2**63:
-            problem = f"it returned {seed}, and a generator takes 0 to 2^63 - 1"
-        elif seed != again:
-            problem = f"called twice it says {seed} and {again}, so a recomputed block"
-            problem += " drops something else"
-        if problem:
-            return {}, f"{at}, {site}, step {step}: {problem}"
+            raise WrongAnswer(f"{case}: it returned {seed!r}, and an int is wanted")
+        if not 0 <= seed < 2**63:
+            raise WrongAnswer(f"{case}: it returned {seed}, and a generator takes 0 to 2^63 - 1")
+        if seed != again:
+            twice = f"called twice it says {seed} and {again}"
+            raise WrongAnswer(f"{case}: {twice}, so a recomputed block drops something else")
         seeds[key] = seed
-    return seeds, ""
+    return seeds
 
 
 @exercise("07.4", "a policy of seeds", 20)
 def seed_policy(policy: Callable[..., Any]) -> Iterator[Finding]:
-    seeds, problem = _collect_seeds(policy)
-    if problem:
-        yield Finding(False, problem)
-        return
+    seeds = _collect_seeds(policy)
     masks = {seed: _draw_mask(seed, 0.5, 64) for seed in set(seeds.values())}
     yield Finding(True, "called twice it says the same, so a block can be recomputed")
 

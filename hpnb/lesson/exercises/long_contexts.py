@@ -11,8 +11,8 @@ import torch
 
 import hpnb
 from hpnb.context_parallel import Ring, Visibility, ring_attention
-from hpnb.lesson.exercises.checker import Finding, exercise
-from hpnb.lesson.exercises.findings import exact, is_number, normal, run_on_ranks
+from hpnb.lesson.exercises.checker import Finding, WrongAnswer, exercise
+from hpnb.lesson.exercises.findings import exact, expect_tensor, is_number, normal, run_on_ranks
 from hpnb.lesson.programs.long_contexts import context_axis
 from hpnb.lesson.programs.step_timing import relative_distance
 from hpnb.lesson.tables import number
@@ -65,11 +65,7 @@ def online_softmax(attend: Callable[..., Any]) -> Iterator[Finding]:
         mask[:, :unseen] = False
         scores = (q @ k.mT / _WIDTH**0.5).masked_fill(~mask, -torch.inf)
         stream = BlockStream(k, v, mask, sizes)
-        out = attend(q.clone(), stream.blocks())
-        if not isinstance(out, torch.Tensor) or out.shape != q.shape:
-            shape = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
-            yield Finding(False, f"{what}: it returned {shape}; the output has shape {tuple(q.shape)}")
-            continue
+        out = expect_tensor(attend(q.clone(), stream.blocks()), q.shape, f"{what}: it returned")
         yield exact([relative_distance([out], [scores.softmax(-1) @ v])], f"{what}: the output is")
         text = f"{what}: at most {stream.most_alive} blocks of {len(sizes)} were held at once, target 2"
         yield Finding(stream.most_alive <= 2, text)
@@ -124,12 +120,8 @@ def backward_bytes(sent: Callable[[RingJob], Any]) -> Iterator[Finding]:
         text = f"{job.p} ranks, {job.b} x {job.s} tokens, {job.heads} heads, {job.kv_heads} kv heads, "
         text += f"{job.w} bytes a value"
         if not is_number(answer):
-            yield Finding(False, f"{text}: you say {answer!r}, and a number of bytes is wanted")
-            continue
-        counted, problem = run_on_ranks(_count_backward, job, ranks=job.p)
-        if problem:
-            yield Finding(False, f"{text}: {problem}")
-            continue
+            raise WrongAnswer(f"{text}: you say {answer!r}, and a number of bytes is wanted")
+        counted = run_on_ranks(_count_backward, job, ranks=job.p)
         right = abs(answer - counted[0]) < 0.5
         text += f": you say {number(answer, 'B')}"
         yield Finding(right, text + (", as counted" if right else f"; counted are {number(counted[0], 'B')}"))
@@ -150,16 +142,14 @@ def balanced_assignment(assign: Callable[[int, int], Any]) -> Iterator[Finding]:
         try:
             lists = [[int(chunk) for chunk in shard] for shard in shards]
         except TypeError:
-            yield Finding(False, f"{text}: it returned {shards!r}; a list of chunks for each rank is wanted")
-            continue
+            wanted = "a list of chunks for each rank is wanted"
+            raise WrongAnswer(f"{text}: it returned {shards!r}; {wanted}") from None
         listed = sorted(chunk for shard in lists for chunk in shard)
         if len(lists) != ranks or listed != list(range(chunks)):
-            yield Finding(False, f"{text}: {lists} doesn't have each chunk on one of {ranks} ranks")
-            continue
+            raise WrongAnswer(f"{text}: {lists} doesn't have each chunk on one of {ranks} ranks")
         counts = {len(shard) for shard in lists}
         if counts != {chunks // ranks}:
-            yield Finding(False, f"{text}: {lists} should have {chunks // ranks} chunks on each rank")
-            continue
+            raise WrongAnswer(f"{text}: {lists} should have {chunks // ranks} chunks on each rank")
         work = [sum(chunk + 0.5 for chunk in shard) for shard in lists]
         gap = max(work) - min(work)
         yield Finding(gap <= 1, f"{text}: work from {min(work):g} to {max(work):g}, {gap:g} apart, at most 1")

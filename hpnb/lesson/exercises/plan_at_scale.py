@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from hpnb.lesson.exercises.checker import Finding, exercise
+from hpnb.lesson.exercises.checker import Finding, WrongAnswer, exercise
 from hpnb.lesson.exercises.findings import is_number
 from hpnb.lesson.programs.cluster_planning import FAST, FIELDS, MODELS, SLOW, cluster, halve_field
 from hpnb.lesson.tables import number
@@ -69,8 +69,8 @@ def fit_model(fit: Callable[[ClusterTask], Any]) -> Iterator[Finding]:
     for name, task in TASKS.items():
         plan = fit(task)
         if not isinstance(plan, ParallelLayout):
-            yield Finding(False, f"{name}: {plan!r} is no ParallelLayout")
-        elif (why := task.refused(plan)) is not None:
+            raise WrongAnswer(f"{name}: {plan!r} is no ParallelLayout")
+        if (why := task.refused(plan)) is not None:
             yield Finding(False, f"{name}: {why}")
         elif task.held(plan) > task.memory:
             held = f"{number(task.held(plan), 'B')}, more than {number(task.memory, 'B')}"
@@ -133,15 +133,13 @@ def slow_link(diagnose: Callable[[list[WeeklyTimes]], Any]) -> Iterator[Finding]
     for name, rows, what in weeks():
         answer = diagnose(list(rows))
         if not (isinstance(answer, tuple | list) and len(answer) == 2):
-            yield Finding(False, f"{name}: {answer!r} is not a pair (what, plan)")
-            continue
+            raise WrongAnswer(f"{name}: {answer!r} is not a pair (what, plan)")
         cause, plan = answer
         right = "" if cause == what else ", and it is something else"
         yield Finding(cause == what, f"{name}: {cause}{right}")
         after = {row.plan: row.after for row in rows}
         if plan not in after:
-            yield Finding(False, f"{name}: {plan} is not among the rows")
-            continue
+            raise WrongAnswer(f"{name}: {plan} is not among the rows")
         more = after[plan] / min(after.values()) - 1
         yield Finding(more <= 0.01, f"{name}: {plan} is now {100 * more:.1f} % over the fastest of the rows")
 
@@ -192,8 +190,7 @@ def checkpoint_interval(interval: Callable[[CheckpointTask], Any]) -> Iterator[F
         seconds, failures = interval(task), task.failures
         young = save_interval(failures)
         if not is_number(seconds) or not 0 < seconds < math.inf:
-            yield Finding(False, f"{name}: {seconds!r} is no number of seconds above 0")
-            continue
+            raise WrongAnswer(f"{name}: {seconds!r} is no number of seconds above 0")
         least = min(1 - trained_share(failures, young * (0.5 + n / 200)) for n in range(201))
         lost = 1 - trained_share(failures, float(seconds))
         text = f"{name}: saving every {number(seconds, 's')} loses {100 * lost:.2f} % of the time"

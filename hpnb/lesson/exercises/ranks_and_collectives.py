@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import hpnb
 from hpnb import comm
-from hpnb.lesson.exercises.checker import Finding, exercise
-from hpnb.lesson.exercises.findings import TIMEOUT
+from hpnb.lesson.exercises.checker import Finding, WrongAnswer, exercise
+from hpnb.lesson.exercises.findings import TIMEOUT, run_on_ranks
 from hpnb.lesson.programs.device_timing import all_ranks
 from hpnb.record import Timeline
 from hpnb.theory import LINKS, Link, seconds
@@ -40,7 +40,7 @@ def _run_halves(all_reduce: Callable[..., Any], length: int) -> tuple[bool, list
 @exercise("00.1", "an all-reduce from its two halves", 15)
 def halves(answer: Callable[..., Any]) -> Iterator[Finding]:
     for length in (12, 10, 2):
-        runs = hpnb.launch(_run_halves, answer, length, ranks=3, device="cpu", timeout=TIMEOUT)
+        runs = run_on_ranks(_run_halves, answer, length, ranks=3)
         text, (_, ops, sent, target) = f"{length} values on 3 ranks", runs[0]
         yield Finding(all(right for right, *_ in runs), f"{text}: every rank has the exact sum")
         both_halves = ops == ["reduce_scatter", "all_gather"]
@@ -77,7 +77,7 @@ def _run_doubling(all_reduce: Callable[..., Any]) -> tuple[str, int, int]:
 @exercise("00.2", "an all-reduce in log2 n steps", 15)
 def doubling(answer: Callable[..., Any]) -> Iterator[Finding]:
     for ranks in (2, 4, 8):
-        runs = hpnb.launch(_run_doubling, answer, ranks=ranks, device="cpu", timeout=TIMEOUT)
+        runs = run_on_ranks(_run_doubling, answer, ranks=ranks)
         wrong = next((wrong for wrong, *_ in runs if wrong), "")
         yield Finding(not wrong, f"{ranks} ranks: {wrong or 'every rank has the exact sum'}")
         steps, target = max(steps for _, steps, _ in runs), ranks.bit_length() - 1
@@ -105,8 +105,7 @@ def bucket(answer: Callable[[Link, int, float], Any]) -> Iterator[Finding]:
         except (TypeError, ValueError):
             nbytes = -1.0
         if not 0 < nbytes < math.inf:
-            yield Finding(False, f"{text}: {size!r} is not a size in bytes")
-            continue
+            raise WrongAnswer(f"{text}: {size!r} is not a size in bytes")
         latency, smaller = (_latency_share(n, ranks, link) for n in (nbytes, 0.98 * nbytes))
         fits = latency <= share * (1 + 1e-6)
         text = f"{text}: a bucket of {nbytes:.3g} bytes has {latency:.1%}"

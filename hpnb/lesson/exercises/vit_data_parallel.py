@@ -13,8 +13,8 @@ from torch import nn
 
 import hpnb
 from hpnb.data import Loader
-from hpnb.lesson.exercises.checker import Finding, exercise
-from hpnb.lesson.exercises.findings import TIMEOUT, WrongAnswer, exact, run_on_ranks
+from hpnb.lesson.exercises.checker import Finding, WrongAnswer, exercise
+from hpnb.lesson.exercises.findings import TIMEOUT, exact, expect_tensor, run_on_ranks
 from hpnb.lesson.programs.device_timing import all_ranks
 from hpnb.lesson.programs.step_timing import relative_distance
 from hpnb.theory import bytes_sent
@@ -39,12 +39,9 @@ def _run_ragged(loss: Callable[..., Any], counts: Sequence[int]) -> tuple[float,
     rows = slice(start, start + counts[axis.rank])
     losses = (replica(x[rows]) - y[rows]).square().squeeze(1)  # (n,), n may be 0
     with hpnb.record.traffic() as t:
-        value = loss(losses, axis)
+        answer = loss(losses, axis)
     who = f"rank {axis.rank}, with {len(losses)} samples, returned"
-    if not isinstance(value, torch.Tensor):
-        raise WrongAnswer(f"{who} a {type(value).__name__}, and a tensor of shape () is wanted")
-    if value.dim():
-        raise WrongAnswer(f"{who} a tensor of shape {tuple(value.shape)}, and shape () is wanted")
+    value = expect_tensor(answer, (), who)
     if not value.requires_grad:
         raise WrongAnswer(f"{who} what does not depend on the losses, so it has no gradient to send")
     value.backward()
@@ -57,10 +54,7 @@ def ragged_mean(loss: Callable[..., Any]) -> Iterator[Finding]:
     most = bytes_sent("all_reduce", 8, 3)
     for counts in ((2, 2, 2), (3, 1, 2), (4, 1, 0)):
         text = f"{', '.join(map(str, counts))} samples"
-        runs, problem = run_on_ranks(_run_ragged, loss, counts, ranks=3)
-        if problem:
-            yield Finding(False, f"{text}: {problem}")
-            continue
+        runs = run_on_ranks(_run_ragged, loss, counts, ranks=3, case=text)
         yield exact((d for d, _ in runs), f"{text}: the gradient of one process on all of them:")
         sent = max(sent for _, sent in runs)
         limit = f"at most {most:.1f} (one number of 8 bytes over 3 ranks)"
@@ -206,8 +200,7 @@ def sampler(diagnose: Callable[[SeenSamples], Any]) -> Iterator[Finding]:
             answer = diagnose(seen)
             text = f"{truth}, loss {first:.2f} to {last:.2f}"
             if not isinstance(answer, tuple) or len(answer) != 2:
-                yield Finding(False, f"{text}: {answer!r} is no pair (sampler, effective batch)")
-                continue
+                raise WrongAnswer(f"{text}: {answer!r} is no pair (sampler, effective batch)")
             name, batch = answer
             yield Finding(name == truth, f"{text}: you say {name!r}")
             is_real = isinstance(batch, (int, float))
@@ -250,7 +243,7 @@ def _run_zero(zero: type) -> tuple[float, list[list[str]], int | None]:
 def zero1(zero: type) -> Iterator[Finding]:
     wanted = ["reduce_scatter", "all_gather"]
     for ranks in (2, 4):
-        runs = hpnb.launch(_run_zero, zero, ranks=ranks, device="cpu", timeout=TIMEOUT)
+        runs = run_on_ranks(_run_zero, zero, ranks=ranks)
         text = f"{ranks} ranks, {_STEPS} steps"
         yield exact((distance for distance, *_ in runs), f"{text}: the weights of Adam on one process:")
         calls = next((calls for calls in runs[0][1] if calls != wanted), wanted)

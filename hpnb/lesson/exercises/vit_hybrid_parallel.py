@@ -12,7 +12,7 @@ import torch
 
 import hpnb
 from hpnb import comm
-from hpnb.lesson.exercises.checker import Finding, exercise
+from hpnb.lesson.exercises.checker import Finding, WrongAnswer, exercise
 from hpnb.lesson.exercises.findings import EXACT
 from hpnb.lesson.exercises.findings import diagnosis as diagnosis_exercise
 from hpnb.lesson.programs import rank_traffic, vit_tensor
@@ -103,8 +103,7 @@ def place_axes(place: Callable[[PlacementTask], Any]) -> Iterator[Finding]:
         task = PlacementTask(*case)
         order = place(task)
         if not isinstance(order, tuple | list) or sorted(map(str, order)) != sorted(AXES):
-            yield Finding(False, f"{name}: {order!r} does not name dp, pp and tp once each")
-            continue
+            raise WrongAnswer(f"{name}: {order!r} does not name dp, pp and tp once each")
         crossing, best = task.bytes_between_nodes(order), task.bytes_between_nodes(task.best_order())
         text = f"{name}: {' > '.join(order)} sends {number(crossing, 'B')} between nodes"
         yield Finding(crossing == best, f"{text}, the best {number(best, 'B')}")
@@ -266,35 +265,38 @@ def reshard(answer: Callable[[int, int, int], Any]) -> Iterator[Finding]:
     for rows, old, new in _RESHARDS:
         name, plan = f"{rows} rows, {old} ranks to {new}", answer(rows, old, new)
         try:
-            moves = [tuple(map(int, move)) for move in plan]
-            fits = all(len(move) == 4 for move in moves)
+            moves = [
+                (int(source), int(target), int(start), int(stop)) for source, target, start, stop in plan
+            ]
         except (TypeError, ValueError):
-            fits = False
-        if not fits:
-            yield Finding(False, f"{name}: {plan!r} is no list of (source, target, start, stop)")
-            continue
-        problem, sent, least = _carry_out(rows, old, new, moves)
-        yield Finding(
-            not problem and sent == least, f"{name}: {problem or f'{sent} rows travel, {least} must'}"
-        )
+            raise WrongAnswer(f"{name}: {plan!r} is no list of (source, target, start, stop)") from None
+        sent, least = _carry_out(name, rows, old, new, moves)
+        yield Finding(sent == least, f"{name}: {sent} rows travel, {least} must")
 
 
-def _carry_out(rows: int, old: int, new: int, moves: Moves) -> tuple[str, int, int]:
-    """Carry the moves out on row numbers: (what is wrong, rows sent, rows that must be sent)."""
+def _carry_out(name: str, rows: int, old: int, new: int, moves: Moves) -> tuple[int, int]:
+    """Carry the moves out on row numbers: (rows sent, rows that must be sent).
+
+    Raises:
+        WrongAnswer: a move cannot be carried out, or a rank lacks rows in the end.
+    """
     before, after = _ranges(rows, old), _ranges(rows, new)
     held = [set(shard) for shard in before] + [set[int]() for _ in range(new - old)]
     arrived: list[set[int]] = [set() for _ in range(max(old, new))]
     sent = 0
     for source, target, start, stop in moves:
         if not (0 <= source < old and 0 <= target < new):
-            return f"({source}, {target}, {start}, {stop}) names a rank that does not exist", 0, 0
+            raise WrongAnswer(
+                f"{name}: ({source}, {target}, {start}, {stop}) names a rank that does not exist"
+            )
         if lacking := [i for i in range(start, stop) if i not in held[source]]:
             shard = before[source]
             has = f"it has {shard.start} to {shard.stop}"
-            return f"rank {source} cannot send row {lacking[0]}; {has}", 0, 0
+            raise WrongAnswer(f"{name}: rank {source} cannot send row {lacking[0]}; {has}")
         arrived[target] |= set(range(start, stop))
         sent += stop - start
     for rank, shard in enumerate(after):
         if missing := [i for i in shard if i not in held[rank] | arrived[rank]]:
-            return f"rank {rank} needs {shard.start} to {shard.stop} and lacks row {missing[0]}", 0, 0
-    return "", sent, sum(i not in held[rank] for rank, shard in enumerate(after) for i in shard)
+            needs = f"needs {shard.start} to {shard.stop}"
+            raise WrongAnswer(f"{name}: rank {rank} {needs} and lacks row {missing[0]}")
+    return sent, sum(i not in held[rank] for rank, shard in enumerate(after) for i in shard)

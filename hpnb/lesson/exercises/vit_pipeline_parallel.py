@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpnb.lesson.exercises.checker import Finding, exercise
+from hpnb.lesson.exercises.checker import Finding, WrongAnswer, exercise
 from hpnb.lesson.exercises.findings import diagnosis as diagnosis_exercise
 from hpnb.lesson.exercises.findings import divisors, keeps_to_cap
 from hpnb.lesson.exercises.stubs import is_blank
@@ -25,25 +25,29 @@ _ROUNDING = 1e-9
 # --- lists of actions ------------------------------------------------------------------------------
 
 
-def parse_schedule(rows: Any, ranks: int, microbatches: int, stages: int) -> tuple[Schedule | None, Finding]:
-    """(the reader's schedule or None, whether it can be run)."""
-    text = f"p={ranks}, m={microbatches}"
+def parse_schedule(rows: Any, ranks: int, microbatches: int, stages: int, case: str = "") -> Schedule:
+    """The reader's schedule.
+
+    Raises:
+        WrongAnswer: it cannot be run, or is of another size; the words begin with `case`.
+    """
+    text = f"{case}p={ranks}, m={microbatches}"
     try:
         _check_types(rows)
         schedule = Schedule(rows, "yours")
     except (TypeError, ValueError) as error:
         example = "lists of actions such as [['0F0', '0B0'], ['1F0', '1B0']]"
-        return None, Finding(False, f"{text}: these are no {example}: {error}")
+        raise WrongAnswer(f"{text}: these are no {example}: {error}") from None
     try:
         schedule.check()
     except ScheduleError as error:
         problem = f"{text}: rank {error.rank}, step {error.step}: {error.reason}"
-        return None, Finding(False, f"{problem}\n{error.grid}".strip())
+        raise WrongAnswer(f"{problem}\n{error.grid}".strip()) from None
     has = _describe_size(schedule.ranks, schedule.stages, schedule.microbatches)
     wanted = _describe_size(ranks, stages, microbatches)
     if has != wanted:
-        return None, Finding(False, f"{text}: it has {has}; write {wanted}")
-    return schedule, Finding(True, f"{text}: check() finds nothing")
+        raise WrongAnswer(f"{text}: it has {has}; write {wanted}")
+    return schedule
 
 
 def _check_types(rows: Any) -> None:
@@ -64,18 +68,10 @@ def _describe_size(ranks: int, stages: int, microbatches: int) -> str:
     return f"{parts[0]}, {parts[1]} and {parts[2]}"
 
 
-def _simulate(
-    write: Write, sizes: Sequence[tuple[int, int]], chunks: int = 1
-) -> Iterator[tuple[Finding, str, Schedule | None, Timeline]]:
-    """(whether the schedule can be run, its size in words, the schedule, its simulation) for each (p, m).
-
-    F, I and W of a rank's layers take 1.
-    """
-    for p, m in sizes:
-        schedule, can_run = parse_schedule(write(p, m), p, m, chunks * p)
-        costs = Costs(1 / chunks, 1 / chunks, 1 / chunks)
-        tl = schedule.simulate(costs) if schedule else Timeline((), "simulated")
-        yield can_run, f"p={p}, m={m}", schedule, tl
+def _simulate(write: Write, p: int, m: int, chunks: int = 1) -> tuple[Schedule, Timeline]:
+    """The reader's schedule and its simulation; F, I and W of a rank's layers take 1."""
+    schedule = parse_schedule(write(p, m), p, m, chunks * p)
+    return schedule, schedule.simulate(Costs(1 / chunks, 1 / chunks, 1 / chunks))
 
 
 def _makespan(text: str, tl: Timeline, target: float) -> Finding:
@@ -93,13 +89,11 @@ def _in_flight(text: str, tl: Timeline, most: Sequence[int], what: str = "") -> 
 
 @exercise("02.1", "1F1B as lists", 20)
 def one_f_one_b(write: Write) -> Iterator[Finding]:
-    sizes = ((4, 8), (2, 6), (4, 2), (3, 1))  # the last two below the warm-up
-    for can_run, text, schedule, tl in _simulate(write, sizes):
-        yield can_run
-        if schedule is not None:
-            p, m = schedule.ranks, schedule.microbatches
-            yield _makespan(text, tl, 3 * (m + p - 1))
-            yield _in_flight(text, tl, [min(p - r, m) for r in range(p)])
+    for p, m in ((4, 8), (2, 6), (4, 2), (3, 1)):  # the last two below the warm-up
+        (_, tl), text = _simulate(write, p, m), f"p={p}, m={m}"
+        yield Finding(True, f"{text}: check() finds nothing")
+        yield _makespan(text, tl, 3 * (m + p - 1))
+        yield _in_flight(text, tl, [min(p - r, m) for r in range(p)])
 
 
 def draw_schedule(write: Write, p: int, m: int) -> None:
@@ -127,11 +121,9 @@ def draw_schedule(write: Write, p: int, m: int) -> None:
 
 @exercise("02.2", "interleave by two", 25)
 def interleave(write: Write) -> Iterator[Finding]:
-    for can_run, text, schedule, tl in _simulate(write, ((4, 8), (2, 6)), 2):
-        yield can_run
-        if schedule is None:
-            continue
-        p, m = schedule.ranks, schedule.microbatches
+    for p, m in ((4, 8), (2, 6)):
+        (schedule, tl), text = _simulate(write, p, m, chunks=2), f"p={p}, m={m}"
+        yield Finding(True, f"{text}: check() finds nothing")
         wrong = [stage for stage in range(2 * p) if schedule.rank_of[stage] != stage % p]
         placed = "stage s is on rank s mod p"
         if wrong:
@@ -143,11 +135,9 @@ def interleave(write: Write) -> Iterator[Finding]:
 
 @exercise("02.3", "place the weight gradients", 20)
 def place_w(write: Write) -> Iterator[Finding]:
-    for can_run, text, schedule, tl in _simulate(write, ((4, 8), (2, 6), (3, 5))):
-        yield can_run
-        if schedule is None:
-            continue
-        p, m = schedule.ranks, schedule.microbatches
+    for p, m in ((4, 8), (2, 6), (3, 5)):
+        (schedule, tl), text = _simulate(write, p, m), f"p={p}, m={m}"
+        yield Finding(True, f"{text}: check() finds nothing")
         unsplit = [str(a) for row in schedule.actions for a in row if a.op == "B"]
         if unsplit:
             yield Finding(False, f"{text}: {unsplit[0]} is not split into I and W")
@@ -239,8 +229,7 @@ def choose_microbatches(choose: Callable[[MicrobatchTask], Any]) -> Iterator[Fin
     for name, task in _TASKS.items():
         m = choose(task)
         if isinstance(m, bool) or not isinstance(m, int) or m < 1 or task.batch % m:
-            yield Finding(False, f"{name}: {m!r} does not divide a batch of {task.batch}")
-            continue
+            raise WrongAnswer(f"{name}: {m!r} does not divide a batch of {task.batch}")
         memory = keeps_to_cap(f"{name}: m={m}: rank 0", task.peak_bytes(m), task.memory_cap)
         yield memory
         if not memory.ok:

@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hpnb
 from hpnb import comm
-from hpnb.lesson.exercises.checker import Finding, exercise
-from hpnb.lesson.exercises.findings import WrongAnswer, bytes_of, calls_of, exact, normal, run_on_ranks
+from hpnb.lesson.exercises.checker import Finding, WrongAnswer, exercise
+from hpnb.lesson.exercises.findings import bytes_of, calls_of, exact, expect_tensor, normal, run_on_ranks
 from hpnb.lesson.exercises.vit_tensor_size import TensorTask, choose_ranks
 from hpnb.lesson.programs import vit_tensor
 from hpnb.lesson.programs.step_timing import relative_distance
@@ -31,12 +31,7 @@ _D = torch.float64
 
 
 def _expect_tensor(value: Any, shape: Sequence[int], axis: Axis) -> torch.Tensor:
-    who = f"rank {axis.rank} of {axis.size} returned"
-    if not isinstance(value, torch.Tensor):
-        raise WrongAnswer(f"{who} a {type(value).__name__}, and a tensor of shape {tuple(shape)} is wanted")
-    if value.shape != torch.Size(shape):
-        raise WrongAnswer(f"{who} a tensor of shape {tuple(value.shape)}, and shape {tuple(shape)} is wanted")
-    return value
+    return expect_tensor(value, shape, f"rank {axis.rank} of {axis.size} returned")
 
 
 @dataclass
@@ -112,10 +107,7 @@ def _run_mlp(mlp: Callable[..., Any]) -> LayerRun:
 @exercise("03.1", "an MLP with biases", 20)
 def column_row(mlp: Callable[..., Any]) -> Iterator[Finding]:
     for ranks in (2, 3):
-        runs, problem = run_on_ranks(_run_mlp, mlp, ranks=ranks)
-        if problem:
-            yield Finding(False, f"{ranks} ranks: {problem}")
-            continue
+        runs = run_on_ranks(_run_mlp, mlp, ranks=ranks, case=f"{ranks} ranks")
         yield from _exactness(runs, ranks)
         wanted = bytes_sent("all_reduce", 8 * _ROWS * _WIDTH, ranks)
         for way, messages in (("forward", runs[0].forward), ("backward", runs[0].backward)):
@@ -174,10 +166,7 @@ def _run_block(block: Callable[..., Any]) -> LayerRun:
 @exercise("03.3", "norms on a part of the tokens", 20)
 def sequence_parallel(block: Callable[..., Any]) -> Iterator[Finding]:
     for ranks in (2, 3):
-        runs, problem = run_on_ranks(_run_block, block, ranks=ranks)
-        if problem:
-            yield Finding(False, f"{ranks} ranks: {problem}")
-            continue
+        runs = run_on_ranks(_run_block, block, ranks=ranks, case=f"{ranks} ranks")
         yield from _exactness(runs, ranks)
         once = bytes_sent("all_reduce", 8 * _TOKENS * _WIDTH, ranks)
         vector = bytes_sent("all_reduce", 8 * _WIDTH, ranks)
@@ -218,10 +207,7 @@ def _run_panel(panel: Callable[..., Any]) -> tuple[list[float], list[list[Messag
 
 @exercise("03.4", "one step of SUMMA", 15)
 def summa(panel: Callable[..., Any]) -> Iterator[Finding]:
-    runs, problem = run_on_ranks(_run_panel, panel, ranks=4)
-    if problem:
-        yield Finding(False, problem)
-        return
+    runs = run_on_ranks(_run_panel, panel, ranks=4)
     m, k, n = (size // 2 for size in _GRID)
     ways = (("across", "tp.1", 8 * m * k), ("down", "tp.0", 8 * k * n))
     for t in range(2):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hpnb.lesson.exercises.checker import Finding, exercise
+from hpnb.lesson.exercises.checker import Finding, WrongAnswer, exercise
 from hpnb.lesson.exercises.findings import divisors, keeps_to_cap
 from hpnb.lesson.tables import number
 from hpnb.theory import LINKS, Link, exposed_seconds, seconds
@@ -65,27 +64,14 @@ TASKS = {
 }
 
 
-def _as_integer(answer: Any) -> int | None:
-    """The integer that this is, NumPy's and 4.0 too; None if it is none."""
-    if isinstance(answer, bool):
-        return None
-    if isinstance(answer, float):
-        return int(answer) if answer.is_integer() else None
-    try:
-        return operator.index(answer)
-    except TypeError:
-        return None
-
-
 @exercise("03.5", "how many ranks should share a matrix?", 20)
 def choose_ranks(choose: Callable[[TensorTask], Any]) -> Iterator[Finding]:
     for name, task in TASKS.items():
-        answer, sizes = choose(task), divisors(task.devices)
-        t = _as_integer(answer)
-        if t not in sizes:
+        t, sizes = choose(task), divisors(task.devices)
+        if isinstance(t, bool) or t not in sizes:  # 4.0 and NumPy's 4 are equal to 4
             wanted = f"an int that divides {task.devices} devices: {', '.join(map(str, sizes))}"
-            yield Finding(False, f"{name}: t is {answer!r}, and it must be {wanted}")
-            continue
+            raise WrongAnswer(f"{name}: t is {t!r}, and it must be {wanted}")
+        t = int(t)
         memory = keeps_to_cap(f"{name}: t={t}: a device", task.state_bytes(t), task.cap)
         yield memory
         if not memory.ok:

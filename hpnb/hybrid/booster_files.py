@@ -1,4 +1,4 @@
-"""The methods of a Booster that write and read files; what these hold is in checkpoint.py.
+"""The methods of a Booster that write and read files; what a whole checkpoint holds is in checkpoint.py.
 
 All ranks call them, between steps, and see the same files.
 """
@@ -7,17 +7,36 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from hpnb.files import replace_file
 from hpnb.hybrid.boosted_model import Boosted
-from hpnb.hybrid.checkpoint import checkpoint
+from hpnb.hybrid.checkpoint import atomic, checkpoint, save_weights
+from hpnb.hybrid.checkpoint.agreement import (
+    attempt,
+    cleared_up,
+    files_group,
+    on_first_rank,
+    read_back,
+    verify_folder,
+)
 from hpnb.hybrid.checkpoint.background_save import HostCopies, Saving
+from hpnb.hybrid.checkpoint.checkpoint import MODEL, STATE, check_kind, in_folder, open_state, state_of
+from hpnb.hybrid.checkpoint.gather_weights import weight_shards
+from hpnb.hybrid.checkpoint.load_weights import WeightLoader
+from hpnb.hybrid.checkpoint.optimizer_shards import OptimizerLoader, optimizer_shards
+from hpnb.hybrid.checkpoint.state_files import pack, unpack, write_state
+from hpnb.hybrid.checkpoint.write_files import WrittenFiles
 from hpnb.ranks.current_rank import device as this_device
+
+_OPTIMIZER = "optimizer"
 
 
 class BoosterFiles:
@@ -49,7 +68,14 @@ class BoosterFiles:
             ValueError: `path` is a file, or size_per_shard no size.
         """
         self.wait()
-        checkpoint.save_model(boosted_model(model), Path(path), shard, size_per_shard)
+        boosted, group = boosted_model(model), files_group()
+        limit = save_weights.parse_size(size_per_shard) if shard else None
+
+        def write(draft: Path) -> WrittenFiles:
+            shards = weight_shards(boosted, lambda tensor, _: tensor)
+            return save_weights.write_weights(shards, draft, boosted, limit, group)
+
+        _update_folder(Path(path), MODEL, write, {}, save_weights.is_weight_file, group)
 
     def load_model(self, model: nn.Module, path: str | Path) -> None:
         """Fill `model`, in any layout, from what `save_model` or save_pretrained wrote, or from a file of
@@ -59,12 +85,22 @@ class BoosterFiles:
             FileNotFoundError, ValueError: there is nothing, or what does not fit; nothing was loaded then.
         """
         self.wait()
-        checkpoint.load_model(boosted_model(model), Path(path))
+        boosted = boosted_model(model)
+        WeightLoader(boosted, atomic.reading_folder(Path(path), MODEL), files_group()).apply()
 
     def save_optimizer(self, optimizer: Optimizer, path: str | Path) -> None:
         """Write its whole state as a folder, in pieces, by the names of parameters."""
         self.wait()
-        checkpoint.save_optimizer(optimizer, Path(path))
+        group, facts = files_group(), {"torch": torch.__version__}
+
+        def write(draft: Path) -> WrittenFiles:
+            state = optimizer_shards(optimizer, lambda tensor: tensor, with_masters=True)
+            return in_folder(STATE, write_state(state, draft / STATE, group))
+
+        def is_replaced(name: str) -> bool:
+            return name.startswith(f"{STATE}/")
+
+        _update_folder(Path(path), _OPTIMIZER, write, facts, is_replaced, group)
 
     def load_optimizer(self, optimizer: Optimizer, path: str | Path) -> None:
         """Take it, in any layout; load the model before. It may also be a file in which torch.save put the
@@ -74,11 +110,22 @@ class BoosterFiles:
             FileNotFoundError, ValueError: there is nothing, or what does not fit; nothing was loaded then.
         """
         self.wait()
-        checkpoint.load_optimizer(optimizer, Path(path))
+        path, group = Path(path), files_group()
+        if path.is_file():
+            optimizer.load_state_dict(attempt(lambda: _load_pickled(path), group))
+            return
+        folder, _ = verify_folder(atomic.reading_folder(path, _OPTIMIZER), group)
+        OptimizerLoader(optimizer, open_state(folder, group), group).apply()
 
     def save_lr_scheduler(self, lr_scheduler: Any, path: str | Path) -> None:
         """Write the state of a scheduler into a file."""
-        checkpoint.save_lr_scheduler(lr_scheduler, Path(path))
+        file, content = Path(path), pack("the lr_scheduler", state_of(lr_scheduler, "lr_scheduler"))
+
+        def write() -> None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(file, lambda draft: draft.write_bytes(content))
+
+        on_first_rank(write, files_group())
 
     def load_lr_scheduler(self, lr_scheduler: Any, path: str | Path) -> None:
         """Take it.
@@ -86,7 +133,18 @@ class BoosterFiles:
         Raises:
             FileNotFoundError, ValueError: there is no such file, or it belongs to something else.
         """
-        checkpoint.load_lr_scheduler(lr_scheduler, Path(path))
+
+        def read() -> Any:
+            file = Path(path)
+            if not file.is_file():
+                raise FileNotFoundError(f"{file} is not there; give a file that save_lr_scheduler wrote")
+            try:
+                saved = unpack(file.read_bytes())
+            except Exception as error:  # torch.load raises about anything on bytes that it did not write
+                raise ValueError(f"{file} is not what save_lr_scheduler wrote, or was cut short") from error
+            return check_kind(saved, lr_scheduler, "lr_scheduler", file)
+
+        lr_scheduler.load_state_dict(attempt(read, files_group()))
 
     def save(
         self,
@@ -129,7 +187,7 @@ class BoosterFiles:
         """
         self.wait()
         how: dict[str, Any] = {"keep": keep, "shard": shard, "size_per_shard": size_per_shard}
-        parts = boosted_model(model), optimizer, lr_scheduler, dataloader, extra, _checked(averages)
+        parts = boosted_model(model), optimizer, lr_scheduler, dataloader, extra, _check_averages(averages)
         if background:
             how["copies"] = self._copies = HostCopies(this_device(), self._copies)
         self._saving = checkpoint.save(Path(path), *parts, **how)
@@ -164,7 +222,7 @@ class BoosterFiles:
                 loaded then.
         """
         self.wait()
-        parts = boosted_model(model), optimizer, lr_scheduler, dataloader, _checked(averages)
+        parts = boosted_model(model), optimizer, lr_scheduler, dataloader, _check_averages(averages)
         return checkpoint.load(Path(path), *parts)
 
     def wait(self) -> None:
@@ -181,7 +239,34 @@ class BoosterFiles:
             saving.wait()
 
 
-def _checked(averages: Mapping[str, nn.Module] | None) -> dict[str, Boosted]:
+def _update_folder(
+    path: Path,
+    name: str,
+    write: Callable[[Path], WrittenFiles],
+    facts: Mapping[str, Any],
+    is_replaced: Callable[[str], bool],
+    group: dist.ProcessGroup,
+) -> None:
+    """Put what all ranks `write` in place of the files in `path` that were saved under `name` before."""
+    on_first_rank(lambda: atomic.begin_update(path, name), group)
+    with cleared_up(lambda: atomic.abandon_update(path, name), group):
+        draft = atomic.draft_in(path, name)
+        files = read_back(draft, write(draft), group)
+        on_first_rank(lambda: atomic.commit_update(path, name, files, facts, is_replaced), group)
+
+
+def _load_pickled(path: Path) -> Any:
+    """What torch.save wrote, if it is tensors and plain containers; nothing else is unpickled."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load raises about anything on bytes that it did not write
+        raise ValueError(
+            f"{path} cannot be read: it was cut short, or holds other things than tensors, numbers, texts "
+            "and containers of them"
+        ) from error
+
+
+def _check_averages(averages: Mapping[str, nn.Module] | None) -> dict[str, Boosted]:
     """The averages, if all are boosted and have names that can be folders."""
     if wrong := next((name for name in averages or {} if not re.fullmatch(r"\w[\w.-]*", name)), None):
         raise ValueError(f"an average called {wrong!r} makes no folder; use letters, digits, - and _")

@@ -22,7 +22,7 @@ another order, and dropout draws other numbers. All ranks call all functions, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from hpnb import placement
-from hpnb.files import replace_file
 from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.checkpoint import atomic, save_weights, training_state
 from hpnb.hybrid.checkpoint.agreement import (
@@ -48,104 +47,12 @@ from hpnb.hybrid.checkpoint.gather_weights import weight_shards
 from hpnb.hybrid.checkpoint.load_weights import WeightLoader
 from hpnb.hybrid.checkpoint.manifest import part_of
 from hpnb.hybrid.checkpoint.optimizer_shards import OptimizerLoader, optimizer_shards
-from hpnb.hybrid.checkpoint.state_files import StateReader, pack, unpack, write_state
+from hpnb.hybrid.checkpoint.state_files import StateReader, pack, write_state
 from hpnb.hybrid.checkpoint.write_files import WrittenFiles
 from hpnb.layout import TP_MODES
 from hpnb.ranks.current_rank import device as this_device
 
-MODEL, STATE, OPTIMIZER, AVERAGES = "model", "state", "optimizer", "averages"
-Size = int | str
-
-
-# --- a model, an optimizer, or a schedule ------------------------------------------------------------------
-
-
-def save_model(model: Boosted, path: Path, shard: bool = True, size_per_shard: Size = "5GB") -> None:
-    """See `Booster.save_model`."""
-    group = files_group()
-    limit = save_weights.parse_size(size_per_shard) if shard else None
-
-    def write(draft: Path) -> WrittenFiles:
-        shards = weight_shards(model, lambda tensor, _: tensor)
-        return save_weights.write_weights(shards, draft, model, limit, group)
-
-    _update_folder(path, MODEL, write, {}, save_weights.is_weight_file, group)
-
-
-def load_model(model: Boosted, path: Path) -> None:
-    """See `Booster.load_model`; float32 masters of 16-bit weights are filled too."""
-    WeightLoader(model, atomic.reading_folder(path, MODEL), files_group()).apply()
-
-
-def save_optimizer(optimizer: Optimizer, path: Path) -> None:
-    """See `Booster.save_optimizer`; with float32 masters and the loss scaler."""
-    group = files_group()
-
-    def write(draft: Path) -> WrittenFiles:
-        state = optimizer_shards(optimizer, lambda tensor: tensor, with_masters=True)
-        return _below(STATE, write_state(state, draft / STATE, group))
-
-    def is_replaced(name: str) -> bool:
-        return name.startswith(f"{STATE}/")
-
-    _update_folder(path, OPTIMIZER, write, {"torch": torch.__version__}, is_replaced, group)
-
-
-def load_optimizer(optimizer: Optimizer, path: Path) -> None:
-    """See `Booster.load_optimizer`."""
-    group = files_group()
-    if path.is_file():
-        optimizer.load_state_dict(attempt(lambda: _load_pickled(path), group))
-        return
-    folder, _ = verify_folder(atomic.reading_folder(path, OPTIMIZER), group)
-    OptimizerLoader(optimizer, _open_state(folder, group), group).apply()
-
-
-def _update_folder(
-    path: Path,
-    name: str,
-    write: Callable[[Path], WrittenFiles],
-    facts: Mapping[str, Any],
-    is_replaced: Callable[[str], bool],
-    group: dist.ProcessGroup,
-) -> None:
-    """Put what all ranks `write` in place of the files in `path` that were saved under `name` before."""
-    on_first_rank(lambda: atomic.begin_update(path, name), group)
-    with cleared_up(lambda: atomic.abandon_update(path, name), group):
-        draft = atomic.draft_in(path, name)
-        files = read_back(draft, write(draft), group)
-        on_first_rank(lambda: atomic.commit_update(path, name, files, facts, is_replaced), group)
-
-
-def save_lr_scheduler(lr_scheduler: Any, path: Path) -> None:
-    """See `Booster.save_lr_scheduler`."""
-    group = files_group()
-    content = pack("the lr_scheduler", _state_of(lr_scheduler, "lr_scheduler"))
-
-    def write() -> None:
-        if group.rank() == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, lambda draft: draft.write_bytes(content))
-
-    attempt(write, group)
-
-
-def load_lr_scheduler(lr_scheduler: Any, path: Path) -> None:
-    """See `Booster.load_lr_scheduler`."""
-
-    def read() -> Any:
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is not there; give a file that save_lr_scheduler wrote")
-        try:
-            saved = unpack(path.read_bytes())
-        except Exception as error:  # torch.load raises about anything on bytes that it did not write
-            raise ValueError(f"{path} is not what save_lr_scheduler wrote, or was cut short") from error
-        return _check_kind(saved, lr_scheduler, "lr_scheduler", path)
-
-    lr_scheduler.load_state_dict(attempt(read, files_group()))
-
-
-# --- all of it ----------------------------------------------------------------------------------------------
+MODEL, STATE, AVERAGES = "model", "state", "averages"
 
 
 def save(
@@ -160,7 +67,7 @@ def save(
     copies: HostCopies | None = None,
     keep: int | None = None,
     shard: bool = True,
-    size_per_shard: Size = "5GB",
+    size_per_shard: int | str = "5GB",
 ) -> Saving:
     """Write everything as a folder `path`, with `copies` in the background; see `Booster.save`."""
     group = files_group()
@@ -179,7 +86,7 @@ def save(
         state.update(optimizer_shards(optimizer, copy, with_masters=False))
     for name, value in (("lr_scheduler", lr_scheduler), ("dataloader", dataloader)):
         if value is not None:
-            state.values[name] = pack(f"the {name}", _state_of(value, name))
+            state.values[name] = pack(f"the {name}", state_of(value, name))
     state.values["extra"] = pack("extra", extra)
     boosted = model.optimizer_ref()
     if copies is not None:
@@ -196,15 +103,15 @@ def save(
             part = part_of(path)
             on_first_rank((part / MODEL).mkdir, group)
             of_model = save_weights.write_weights(shards, part / MODEL, model, limit, group)
-            written = _below(MODEL, of_model)
+            written = in_folder(MODEL, of_model)
             for name, average in (averages or {}).items():
                 below = f"{AVERAGES}/{name}"
                 on_first_rank(partial((part / below).mkdir, parents=True), group)
                 weights = save_weights.write_weights(
                     shards_of_averages[name], part / below, average, limit, group
                 )
-                written |= _below(below, weights)
-            written |= _below(STATE, write_state(state, part / STATE, group))
+                written |= in_folder(below, weights)
+            written |= in_folder(STATE, write_state(state, part / STATE, group))
             files = read_back(part, written, group)
             on_first_rank(lambda: atomic.commit(path, files, facts, keep), group)
 
@@ -225,7 +132,7 @@ def load(
     """
     group = files_group()
     folder, manifest = verify_folder(path, group)
-    stored = _open_state(folder, group)
+    stored = open_state(folder, group)
     same_layout = manifest.get("layout") == saved_layout(model)
     random_label = f"random/{group.rank()}"
     asked = {"lr_scheduler": lr_scheduler, "dataloader": dataloader}
@@ -247,7 +154,7 @@ def load(
         targets[key] = (placement.Placement(key, ()), torch.empty((), dtype=torch.float64))
     values = stored.read(targets, labels, group)
     states = {
-        name: attempt(partial(_check_kind, values[name], value, name, folder), group)
+        name: attempt(partial(check_kind, values[name], value, name, folder), group)
         for name, value in asked.items()
         if value is not None
     }
@@ -287,24 +194,13 @@ def saved_layout(model: Boosted) -> dict[str, Any]:
 # --- inside -------------------------------------------------------------------------------------------------
 
 
-def _below(folder: str, written: WrittenFiles) -> WrittenFiles:
+def in_folder(folder: str, written: WrittenFiles) -> WrittenFiles:
     return {f"{folder}/{name}": file_sum for name, file_sum in written.items()}
 
 
-def _open_state(folder: Path, group: dist.ProcessGroup) -> StateReader:
+def open_state(folder: Path, group: dist.ProcessGroup) -> StateReader:
     stored: StateReader = attempt(lambda: StateReader(folder / STATE), group)
     return stored
-
-
-def _load_pickled(path: Path) -> Any:
-    """What torch.save wrote, if it is tensors and plain containers; nothing else is unpickled."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # as above
-        raise ValueError(
-            f"{path} cannot be read: it was cut short, or holds other things than tensors, numbers, texts "
-            "and containers of them"
-        ) from error
 
 
 def _check_states(folder: Path, states: dict[str, Any], random: list[Any]) -> None:
@@ -340,7 +236,7 @@ def _load_or_restore(dataloader: Any, state: Any, group: dist.ProcessGroup) -> N
         raise
 
 
-def _state_of(value: Any, name: str) -> dict[str, Any]:
+def state_of(value: Any, name: str) -> dict[str, Any]:
     """Its state dict, and its class."""
     if not hasattr(value, "state_dict"):
         raise ValueError(
@@ -350,8 +246,8 @@ def _state_of(value: Any, name: str) -> dict[str, Any]:
     return {"kind": type(value).__name__, "state": value.state_dict()}
 
 
-def _check_kind(saved: Any, value: Any, name: str, path: Path) -> Any:
-    """The state dict that `_state_of` saved, if `value` is of the same class."""
+def check_kind(saved: Any, value: Any, name: str, path: Path) -> Any:
+    """The state dict that `state_of` saved, if `value` is of the same class."""
     kind = saved.get("kind") if isinstance(saved, dict) else None
     if kind != type(value).__name__:
         raise ValueError(

@@ -44,8 +44,8 @@ class Comparison:
     layout: str
     predicted: float
     measured: float
-    predicted_bytes: float | None = None
-    measured_bytes: float | None = None
+    predicted_bytes: float
+    measured_bytes: float | None
 
     @property
     def ratio(self) -> float:
@@ -53,20 +53,14 @@ class Comparison:
 
     @property
     def memory_ratio(self) -> float | None:
-        if self.predicted_bytes is None or self.measured_bytes is None:
-            return None
         return self.predicted_bytes / self.measured_bytes if self.measured_bytes else None
 
 
-def published(runs: Iterable[PublishedRun] = (*MEGATRON, *MEGATRON_CORE)) -> list[Comparison]:
-    """Narayanan et al. 2021, table 1, and Megatron-Core's weak scaling on H100s: no memory is published."""
+def published(runs: Iterable[PublishedRun] = (*MEGATRON, *MEGATRON_CORE)) -> list[ComparedRow]:
+    """Narayanan et al. 2021, table 1, and Megatron-Core's weak scaling on H100s."""
     groups = {group.name: {row.name: row for row in group.compare()} for group in GROUPS[:3]}
     names = ((run.name, "Megatron-LM 2021" if run in MEGATRON else "Megatron-Core") for run in runs)
-    return [_as_comparison(groups[group][name]) for name, group in names]
-
-
-def _as_comparison(row: ComparedRow) -> Comparison:
-    return Comparison(f"{row.group} {row.name}", layout_code(row.layout), row.predicted, row.published)
+    return [groups[group][name] for name, group in names]
 
 
 def benchmarks(folder: Path = RESULTS) -> list[Comparison]:
@@ -128,18 +122,14 @@ def format_check() -> str:
     for group, compared in others:
         for known in compared:
             name = f"{known.group} {known.name}  {layout_code(known.layout)}".ljust(wide)
-            ratio = (
-                f"{known.predicted:7.3f} / {known.published:7.3f} s = {known.predicted / known.published:.2f}"
-            )
+            ratio = f"{known.predicted:7.3f} / {known.published:7.3f} s = {known.ratio:.2f}"
             lines.append(f"{name}  {ratio}{' *' if known.fitted else ''}")
         lines += [f"    {summarize(compared)}; {group.source}", ""]
     for row in rows:
         memory = ""
-        if row.memory_ratio is not None and row.predicted_bytes and row.measured_bytes:
-            memory = (
-                f"   {row.predicted_bytes / 1e9:5.1f} / {row.measured_bytes / 1e9:5.1f} GB = "
-                f"{row.memory_ratio:.2f}"
-            )
+        if row.measured_bytes:
+            gigabytes = f"{row.predicted_bytes / 1e9:5.1f} / {row.measured_bytes / 1e9:5.1f} GB"
+            memory = f"   {gigabytes} = {row.memory_ratio:.2f}"
         name = f"{row.name}  {row.layout}".ljust(wide)
         lines.append(f"{name}  {row.predicted:7.3f} / {row.measured:7.3f} s = {row.ratio:.2f}{memory}")
     costs = ", ".join(f"{name} {regret:.1%}" for name, regret in regrets(rows).items())

@@ -17,7 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hpnb.hybrid.plan_command.layout_code import layout_code
+from hpnb.hybrid.plan_command.read_model import shape_of_gpt2
 from hpnb.mesh import ParallelLayout
+from hpnb.models import GPT2Size
 from hpnb.theory.cluster import Cluster
 from hpnb.theory.datasheets import find_gpu
 from hpnb.theory.model_shape import ModelShape
@@ -61,9 +63,8 @@ class ComparedRow:
     fitted: bool
 
     @property
-    def error(self) -> float:
-        """|predicted / published - 1|."""
-        return abs(self.predicted / self.published - 1)
+    def ratio(self) -> float:
+        return self.predicted / self.published
 
 
 @dataclass(frozen=True)
@@ -128,11 +129,8 @@ def gpt_shape(
     name: str, hidden: int, layers: int, heads: int, vocab_size: int, sequence: int, tied: bool = True
 ) -> ModelShape:
     """A GPT whose MLP has four times the hidden size, with learned positions."""
-    return ModelShape(
-        name, hidden, layers, heads, heads, hidden // heads, 4 * hidden, vocab_size,
-        (vocab_size + sequence) * hidden, 0 if tied else vocab_size * hidden, sequence,
-        qkv_bias=True, out_bias=True, mlp_bias=True, norm_bias=True,
-    )  # fmt: skip
+    shape = shape_of_gpt2(name, GPT2Size(hidden, layers, heads, 4 * hidden, vocab_size, sequence))
+    return shape if tied else replace(shape, head_parameters=vocab_size * hidden)
 
 
 # --- Megatron-LM on A100s ----------------------------------------------------------------------------
@@ -409,7 +407,7 @@ GROUPS = (
 
 def summarize(rows: list[ComparedRow]) -> str:
     """Mean and worst error of the rows that were held out."""
-    errors = [row.error for row in rows if not row.fitted]
+    errors = [abs(row.ratio - 1) for row in rows if not row.fitted]
     return f"{len(errors)} held out: mean {statistics.mean(errors):.1%}, worst {max(errors):.1%}"
 
 
@@ -432,7 +430,7 @@ def published_table() -> str:
             star = "" if source.microbatch_size and source.chunks else " *"
             lines.append(
                 f"| {row.name} | {layout_code(row.layout)}{star} | {row.predicted:.3f} | {row.published:.3f} "
-                f"| {row.predicted / row.published - 1:+.1%} | {'fitted' if row.fitted else 'held out'} |"
+                f"| {row.ratio - 1:+.1%} | {'fitted' if row.fitted else 'held out'} |"
             )
         lines.append("")
     lines += ["## Left out", "", *(f"- {what}: {why}." for what, why in LEFT_OUT.items())]

@@ -985,8 +985,8 @@ def test_costs_of_half_stages_and_half_backwards_are_of_the_record() -> None:
     tl = schedules.make("1f1b", 2, 4).simulate(pipeline_parallel.Costs([1.0, 3.0], [2.0, 6.0], 0.0))
     whole = vit_pipeline.stage_costs(tl)
     assert (whole.forward, whole.input_grad, whole.weight_grad) == ((1.0, 3.0), (1.0, 3.0), (1.0, 3.0))
-    half = vit_pipeline.stage_costs(tl, 2, 0.5)
-    assert (half.forward, half.weight_grad, half.transfer) == ((1.0,) * 4, (1.0,) * 4, 0.5)
+    half = vit_pipeline.stage_costs(tl, 2)
+    assert (half.forward, half.weight_grad) == ((1.0,) * 4, (1.0,) * 4)
     assert vit_pipeline.stage_seconds(tl) == [3.0, 9.0]
     assert vit_pipeline.compute_seconds(tl) == 4 * 6.0
     assert vit_pipeline.peak_in_flight(tl) == 2

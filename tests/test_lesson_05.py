@@ -372,8 +372,6 @@ def test_rivers() -> None:
     assert "100 B" in words
     assert [ax.get_visible() for ax in fig.axes] == [True, True, True, False]
     assert fig.axes[0].get_ylim() == fig.axes[2].get_ylim()
-    with pytest.raises(ValueError, match="samples; there are empty"):
-        figures.rivers({"empty": MemoryProfile(())})
 
 
 def test_frontier() -> None:

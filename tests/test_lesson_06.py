@@ -110,8 +110,6 @@ def test_repeats_that_overlap_are_no_finding() -> None:
     assert gpt2_pipeline.fastest_of({"slow": slow, "close": close, "fast": fast}) == ["fast", "close"]
     assert layer_times.spread_words([1, 3], [3, 4]) == "within the spread of the repeats"
     assert layer_times.spread_words([4, 5], [1, 3]) == "beyond the spread of the repeats"
-    assert gpt2_pipeline.overlap_words(["a", "b"]) == "the repeats of a and b overlap with its own"
-    assert gpt2_pipeline.overlap_words([]) == "no other repeats overlap with its own"
     runs = {"slow": slow, "close": close, "fast": fast}
     assert gpt2_pipeline.fastest_in_words(runs)["others"] == "the repeats of close overlap with its own"
     assert gpt2_pipeline.range_columns(runs)["slowest (s)"]["slow"] == slow.slowest
@@ -359,20 +357,6 @@ def test_a_skyline_draws_its_layers_its_cuts_and_its_loss() -> None:
     assert heavy.get_weight() == "bold"
     bold = {t.get_text() for ax in fig.axes[::2] for t in ax.texts if t.get_weight() == "bold"}
     assert bold == {"4.00", "3.20"}  # each cut's largest
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: figures.skyline([1.0], {}, ["block"]), "0 cuts"),
-        (lambda: figures.skyline([1.0], {"a": built((1, 1), [1.0, 1.0])}, ["block"]), "a cuts 2 layers"),
-        (lambda: figures.skyline([1.0], {"a": built((1,), [1.0])}, ["roof"]), "roof"),
-        (lambda: figures.last_cut({1: [1.0], 2: [1.0]}, [1.0]), "2 positions need as many predictions"),
-    ],
-)
-def test_what_cannot_be_drawn_is_said(call: Callable[[], object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        call()
 
 
 def test_the_last_cut_shows_every_repeat_and_who_cuts_where() -> None:

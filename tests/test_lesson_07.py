@@ -68,10 +68,6 @@ def test_parts_of_what_is_kept_add_up_to_the_published_formula(row: theory.Activ
     [
         (lambda: theory.imbalance(3, 4), "3 units cannot be sharded over 4 ranks; use 1 to 3"),
         (lambda: theory.sequence_bytes("tree", 8, 8, 2), "no way 'tree'; there are Megatron, Ulysses, ring"),
-        (lambda: figures.dropped({"a": []}, ["b"]), "a has masks of 0 places, and there are 1"),
-        (lambda: figures.dropped({"a": [figures.MaskPair([[0]], [[0, 1]], True)]}, ["b"]), "two equal"),
-        (lambda: figures.stacked({}), "0 rows of 0 parts"),
-        (lambda: figures.stacked({"a": {"x": 1.0, "y": -1.0}}), "a holds"),
     ],
 )
 def test_bad_numbers_get_a_sentence(call: Callable[[], object], words: str) -> None:
@@ -227,7 +223,7 @@ def test_vocabularies_are_drawn_on_two_logarithmic_axes() -> None:
 
 def test_equal_streams_lie_on_the_axis() -> None:
     runs = {"rank states": [0.0, 0.0], "one seed": [0.3, 0.2]}
-    _, lower = figures.losses_and_streams({name: [2.0, 1.0] for name in runs}, runs, "a").axes
+    _, lower = figures.losses_and_streams({name: [2.0, 1.0] for name in runs}, runs).axes
     assert lower.get_ylim()[0] == 0
     assert not any(line.get_clip_on() for line in lower.get_lines()[:2])  # a line at 0 shows whole
 

@@ -272,10 +272,6 @@ def test_a_frontier_has_what_nobody_beats() -> None:
     (stair,) = (line for line in fig.axes[0].lines if line.get_label() == "_frontier")
     corners = [(1, 1), (2, 1), (2, 3), (4, 3), (4, 4)]
     assert set(zip(*stair.get_data(), strict=True)) == set(corners)
-    with pytest.raises(ValueError, match="f is not among a, b"):
-        figures.choices(points, chosen={"f": ""})
-    with pytest.raises(ValueError, match="above 0"):
-        figures.choices({"a": (0.0, 1.0)})
 
 
 CROWD = {  # {layout: (bytes, tokens a second)}, in a crowd as of the page's layouts
@@ -352,8 +348,6 @@ def test_a_prediction_has_its_name_beside_its_own_dot() -> None:
 
     others = [*CROWD.values(), *(point for name, point in AHEAD.items() if name != worst)]
     assert gap(AHEAD[worst]) < min(map(gap, others))
-    with pytest.raises(ValueError, match="tp 8 is not among the predictions"):
-        figures.choices(CROWD, AHEAD, named_predictions=["tp 8"])
 
 
 # --- regret ------------------------------------------------------------------------------------------

@@ -60,13 +60,7 @@ def test_what_was_sent_falls_on_pairs_of_ranks() -> None:
         (0, 2): {"dp": 4000.0}, (2, 0): {"dp": 4000.0}, (1, 3): {"dp": 4000.0}, (3, 1): {"dp": 4000.0},
         (0, 1): {"pp": 2000.0}, (2, 3): {"pp": 2000.0},
     }  # fmt: skip
-    assert (
-        rank_traffic.bytes_between_nodes(found, 2)
-        == rank_traffic.bytes_between_nodes(found, 2, "dp")
-        == 16000
-    )
-    assert rank_traffic.bytes_between_nodes(found, 1) == 20000
-    assert rank_traffic.bytes_between_nodes(found, 4) == rank_traffic.bytes_between_nodes(found, 2, "pp") == 0
+    assert [rank_traffic.bytes_between_nodes(found, node) for node in (1, 2, 4)] == [20000, 16000, 0]
 
 
 def test_a_ring_goes_on_to_the_next_of_its_group_and_a_pipeline_has_ends() -> None:
@@ -283,13 +277,6 @@ def test_an_atlas_has_a_square_for_each_pair_and_says_what_crosses() -> None:
     assert len(fig.axes) == 3  # the bar
     plain = figures.atlas({"a": traffic}, 4, text=False)
     assert not [t for t in plain.axes[0].texts if t.get_text() in AXES]
-    for wrong in ({}, {"a": {}}, dict.fromkeys("abcd", traffic)):
-        with pytest.raises(ValueError, match="panel"):
-            figures.atlas(wrong, 4)
-    with pytest.raises(ValueError, match="node=0"):
-        figures.atlas({"a": traffic}, 0)
-    with pytest.raises(ValueError, match="no part 'wait'"):
-        figures.atlas({"a": traffic}, 4, {"a": {"wait": 1.0}})
 
 
 def test_orders_are_bars_in_units_of_compute_and_a_long_one_is_cut() -> None:
@@ -307,9 +294,6 @@ def test_orders_are_bars_in_units_of_compute_and_a_long_one_is_cut() -> None:
     (goal,) = [line for line in ax.get_lines() if line.get_label() == "goal"]
     assert set(goal.get_xdata()) == {1.3}
     assert fig.get_label() == "a: 1.25; b: 4.00"
-    for wrong in ({}, {"a": {"dp": 1.0}}):
-        with pytest.raises(ValueError, match="compute"):
-            figures.orders(wrong, 1.3, "t")
 
 
 def test_ratios_of_a_step_compare_what_they_say() -> None:
@@ -386,8 +370,6 @@ def test_what_each_rank_holds_is_drawn_as_it_is_placed() -> None:
     assert len(drawn["in full"]) == 4  # two norms, two heads
     assert len(drawn["samples of the replica"]) == 4
     assert "rank 3: dp 1, pp 1, tp 0, samples 1 to 1, 12 weights" in fig.get_label()
-    with pytest.raises(ValueError, match="2 say what they hold"):
-        figures.held_parts(ranks[:2], layout)
 
 
 def _hold(layout: Layout) -> tuple[int, vit_hybrid.RankParts]:
@@ -422,13 +404,6 @@ def test_lines_of_axes_over_a_slower_link() -> None:
     assert dots["dp"][1] == 0.11
     assert dots["dp"][0] < dots["tp"][0] < 1  # beside each other, left of the curves
     assert {t.get_text() for t in fig.axes[0].texts} == {"dp  +800 ms", "tp  +1.90 s"}
-    for wrong in (
-        ([1, 2], {"dp": [1.0]}, {"dp": 1.0}),
-        ([1, 2], {"dp": [1.0, 0.0]}, {"dp": 1.0}),
-        ([1, 2], {}, {}),
-    ):
-        with pytest.raises(ValueError, match=r"dp ha|dp holds|no series"):
-            figures.slower_link(*wrong)
 
 
 def test_a_loss_curve_takes_the_colour_of_its_layout() -> None:

@@ -30,7 +30,7 @@ from matplotlib.text import Text
 from PIL import Image
 
 from hpnb import plot, record
-from hpnb.lesson.figures.grid_steps import grid_steps
+from hpnb.lesson.figures.grid_steps import summa_steps
 from hpnb.lesson.figures.ranks_and_collectives import (
     compare_moves,
     costs,
@@ -251,7 +251,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "gradient cliff": lambda: gradient_cliff(errors(3, "vit.layers.1.mlp.fc1")),
     "long gradient cliff": lambda: gradient_cliff(errors(9, "vit.layers.7.attention.o_proj")),
     "cheapest mode": lambda: cheapest_mode(*MAP, title="T"),
-    "grid steps": lambda: grid_steps(summa(3), (3, 3), lambda m: f"panels along {m.axis}"),
+    "grid steps": lambda: summa_steps(summa(3), (3, 3), "T"),
     "drift": lambda: plot.drift(
         {"agreed": [1.1, 0.9, 0.8], "alone": [1.1, 0.95, 0.8]},
         {"agreed": [0.0, 0.0, 0.0], "alone": [0.0, 1e-3, 2e-2]},
@@ -881,8 +881,6 @@ def test_waits_split_a_collective_where_the_last_rank_arrives() -> None:
     twice = Timeline((*straggling().events, *straggling().shifted(1.0).events))  # the k-th meets the k-th
     assert time_by_part(twice.split_waits("all_reduce"))[0]["wait"] == pytest.approx(16 * MS)
     assert time_by_part(twice.split_waits("all_reduce"), 2)[0]["wait"] == pytest.approx(8 * MS)
-    with pytest.raises(ValueError, match="a rank has 4 events of one part in 2 steps"):
-        time_by_part(Timeline((*twice.events, *twice.shifted(2.0).events)).split_waits("all_reduce"), 2)
 
 
 def test_waits_name_the_rank_that_waits_least() -> None:
@@ -897,8 +895,6 @@ def test_waits_name_the_rank_that_waits_least() -> None:
     assert "waits least" not in said(waits(straggling(0.5)))
     late = {0: {"compute": 9.0, "wait": 5.0, "move": 1.0}, 1: {"compute": 4.0, "wait": 0.0, "move": 1.0}}
     assert find_straggler(late)[0] == 1
-    with pytest.raises(ValueError, match="this timeline has F"):
-        waits(Timeline((Event(0, 0, "F", 0, 0.0, 1.0),)))
 
 
 def test_moves_after_a_pause_are_compared_step_by_step() -> None:
@@ -929,10 +925,6 @@ def test_a_number_keeps_its_colour_across_a_collective() -> None:
     assert len(set(colors)) == 3
     assert [t.get_text() for t in after.texts[:3]] == ["1", "2", "3"]
     assert len([a for a in before.findobj() if a.get_label() == "empty"]) == 2
-    with pytest.raises(ValueError, match="before has 1 ranks and after 2"):
-        tensors([[1]], [[1], [2]])
-    with pytest.raises(ValueError, match="no rank holds a number"):
-        tensors([[]], [[]])
 
 
 def test_steps_stand_beside_the_law_and_where_both_are_free() -> None:
@@ -952,30 +944,27 @@ def test_steps_stand_beside_the_law_and_where_both_are_free() -> None:
     ends = sorted(segment[end, 1] for bar in bars for segment in bar.get_segments() for end in (0, 1))
     assert ends == pytest.approx(sorted(2 * [end for r in during.values() for end in (r.low, r.high)]))
     assert "measured from" not in " ".join(words(step_ratios(during, {}, 500.0, {"measured from": None})))
-    with pytest.raises(ValueError, match="ratios above 0"):
-        step_ratios(during, spreads({100: 0.0}), 500.0, {})
 
 
 @pytest.mark.parametrize(
     ("tokens", "labels"),
     [
         ([100.0, 12800.0], ["100", "12,800"]),
-        ([100.0, 110.0, 1e4], ["100", "200", "500", "1,000", "2,000", "5,000", "10,000"]),
-        ([100.0, 102.0, 200.0], ["100", "200"]),
+        ([100.0, 110.0, 1e4], ["100", "1,000", "10,000"]),
     ],
 )
-def test_tokens_are_marked_at_the_sizes_or_at_1_2_5_where_the_labels_fit(
+def test_tokens_are_marked_at_the_sizes_or_at_powers_of_ten_where_the_labels_fit(
     tokens: list[float], labels: list[str]
 ) -> None:
     during = spreads(dict.fromkeys(tokens, 1.5))
     fig = step_ratios({}, during, math.sqrt(tokens[0] * tokens[-1]), {})
     fig.canvas.draw()
-    shown = [t for t in fig.axes[0].get_xticklabels() if t.get_text()]
+    low, high = fig.axes[0].get_xlim()
+    labels_drawn = fig.axes[0].get_xticklabels()
+    shown = [t for t in labels_drawn if t.get_text() and low <= t.get_position()[0] <= high]
     assert [t.get_text() for t in shown] == labels
     extent = [t.get_window_extent() for t in shown]
     assert all(a.x1 + 5 < b.x0 for a, b in itertools.pairwise(extent))
-    wide = step_ratios({}, spreads({1e-3: 1.5, 1e24: 1.2}), 1e10, {}).axes[0].get_xticklabels()
-    assert 2 <= len(wide) <= 6
 
 
 def test_versions_are_titled_by_their_verdict_and_name_the_work_for_messages() -> None:
@@ -1007,8 +996,6 @@ def test_states_are_stacked_predicted_over_measured() -> None:
     assert filled[:2] == pytest.approx([1.1, 4.4])
     assert hollow[3] <= filled[2]
     assert {"16.0", "4.40", "bytes on one rank (MB)"} <= {t.get_text() for t in ax.texts} | {ax.get_xlabel()}
-    with pytest.raises(ValueError, match="only one has b"):
-        states({"a": {}}, {"a": {}, "b": {}})
     with pytest.raises(ValueError, match="no part 'weights'"):
         states({"a": {"weights": 1.0}}, {"a": {}})
 
@@ -1030,8 +1017,6 @@ def test_a_u_curve_stacks_its_parts_and_marks_the_least() -> None:
     parts["host wait"] = [0.0, 0.0, 2 * MS]
     fig = u_curve([1, 4, 16], parts, [4 * MS, 2 * MS, 6 * MS])
     assert [list(box) for box in extents(fig.axes[0], "host wait")[:, 2:]] == [pytest.approx([5.0, 7.0])]
-    with pytest.raises(ValueError, match="waiting"):
-        u_curve([1], {"waiting": [1.0]}, [1.0])
 
 
 def test_a_gradient_cliff_stands_where_the_fault_is() -> None:
@@ -1052,9 +1037,6 @@ def test_a_gradient_cliff_stands_where_the_fault_is() -> None:
     assert {"wrong from layer 1, mlp.fc1 on", "layer 2", "layer 1", "layer 0", "0", "1"} <= set(words(fig))
     assert (find_cliff(runs["right"]), find_cliff(runs["left out"])) == (None, "vit.layers.1.mlp.fc1")
     assert find_cliff({"a": 1e-10, "b": 1e-3}) == "b"
-    for other in ({"y": 1.0}, {"y": 1.0, "x": 1.0}):
-        with pytest.raises(ValueError, match="the same modules"):
-            gradient_cliff({"a": {"x": 1.0, "y": 1.0}, "b": other})
 
 
 def test_a_gradient_cliff_without_a_fault_has_no_mark_and_of_many_modules_no_names() -> None:
@@ -1082,9 +1064,6 @@ def test_the_cheapest_mode_is_a_map() -> None:
         (x, y), cells = name.get_position(), areas[mode]
         assert any(a < x < b and c < y < d for a, b, c, d in cells), mode  # it stands in its own region
     assert {"tokens a rank", "1,024"} <= set(words(fig))
-    for modes in ([["1d"] * 2], [["1d", "4d"]] * 2):
-        with pytest.raises(ValueError, match="mode"):
-            cheapest_mode([1.0, 2.0], [1.0, 2.0], modes)
 
 
 def test_a_small_region_is_named_in_the_legend() -> None:
@@ -1097,7 +1076,7 @@ def test_a_small_region_is_named_in_the_legend() -> None:
 
 
 def test_grid_steps_show_the_root_of_every_panel() -> None:
-    fig = grid_steps(summa(3), (3, 3), lambda m: f"along {m.axis}", "T")
+    fig = summa_steps(summa(3), (3, 3), "T")
     assert len(fig.axes) == 3
     for t, ax in enumerate(fig.axes):
         labels = {artist.get_label() for artist in ax.findobj()}
@@ -1118,34 +1097,8 @@ def test_grid_steps_show_the_root_of_every_panel() -> None:
         assert [t.get_text() for t in ax.texts if t.get_text().isdigit()] == [str(n) for n in range(9)]
     told = words(fig)
     assert {"step 0", "step 1", "step 2", "T"} <= set(told)
-    assert {"along tp.1: broadcast", "along tp.0: broadcast"} <= set(told)
+    assert {"x across: broadcast", "W down: broadcast"} <= set(told)
     assert told.count("1.20 kB a rank, mean") == 3  # 2/3 of 1200 + 600
-
-
-def reduced(to: int) -> list[list[Message]]:
-    return [[Message("tp.1", "reduce", 10.0, group, group[to])] for group in ((0, 1), (0, 1), (2, 3), (2, 3))]
-
-
-def test_a_reduce_points_at_its_root() -> None:
-    for to, head in ((0, "<"), (1, ">")):
-        ax = grid_steps(reduced(to), (2, 2)).axes[0]
-        heads = [line for line in ax.lines if line.get_marker() == head]
-        assert sorted(line.get_xdata()[0] for line in heads) == [to + 0.5] * 2
-        assert find(ax, f"reduce tp.1 (0, 1) root {to}").get_linestyle() == "--"
-
-
-@pytest.mark.parametrize(
-    ("messages", "says"),
-    [
-        (summa(3), "2 x 2 has 4 ranks, not 9"),
-        ([[], [], [], []], "no rank has sent anything"),
-        ([*summa(2)[:3], []], r"in step 0, ranks \[3\] have no broadcast along tp.0"),
-        ([[Message("tp", "all_reduce", 1.0, (0, 1, 2, 3))]] * 4, "no line of the grid"),
-    ],
-)
-def test_grid_steps_that_cannot_be_drawn_say_why(messages: list[list[Message]], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        grid_steps(messages, (2, 2))
 
 
 def test_standings_draw_a_bar_a_row_under_one_scale() -> None:

@@ -8,7 +8,6 @@ parallelize_model.py   the order in which the strategies are applied to a model
 boost_checks.py        what boost refuses before it changes anything
 boosted_model.py       the model on one rank; global_loss.py and model_loss.py: the loss over all ranks
 boosted_optimizer.py   the optimizer on one rank (../optimizer_state.py: its state in one process's terms)
-describe_stages.py     which stage has what, printed by boost(verbose=True)
 compile_blocks.py      torch.compile for a model's blocks; recompute.py: activation checkpointing
 
 checkpoint/            weights in Hugging Face's format, all other state in shards; atomic, from any layout

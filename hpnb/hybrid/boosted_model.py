@@ -108,7 +108,7 @@ class Boosted(nn.Module):
         if generation_config is not None:
             self.generation_config = generation_config
         self.last_step: PipelineStepResult | None = None
-        self._model_loss, self._weigher, self._device = model_loss, Weigher(plugin.mesh.dp_cp), this_device()
+        self._model_loss, self.weigher, self._device = model_loss, Weigher(plugin.mesh.dp_cp), this_device()
         self._cache = CacheSwitch(module)
         self.packing_warning = PackingWarning(causal or context is not None, config)
         self._pipe, self._syncs = pipe, True
@@ -219,11 +219,7 @@ class Boosted(nn.Module):
                 outputs = runs(*args, **{name: v for name, v in kwargs.items() if name != "labels"})
                 outputs = type(outputs)(loss=self._model_loss(outputs, labels), **dict(outputs.items()))
         named = any(name in kwargs for name in TARGET_NAMES) or not args
-        return self._weigher(outputs, self._count_targets(kwargs if named else args))
-
-    def weighed_as_sums(self) -> AbstractContextManager[None]:
-        """A backward inside is that of a sum over this rank's targets, divided by the count of all."""
-        return self._weigher.of_a_sum()
+        return self.weigher(outputs, self._count_targets(kwargs if named else args))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

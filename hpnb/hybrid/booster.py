@@ -18,6 +18,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from math import prod
 from typing import Any
 
 import torch
@@ -32,11 +33,13 @@ from hpnb.data.batch_agreement import check_lengths
 from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.boosted_optimizer import boosted_optimizer
 from hpnb.hybrid.booster_files import BoosterFiles, boosted_model
-from hpnb.hybrid.describe_stages import describe_stages
 from hpnb.hybrid.parallelize_model import Model, parallelize_model
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.presets import TorchDDPPlugin
+from hpnb.mesh import Axis
 from hpnb.pipeline_parallel.criterion_check import check_cross_entropy
+from hpnb.pipeline_parallel.stages import Stages
+from hpnb.placement import placement_of
 from hpnb.precision import policy
 
 Criterion = Callable[[Any, Any], Any]
@@ -133,7 +136,7 @@ class Booster(BoosterFiles):
         boosted = parallelize_model(self.plugin, model, optimizer, example)
         boosted.packing_warning.enabled = verbose
         if verbose:
-            description = describe_stages(boosted.unwrap(), self.plugin.mesh.pp)
+            description = _describe_stages(boosted.unwrap(), self.plugin.mesh.pp)
             if dist.get_rank() == 0:
                 print(description, flush=True)
         return boosted, optimizer, criterion, dataloader, lr_scheduler
@@ -235,7 +238,7 @@ class Booster(BoosterFiles):
         total, count = loss
         count_of_all = torch.as_tensor(count, dtype=torch.float64).to(total.device)
         count_of_all = comm.all_reduce(count_of_all.detach(), self.plugin.mesh.dp_cp)
-        with boosted.model.weighed_as_sums():
+        with boosted.model.weigher.of_a_sum():
             _wide(total).backward((scale / count_of_all.clamp(min=1)).to(_wide(total).dtype))
         boosted.end_backward()
 
@@ -315,6 +318,32 @@ def _example(dataloader: Any) -> Any:
     if state is not None:
         dataloader.load_state_dict(state)
     return batch
+
+
+def _describe_stages(module: nn.Module, pp: Axis) -> str:
+    """The trained parameters of all stages, of which every rank of `pp` passes its part; all of them call it.
+    They count in full, also where tensor parallelism or ZeRO shards them.
+
+        stage 0 of 2 on pipeline rank 0: transformer.wte.weight to transformer.h.1.mlp.c_proj.bias, ...
+    """
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    stages = {0: [p for p in names if p.requires_grad]}
+    if isinstance(module, Stages):
+        stages = {stage: module.trained(stage) for stage in module.numbers}
+    here = [
+        (stage, pp.rank, [names[p] for p in parameters], sum(prod(placement_of(p).shape) for p in parameters))
+        for stage, parameters in stages.items()
+    ]
+    everywhere = [here]
+    if pp.size > 1:
+        everywhere = [[] for _ in range(pp.size)]
+        dist.all_gather_object(everywhere, here, pp.group)
+    lines = sorted(line for of_rank in everywhere for line in of_rank)
+    return "\n".join(
+        f"stage {stage} of {len(lines)} on pipeline rank {rank}: "
+        + (f"{of_stage[0]} to {of_stage[-1]}, {count:,} parameters" if of_stage else "no trained parameters")
+        for stage, rank, of_stage, count in lines
+    )
 
 
 def _wide(loss: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +106,10 @@ def make_task(file: RunFile) -> RunTask:
 
 def _pictures(file: RunFile) -> RunTask:
     wanted, table = file.model, file.data
-    load: Callable[..., Dataset] = data.beans if table.name == "beans" else data.cifar10
-    classes = _CLASSES.get(table.name, 0)
     if table.name == "images":
-        names = data.image_folder(_folder(table)).classes
-        load, classes = partial(_own_images, _folder(table)), len(names)
+        classes = len(data.image_folder(_folder(table)).classes)
+    else:
+        classes = _CLASSES[table.name]
     model = models.vit(
         wanted.shape,
         classes=wanted.classes or classes,
@@ -121,7 +119,14 @@ def _pictures(file: RunFile) -> RunTask:
         seed=file.training.seed,
     )
     side = int(model.config.image_size)
-    splits = _splits(table, lambda split, size: load(split, size, image_size=side, kind=table.kind))
+
+    def load(split: str, size: int | None) -> Dataset:
+        if table.name == "images":
+            return data.image_folder(_folder(table), split, size, side)
+        make: Callable[..., Dataset] = data.beans if table.name == "beans" else data.cifar10
+        return make(split, size, image_size=side, kind=table.kind)
+
+    splits = _splits(table, load)
     _check_classes(wanted.classes, splits[0])
     if table.name == "images" and model.config.num_labels == classes:
         model.config.id2label = dict(enumerate(splits[0].classes))
@@ -133,10 +138,6 @@ def _pictures(file: RunFile) -> RunTask:
         model.loss_function = _cross_entropy
     return RunTask(model, splits, (AccuracyHook(),), transform=transform, plain=plain,
                    image_processor=_image_processor(plain))  # fmt: skip
-
-
-def _own_images(folder: Path, split: str, size: int | None, image_size: int, kind: str) -> Dataset:
-    return data.image_folder(folder, split, size, image_size)
 
 
 def _augmentation(name: bool | str, side: int) -> Any:

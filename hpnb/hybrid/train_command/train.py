@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import math
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hpnb.hybrid.booster import Booster
@@ -27,7 +29,6 @@ from hpnb.hybrid.checkpoint.agreement import files_group, on_first_rank
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.torchrun.launch_from_torch import launch_from_torch
 from hpnb.hybrid.train_command.compare_runs import check_resumable, differences, run_facts
-from hpnb.hybrid.train_command.finite_loss import FiniteLossHook
 from hpnb.hybrid.train_command.run_file import RunFile, TrainingTable
 from hpnb.hybrid.train_command.run_task import LimitedLoader, RunTask, make_task
 from hpnb.hybrid.training import hooks, resuming
@@ -39,6 +40,8 @@ from hpnb.hybrid.training.stop_hook import StopHook, Stopped
 from hpnb.hybrid.training.trainer import Trainer
 from hpnb.models import decay_groups
 from hpnb.ranks.current_rank import device, world_size
+
+_LOSSES_EVERY = 0.5  # seconds
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def _train(file: RunFile, folder: Path, flag: Path | None, more: Sequence[hooks.
         *task.metrics,
         hooks.ThroughputHook("tokens" if file.data.name == "text" else "samples"),
         hooks.MetricsByEpochHook(folder / "history.json"),
-        FiniteLossHook(_say),
+        _FiniteLossHook(_say),
     ]
     trainer = Trainer(booster, model, optimizer, None, schedule, [*recording, saves, stop, *more],
                       accumulation=how.accumulation)  # fmt: skip
@@ -148,6 +151,43 @@ class _SavesCutEpoch(hooks.CheckpointHook):
         is_cut = trainer.step == self.last_step and len(loader) < loader.sampler.batches
         if is_cut and self._saved_step < trainer.step:
             self._save(trainer, "step")
+
+
+class _FiniteLossHook(hooks.Hook):
+    """Says once, on the rank that shows progress, which step was the first whose loss is nan or infinite.
+
+    The run goes on, because in 16 bits a step that overflows is skipped, and a later loss may be finite.
+    Reading a loss waits for the GPU, so losses are kept and read twice a second.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._losses: list[torch.Tensor] = []  # since the last look
+        self._looked = 0.0
+        self._has_said = False
+
+    def after_step(self, trainer: TrainingState) -> None:
+        if self._has_said or not trainer.role.shows or trainer.loss is None:
+            return
+        self._losses.append(trainer.loss.detach().clone())  # a replayed graph has one tensor for all steps
+        if time.monotonic() - self._looked > _LOSSES_EVERY:
+            self._look(trainer)
+
+    def after_epoch(self, trainer: TrainingState) -> None:
+        self._look(trainer)
+
+    def _look(self, trainer: TrainingState) -> None:
+        values = torch.stack(self._losses).tolist() if self._losses else []
+        first = trainer.step - len(values) + 1
+        self._losses, self._looked = [], time.monotonic()
+        bad = next(((i, value) for i, value in enumerate(values) if not math.isfinite(value)), None)
+        if bad is not None and not self._has_said:
+            self._has_said = True
+            self._say(
+                f"warning: the loss of step {first + bad[0]} is {bad[1]}; if the next ones are too, the "
+                "weights are lost: stop, and start anew or from an earlier checkpoint with a smaller "
+                "learning_rate, a longer warm-up or max_norm = 1"
+            )
 
 
 # --- how long, and how fast ---------------------------------------------------------------------------------

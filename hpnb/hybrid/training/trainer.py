@@ -149,14 +149,10 @@ class Trainer(TrainingState):
         try:
             self._fit(epochs, evaluate, evaluate_every)
         finally:
-            self._clean_up()
+            for hook in self.hooks:  # locks and signal handlers end with the fit, also where it fails
+                if isinstance(hook, CheckpointHook | StopHook):
+                    hook.release()
         return self.history
-
-    def _clean_up(self) -> None:
-        """Locks and signal handlers end with the fit, also where it fails."""
-        for hook in self.hooks:
-            if isinstance(hook, CheckpointHook | StopHook):
-                hook.release()
 
     def _fit(self, epochs: int, evaluate: Any, evaluate_every: int) -> None:
         self._call_hooks("before_fit")

@@ -533,9 +533,9 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 #
 # The formula says <data value="00.many-calls.predicted:.1f">69.6</data> times as long. Trust the formula to say which is slower, and measure by how much.
 #
-# On average each of the hundred took <data value="00.off.call">50.1 µs</data>, bytes included, which is <data value="00.off.than">shorter than</data> that latency. On a GPU the fitted time
-# of a call is its start plus its move. When many follow, the process starts the next one while an earlier one still
-# moves, so each costs about the longer of the two.
+# On average each of the hundred took <data value="00.off.call">50.1 µs</data>, bytes included, which is <data value="00.off.than">shorter than</data> that latency. On a GPU the fit times
+# one call from start to end: the process starts it, then its bytes move. When many calls follow, the process starts the
+# next one while earlier bytes still move, so each costs about the longer of the two.
 # <data value="00.off.started">The process needed 4.96 ms only to start the hundred, so here starting calls, not the link, sets the time</data>.
 #
 # <details><summary>On a laptop</summary>
@@ -709,15 +709,15 @@ lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", movin
 
 # %% [markdown]
 # Rank 1 slept 100 ms longer, so the others waited <data value="00.bar.rank-1-late.measured-wait">100 ms</data> in an all-reduce. The move, which begins when rank 1
-# arrives, took <data value="00.bar.rank-1-late.measured-move">636 µs</data>. Here rank 1 waits for nobody. The waits in the tables leave it out in all cases, to be
-# comparable.
+# arrives, took <data value="00.bar.rank-1-late.measured-move">636 µs</data>. Here rank 1 waits for nobody. So that cases can be compared, the tables' waits leave out rank 1
+# in all three.
 #
 # With published B and typical α the move takes <data value="00.replay.nvlink-4.move">44.7 µs</data> on NVLink 4 and <data value="00.replay.ethernet-10-gb.move">9.90 ms</data> on 10 Gb Ethernet.
 # The wait stays at <data value="00.replay.ethernet-10-gb.wait">100 ms</data>.
 #
 # The formula predicts <data value="00.bar.at-once.predicted-move">118 µs</data> for the move in all three cases. To compare two cases, we pair each of the five steps of
-# one with each of the other, and count the pairs in which the second moves longer. Noise alone gives a count above 22
-# of 25, or below 3, with a probability of 3 % (a rank-sum test). Only such a count shows a difference.
+# the first case with each of the second's. Of these 25 pairs we count those in which the second case's move
+# is longer. Noise alone gives a count above 22 of 25, or below 3, with a probability of 3 % (a rank-sum test). Only such a count shows a difference.
 #
 # After the pause the move is longer than "at once" in <data value="00.pause.longer">20</data> of <data value="00.pause.pairs">25</data> pairs: <data value="00.pause.words">this run shows no effect of the pause</data>. With rank 1 late it is
 # longer than after the pause in <data value="00.late.longer">25</data> of <data value="00.late.pairs">25</data>: <data value="00.late.words">in this run moves after the late rank are longer</data>.

@@ -417,14 +417,15 @@ lesson.record("01.launch", figures.describe_launches(launches, here.device))
 #
 # **Late ranks.** Ranks with equal work still do not start together, and the prediction leaves this out too. In C the last rank
 # begins its backward <data value="01.versions.late.seconds">2.23 ms</data> after the first, a median of nine rounds. Messages of early ranks wait for it. Meanwhile
-# these ranks compute in C, and idle in B. A rank that is slow by itself would be last in every round. Here no rank is
-# last more often than <data value="01.versions.late.last">rank 3 in 4 of 9 rounds</data>.
+# these ranks compute in C, and idle in B. A rank that is slow by itself would be last in every round. Here one rank is
+# last most often: <data value="01.versions.late.last">rank 3 in 4 of 9 rounds</data>.
 #
 # <details><summary>How long does a step without messages take on each rank?</summary>
 #
-# The end of the cell times it by the clock of each process, so compare these times only with each other. The fastest rank
-# takes <data value="01.launch.fastest">62.7 ms</data> and the slowest, <data value="01.launch.rank">rank 0</data>, takes <data value="01.launch.slowest">66.3 ms</data>. On GPUs we also time *launches*, the calls that start a
-# GPU's kernels. For the slowest rank, compare with its time above: <data value="01.launch.words">its process has launched the step after 54.5 ms, so launches do not set the time there</data>.
+# The end of the cell times it by the clock of each process, so compare these times only with each other. On GPUs it also
+# times *launches*, the calls that start a GPU's kernels. The fastest rank
+# takes <data value="01.launch.fastest">62.7 ms</data> and the slowest, <data value="01.launch.rank">rank 0</data>, takes <data value="01.launch.slowest">66.3 ms</data>, and
+# <data value="01.launch.words">its process has launched the step after 54.5 ms, so launches do not set the time there</data>.
 # </details>
 #
 # <details><summary>In your tools: overlap</summary>
@@ -590,7 +591,8 @@ lesson.record("01.extra", figures.cost_of_overlap(times[middle]))
 # - Reduced after it, a step is <data value="01.measured.after">not free at 197, 788 and 3,152, free from 12,608 on</data>. By the law it is free from <data value="01.law.after:,.0f">11,275</data> on.
 # - Overlap, against reducing after the backward, is <data value="01.measured.overlap">faster at 3,152, slower at 788, undecided at 197 and 12,608</data>.
 #
-# Your guess was a number of tokens from which a step with overlap is free. It is scored only if a size that we timed is free.
+# You guessed from how many tokens on a step with overlap is free. Your guess is scored only if, with overlap, a size that
+# we timed is free. Otherwise the question stays open.
 #
 # A measured ratio can leave the law's line in both directions. A step that computes slower than R lowers the ratio.
 # Costs that the law leaves out, such as latencies, raise the ratio. With <data value="01.slow.tokens:,">197</data> tokens the step alone takes <data value="01.slow.times:.1f">8.5</data> times as

@@ -266,8 +266,8 @@ trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")
 # slowest backward, which can be on another stage. By medians, the slowest forward plus the slowest backward take
 # <data value="02.slowest:.2f">1.34</data> times as long as forward plus backward of the mean stage.
 #
-# Simulated with these medians, the bubble is <data value="02.medians.bubble">40.1 %</data>. In the step that ran, a stage's times also vary from microbatch
-# to microbatch. If the step is measured, messages take time.
+# Simulated with these medians, the bubble is <data value="02.medians.bubble">40.1 %</data>. The step that ran can have another bubble: a stage's times
+# vary from microbatch to microbatch, and in a measured step messages take time.
 #
 # <details><summary>Why can equal stages take unequal times?</summary>
 #
@@ -466,7 +466,7 @@ lesson.field_guide.show()
 
 # %% [markdown]
 # It hangs. The first table shows where ranks wait; the lists that `check` printed show why. The last column of
-# the *field guide* names each row's notebook.
+# the *field guide* names each row's notebook; later ones that ran have rows, too.
 #
 # ## Smaller pieces of work
 #
@@ -658,7 +658,7 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 
 # %% [markdown]
 # We call two schedules different only if the difference of their steps exceeds both spreads. So
-# <data value="02.race.faster">no schedule is shown to be faster than another: all pairs are undecided</data>, whatever the order of medians above. As to bubbles,
+# <data value="02.race.faster">no schedule is shown to be faster than another: all pairs are undecided</data>. As to bubbles,
 # <data value="02.race.idle">those of interleaved, zb-h1, zb-h2 and zb-v overlap with 1f1b's, so the run does not decide</data>.
 #
 # The prediction puts <data value="02.race.first.predicted">zb-v</data> first; by medians, the run puts <data value="02.race.first.run">zb-h2</data> first. The four schedules other than 1F1B take <data value="02.race.ratio.least:.2f">1.09</data>
@@ -712,7 +712,7 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 #
 # The batch cancels, and chunks divide the ratio by v. A wider and deeper stage makes sending cheaper, so pipelines may cross
 # slow links (notebook 04). With h = 1,024 and six blocks in each stage, the ratio is 110,592/ρ. At notebook 00's published rates
-# of an H200 that is 50 over NVLink, where ρ is <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data>, and 0.14 over 10 Gb Ethernet, where ρ is <data value="00.rho.ethernet-10-gb.at-published-rates">791,000 FLOP/B</data>.
+# of an H100 or H200 that is 50 over NVLink, where ρ is <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data>, and 0.14 over 10 Gb Ethernet, where ρ is <data value="00.rho.ethernet-10-gb.at-published-rates">791,000 FLOP/B</data>.
 #
 # The race's predictions contain no messages; <data value="02.run.in-race">its steps contain them, and also launches and waits, so the ratio of a step to its prediction does not show what messages cost</data>.
 # </details>
@@ -798,7 +798,8 @@ lesson.explorers.pipeline_bubble()
 # $$ \text{step} \approx \sum_s t_s + (m-1)\,\max_s t_s $$
 #
 # For large m the idle share goes to 1 - mean/max, not to 0. The cell moves blocks from stage 0 to stage 1. It also lets the
-# library balance measured layer times. Titles state the prediction; the last line of the output says whether all repeats agree.
+# library balance measured layer times. Titles state the prediction. If the output's last line says "Not decided",
+# repeats of uniform and heavy overlap, and the run does not show which is faster.
 
 # %%
 blocks = SIZE.layers // N
@@ -827,8 +828,8 @@ words.record_cuts(rounds, steps, in_stage)
 words.claim_faster(rounds, "uniform", "heavy")
 
 # %% [markdown]
-# The uniform partition takes <data value="02.cut.uniform">148 ms</data>, the heavy one <data value="02.cut.heavy">182 ms</data>. Balancing by time gives the partition
-# <data value="02.cut-step.by-time.blocks-of-each-stage">[7, 6, 5, 6]</data> and <data value="02.cut.by-time">177 ms</data>. Is that faster than the uniform partition? Here <data value="02.cut.verdict">the steps of both overlap, so the run does not decide between them</data>.
+# By medians, the uniform partition takes <data value="02.cut.uniform">148 ms</data>, the heavy one <data value="02.cut.heavy">182 ms</data>. Balancing by time gives the partition
+# <data value="02.cut-step.by-time.blocks-of-each-stage">[7, 6, 5, 6]</data> and <data value="02.cut.by-time">177 ms</data>. Beside uniform, <data value="02.cut.verdict">the steps of both overlap, so the run does not decide between them</data>.
 #
 # <details><summary>What can balancing gain here?</summary>
 #

@@ -271,8 +271,8 @@ lesson.check(exercises.column_row, mlp)
 # $$ r = \frac{\text{compute time}}{\text{communication time}} = \frac{4.5\,h}{(t-1)\,\rho} $$
 #
 # Batch size cancels, and sequence length almost does: attention's scores, left out here, add a share of s/6h. The formula
-# also leaves out latency. So once messages are long, **no batch helps**: only a wider model, fewer ranks or a faster
-# interconnect. Without overlap a rank computes r/(1+r) of the time. We call an interconnect fast enough from r = 1 on, where
+# also leaves out latency. So once messages are long, **no batch makes r larger**. Only a wider model, fewer ranks or a
+# faster interconnect does. Without overlap a rank computes r/(1+r) of the time. We call an interconnect fast enough from r = 1 on, where
 # that is half.
 #
 # From here on, the library's `parallelize(model, mesh.tp, mode="1d")` replaces the linear layers by sharded ones, as above.
@@ -664,8 +664,8 @@ lesson.check(exercises.sequence_parallel, block)
 # <details><summary>Bytes and time of a broadcast</summary>
 #
 # From its source, a broadcast passes a block of S bytes around the ring of a row's or column's q ranks. All but the last
-# send it on, so on average a rank sends S (1 - 1/q). In the figure below, arrows show whom a block reaches, not this way
-# around the ring. A broadcast takes S over the bandwidth plus q - 1 latencies, longer than the mean bytes suggest.
+# send it on, so on average a rank sends S (1 - 1/q). The arrows of the figure below show which ranks get a block. They
+# do not show that it travels from rank to rank around the ring. A broadcast takes S over the bandwidth plus q - 1 latencies, longer than the mean bytes suggest.
 # </details>
 
 

@@ -423,7 +423,8 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 # come with every microbatch and shard, and the prediction counts them once. Along tp all ranks repeat the norms. On a GPU, recorded compute can contain waits for the CPU, which launches operations. On a CPU,
 # ranks send with the cores that compute.
 #
-# A quarter of the images need not take a quarter of the time. A GPU computes while the CPU launches, and the longer of the two counts.
+# The prediction times one rank on 1/N of the images. Along tp and pp a rank has all images, but 1/N of each matrix or of the blocks.
+# That need not take equally long. A GPU computes while the CPU launches, and the longer of the two counts.
 # So a small step can take as long as its launches. On a CPU, the two add up.
 #
 # **The rest** can be shorter than predicted or simulated. Then messages took less time than the link's latency and bandwidth say,

@@ -580,9 +580,9 @@ lesson.claim("ZeRO-3 exposes less than ZeRO-2 on fast links only", less == sorte
 # Offloading is computed without sharding, from 25 GB/s of PCIe and 100 GB/s of CPU memory, as in the fold on tools.
 # </details>
 #
-# **Takeaway**, from XL simulated on 8 GPUs; our own steps do not decide it. Do not shard a model that fits. Otherwise use the
-# stage that fits and exposes least: there, ZeRO-3 from <data value="05.link.crossing">27.4 GB/s</data> on. A saved GB costs least by sharding, more by
-# recomputation, most by offloading.
+# **Takeaway.** Do not shard a model that fits. Otherwise use the stage that fits and exposes least: for XL simulated on 8 GPUs,
+# ZeRO-3 from <data value="05.link.crossing">27.4 GB/s</data> on. A saved GB costs least by sharding, more by recomputation, most by offloading.
+# Our own steps do not decide this.
 #
 # ### Exercise 2: which blocks to recompute
 #

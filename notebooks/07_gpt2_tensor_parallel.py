@@ -185,8 +185,8 @@ lesson.record("07.nearer", gpt2_tensor.nearer_in_words(fullest, ratio, seconds))
 # <details><summary>In your tools: uneven heads</summary>
 #
 # PyTorch's `ColwiseParallel` shards columns and knows no heads, so choose t among the divisors of the number of heads.
-# In many newer models several heads share a k and v, such as 32 heads of q and 8 of k and v. Up to 8 ranks, their number
-# must divide 8. More than 8 ranks work only if several ranks hold a copy of the same k and v and sum the copies'
+# In many newer models several heads share a k and v, such as 32 heads of q and 8 of k and v. With at most 8 ranks, the
+# number of ranks must divide 8. More than 8 ranks work only if several ranks hold a copy of the same k and v and sum the copies'
 # gradients; the second assert excludes that. Check before you start:
 #
 # ```python

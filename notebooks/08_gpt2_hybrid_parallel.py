@@ -329,7 +329,8 @@ lesson.claim("zb-h1 idles a smaller share than 1F1B", idle["zb-h1"] < idle["1f1b
 # right order. A coin would have half. The first choice, <data value="08.fastest.predicted">dp 4 x tp 2</data>, takes
 # <data value="08.cost.prediction">130 %</data> longer than the fastest. The rule of thumb, replicas alone, loses <data value="08.cost.replicas">0 %</data>.
 #
-# Steps are *tied* if they differ by no more than any repeats of one layout did, that is <data value="08.ties.spread">11.3 %</data>: <data value="08.ties.first">no layout is tied with the first</data>. Of the
+# The repeats of one layout differ by up to <data value="08.ties.spread">11.3 %</data>. Two layouts whose steps differ by no more than this are *tied*.
+# Here <data value="08.ties.first">no layout is tied with the first</data>. Of the
 # <data value="08.ties.decided">58</data> pairs that are not tied, <data value="08.ties.order">34</data> are predicted in the right order.
 #
 # With tp, steps take <data value="08.short.with-tp.least:.2f">1.57</data> to <data value="08.short.with-tp.most:.2f">2.52</data> times as long as predicted; without, <data value="08.short.no-tp.least:.2f">0.74</data> to <data value="08.short.no-tp.most:.2f">1.71</data> times. The

@@ -216,8 +216,8 @@ def test_a_fit_is_the_loop_by_hand(alone: hpnb.Ranks, accumulation: int) -> None
     """Batches are ragged and miss labels, so a mean of means would be another number."""
 
     def fit(accumulation: int) -> tuple[list[dict[str, Any]], list[float], list[torch.Tensor], int]:
-        loss = hooks.LossHook()
-        trainer = make(hooks.AccuracyHook(), hooks.F1Hook(positive=2), loss, accumulation=accumulation)
+        loss = hpnb.LossHook()
+        trainer = make(hpnb.AccuracyHook(), hpnb.F1Hook(positive=2), loss, accumulation=accumulation)
         train, test = loaders()
         history = trainer.fit(train, 3, evaluate=test)
         return history, loss.curve, [p.detach() for p in trainer.model.parameters()], trainer.booster.apart
@@ -273,7 +273,7 @@ def test_evaluate_leaves_everything_as_it_was(alone: hpnb.Ranks) -> None:
     found: list[dict[str, Any]] = []
 
     def fit(*extra: Hook) -> list[dict[str, Any]]:
-        return make(hooks.AccuracyHook(), *extra, dropout=0.5).fit(loaders()[0], 2)
+        return make(hpnb.AccuracyHook(), *extra, dropout=0.5).fit(loaders()[0], 2)
 
     def both() -> tuple[Any, ...]:
         return fit(), fit(Often()), found
@@ -366,7 +366,7 @@ def test_throughput_counts_what_comes_after_the_warmup(alone: hpnb.Ranks) -> Non
     def fit(warmup: int, unit: Any) -> list[float | None]:
         clock = iter(range(1000))
         metrics._now = lambda: float(next(clock))
-        hook = hooks.ThroughputHook(unit, warmup)
+        hook = hpnb.ThroughputHook(unit, warmup)
         trainer = make(hook)
         return [row[f"{unit}_per_second"] for row in trainer.fit(loaders()[0], 2)]
 
@@ -380,7 +380,7 @@ def test_throughput_counts_what_comes_after_the_warmup(alone: hpnb.Ranks) -> Non
 
 
 def judged(
-    metric: hooks.Metric, says: list[list[int]], isso: list[list[int]], causal: bool = False
+    metric: hpnb.Metric, says: list[list[int]], isso: list[list[int]], causal: bool = False
 ) -> float | None:
     """What a metric says of predicted classes and labels, shown in two microbatches."""
     trainer: Any = SimpleNamespace(causal=causal)
@@ -392,15 +392,15 @@ def judged(
 
 def test_accuracy_and_f1_by_hand() -> None:
     says, isso = [[0, 1, 1, 2], [1, 1, 0, 1]], [[0, 1, 2, -100], [1, 0, 1, -100]]
-    assert judged(hooks.AccuracyHook(), says, isso) == 3 / 6
-    assert judged(hooks.F1Hook(), says, isso) == 2 * 2 / (2 * 2 + 2 + 1)  # 2 right, 2 wrong, 1 missed
-    assert judged(hooks.F1Hook(positive=2), says, isso) == 0.0
-    assert judged(hooks.F1Hook(positive=2), [[0], [0]], [[0], [1]]) is None  # not there, and not said to be
+    assert judged(hpnb.AccuracyHook(), says, isso) == 3 / 6
+    assert judged(hpnb.F1Hook(), says, isso) == 2 * 2 / (2 * 2 + 2 + 1)  # 2 right, 2 wrong, 1 missed
+    assert judged(hpnb.F1Hook(positive=2), says, isso) == 0.0
+    assert judged(hpnb.F1Hook(positive=2), [[0], [0]], [[0], [1]]) is None  # not there, and not said to be
     nothing = [[-100] * 4] * 2
-    assert judged(hooks.AccuracyHook(), says, nothing) is None
+    assert judged(hpnb.AccuracyHook(), says, nothing) is None
     # Shifted: position i is held to label i + 1, and the last one to nothing.
     assert (
-        judged(hooks.AccuracyHook(), [[1, 2, 0, 0], [0, 0, 1, 2]], [[9, 1, 2, 1], [9, 0, -100, 1]], True)
+        judged(hpnb.AccuracyHook(), [[1, 2, 0, 0], [0, 0, 1, 2]], [[9, 1, 2, 1], [9, 0, -100, 1]], True)
         == 4 / 5
     )
 
@@ -416,7 +416,7 @@ def test_soft_labels_and_batches_without_names() -> None:
 
 
 def test_padding_is_no_token() -> None:
-    hook = hooks.ThroughputHook("tokens")
+    hook = hpnb.ThroughputHook("tokens")
     ids = torch.ones(2, 5, dtype=torch.long)
     assert hook._in({"input_ids": ids}) == 10
     assert hook._in({"input_ids": ids, "attention_mask": torch.tensor([[1] * 5, [1, 1, 0, 0, 0]])}) == 7
@@ -424,7 +424,7 @@ def test_padding_is_no_token() -> None:
 
 def test_memory_is_recorded_in_the_steps_that_were_asked_for(alone: hpnb.Ranks) -> None:
     def fit() -> tuple[dict[int, hpnb.record.MemoryProfile], list[int], list[dict[str, Any]], int]:
-        hook = hooks.MemoryHook(steps=[0, 3])
+        hook = hpnb.MemoryHook(steps=[0, 3])
         trainer = make(hook)
         history = trainer.fit(loaders()[0], 1)
         return hook.profiles, hook.peaks, history, sum(p.nbytes for p in trainer.model.parameters())
@@ -441,7 +441,7 @@ def test_memory_is_recorded_in_the_steps_that_were_asked_for(alone: hpnb.Ranks) 
 
 def test_every_nth_step_has_a_timeline(alone: hpnb.Ranks, tmp_path: Path) -> None:
     def fit(path: Path) -> dict[int, hpnb.record.Timeline]:
-        hook = hooks.TimelineHook(every=2, path=path)
+        hook = hpnb.TimelineHook(every=2, path=path)
         make(hook, accumulation=2).fit(loaders()[0], 2)  # 3 steps an epoch
         return hook.timelines
 
@@ -464,7 +464,7 @@ def test_the_history_is_printed_kept_and_put_into_a_table(
     def fit(path: Path) -> tuple[list[dict[str, Any]], str, Any]:
         hook = hooks.MetricsByEpochHook(path / "runs" / "one.json")
         train, test = loaders()
-        trainer = make(hook, hooks.ThroughputHook(warmup=7))
+        trainer = make(hook, hpnb.ThroughputHook(warmup=7))
         trainer.fit(train, 3, evaluate=test, evaluate_every=2)
         return hook.history, hook.table(), trainer.history
 
@@ -503,7 +503,7 @@ class Stop(Hook):
 
 def run(path: Path | None, stop: int = -1, epochs: int = 3, every: int | None = 4, **options: Any) -> Any:
     """(history without seconds, curve, weights, optimizer's state) of a run that goes on if it can."""
-    loss, extra = hooks.LossHook(), [hooks.AccuracyHook(), Stop(stop)]
+    loss, extra = hpnb.LossHook(), [hpnb.AccuracyHook(), Stop(stop)]
     if path is not None:
         extra.append(hooks.CheckpointHook(path, every, **options))
     trainer = make(loss, *extra, dropout=0.5, accumulation=2)
@@ -720,11 +720,11 @@ def not_boosted(path: Path) -> None:
 
 
 def two_of_a_name(path: Path) -> None:
-    make(hooks.AccuracyHook(), hooks.AccuracyHook())
+    make(hpnb.AccuracyHook(), hpnb.AccuracyHook())
 
 
 def class_for_a_hook(path: Path) -> None:
-    make(hooks.MemoryHook)  # type: ignore[arg-type]
+    make(hpnb.MemoryHook)  # type: ignore[arg-type]
 
 
 def name_for_a_hook(path: Path) -> None:
@@ -734,7 +734,7 @@ def name_for_a_hook(path: Path) -> None:
 def no_labels(path: Path) -> None:
     trainer = make()
     blind = Trainer(
-        trainer.booster, trainer.model, trainer.optimizer, lambda o, i: o.loss, hooks=[hooks.AccuracyHook()]
+        trainer.booster, trainer.model, trainer.optimizer, lambda o, i: o.loss, hooks=[hpnb.AccuracyHook()]
     )
     batch = {"x": torch.ones(1, 6, dtype=D), "labels": torch.zeros(1, dtype=torch.long)}
     blind._criterion(trainer.model(**batch), {"x": batch["x"]})
@@ -767,8 +767,8 @@ REFUSED = {
     lambda path: hooks.LRSchedulerHook(None, "batch"): "use 'step' or 'epoch'",  # type: ignore[arg-type]
     lambda path: hooks.CheckpointHook(path, every=0): "every=0 steps is not possible",
     lambda path: hooks.CheckpointHook(path, keep=0): "keep=0 would keep no checkpoint",
-    lambda path: hooks.TimelineHook(0): "every=0 steps is not possible",
-    lambda path: hooks.ThroughputHook("words"): "use 'samples' or 'tokens'",  # type: ignore[arg-type]
+    lambda path: hpnb.TimelineHook(0): "every=0 steps is not possible",
+    lambda path: hpnb.ThroughputHook("words"): "use 'samples' or 'tokens'",  # type: ignore[arg-type]
 }
 
 
@@ -785,7 +785,7 @@ def test_one_hook_needs_no_list(alone: hpnb.Ranks) -> None:
     def look() -> list[str]:
         made = make()
         how: Any = (made.booster, made.model, made.optimizer)
-        return [type(hook).__name__ for hook in Trainer(*how, hooks=hooks.AccuracyHook()).hooks]
+        return [type(hook).__name__ for hook in Trainer(*how, hooks=hpnb.AccuracyHook()).hooks]
 
     assert "AccuracyHook" in alone.run(look)[0]
 
@@ -1147,8 +1147,8 @@ def on_layout(
     model, optimizer, _, _, rate = booster.boost(model, optimizer, lr_scheduler=rate)
     train = plugin.prepare_dataloader(Rows(batch(0, 19)), 6 // plugin.dp_size, shuffle=True)
     test = plugin.prepare_dataloader(Rows(batch(1, 10)), 6 // plugin.dp_size)
-    loss, timeline, memory = hooks.LossHook(), hooks.TimelineHook(every=4), hooks.MemoryHook(steps=[0])
-    extra = [hooks.AccuracyHook(), hooks.F1Hook(positive=2), Stop(stop)]
+    loss, timeline, memory = hpnb.LossHook(), hpnb.TimelineHook(every=4), hpnb.MemoryHook(steps=[0])
+    extra = [hpnb.AccuracyHook(), hpnb.F1Hook(positive=2), Stop(stop)]
     if path is not None:
         extra.append(hooks.CheckpointHook(path, every=3))
     trainer = Trainer(
@@ -1223,7 +1223,7 @@ def test_a_model_that_takes_its_input_alone_is_exact_too() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
         rate = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         boosted, *_ = booster.boost(model, optimizer, criterion, lr_scheduler=rate)
-        extra = [hooks.AccuracyHook(), hooks.F1Hook(positive=2)]
+        extra = [hpnb.AccuracyHook(), hpnb.F1Hook(positive=2)]
         trainer = Trainer(booster, boosted, optimizer, criterion, rate, extra, accumulation=accumulation)
         train = plugin.prepare_dataloader(Points(23), 2, shuffle=True, seed=3)
         return trainer.fit(train, 2, evaluate=plugin.prepare_dataloader(Points(13, seed=9), 2))
@@ -1246,7 +1246,7 @@ def test_a_sample_is_counted_once_in_every_layout() -> None:
         booster, model = hpnb.Booster(plugin=plugin), tensor_cases.vit()
         boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
         train = plugin.prepare_dataloader(Rows(tensor_cases.images(0, 19)), 3, shuffle=True)
-        trainer = Trainer(booster, boosted, optimizer, hooks=[hooks.ThroughputHook(warmup=0)])
+        trainer = Trainer(booster, boosted, optimizer, hooks=[hpnb.ThroughputHook(warmup=0)])
         return [row["samples_per_second"] for row in trainer.fit(train, 2)]
 
     with hpnb.Ranks(2, device="cpu") as ranks:

@@ -23,8 +23,8 @@ from hpnb.data.iterable_loader import is_iterable_dataset
 from hpnb.hybrid.colossal_config import plugin_options
 from hpnb.hybrid.plugin_options import PluginOptions
 from hpnb.hybrid.refused import REFUSED
-from hpnb.hybrid.stage_manager import StageManager
 from hpnb.mesh import Axis, Mesh, ParallelLayout
+from hpnb.pipeline_parallel import Schedule
 from hpnb.ranks.current_rank import device as this_device
 from hpnb.ranks.current_rank import world_size
 
@@ -261,6 +261,39 @@ class HybridParallelPlugin(PluginOptions):
         if not is_stream:
             check_same_dataset(loader.dataset)
         return loader
+
+
+@dataclass(frozen=True)
+class StageManager:
+    """Where one rank stands in its pipeline. Without a pipeline it has the first stage and the last.
+
+        pp_style     1f1b           zb-v (there and back)
+        rank         0 1 2 3        0 1 2 3
+        stages       0 1 2 3        0 1 2 3
+                                    7 6 5 4
+        last stage         *        *
+
+    Attributes:
+        stage, num_stages: the rank's place along the pipeline, and how many ranks it has.
+        stages: the numbers of the model's stages that are here; a rank may have several.
+    """
+
+    stage: int
+    num_stages: int
+    stages: tuple[int, ...]
+    _last: int
+
+    @staticmethod
+    def of(axis: Axis, schedule: Schedule) -> StageManager:
+        return StageManager(axis.rank, axis.size, tuple(schedule.stages_of(axis.rank)), schedule.stages - 1)
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank has the model's first stage, which takes the inputs."""
+        return 0 in self.stages
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank has the model's last stage, which gives the outputs and the loss."""
+        return self._last in self.stages
 
 
 def _replicas_and_shards(axis: Axis, replicas: int) -> tuple[Axis | None, Axis]:

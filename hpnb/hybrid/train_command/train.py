@@ -32,9 +32,11 @@ from hpnb.hybrid.train_command.compare_runs import check_resumable, differences,
 from hpnb.hybrid.train_command.run_file import RunFile, TrainingTable
 from hpnb.hybrid.train_command.run_task import LimitedLoader, RunTask, make_task
 from hpnb.hybrid.training import hooks, resuming
+from hpnb.hybrid.training.events import Hook
 from hpnb.hybrid.training.folder_lock import FolderLock
 from hpnb.hybrid.training.hybrid_adam import HybridAdam
 from hpnb.hybrid.training.lr_schedulers import CosineAnnealingWarmupLR, LinearWarmupLR
+from hpnb.hybrid.training.metrics import ThroughputHook
 from hpnb.hybrid.training.run_state import EpochRow, TrainingState
 from hpnb.hybrid.training.stop_hook import StopHook, Stopped
 from hpnb.hybrid.training.trainer import Trainer
@@ -61,7 +63,7 @@ class RunResult:
     stopped: bool = False
 
 
-def train(file: RunFile, flag: Path | None = None, more: Sequence[hooks.Hook] = ()) -> RunResult:
+def train(file: RunFile, flag: Path | None = None, more: Sequence[Hook] = ()) -> RunResult:
     """Train what `file` says; every rank calls it. No other run may train in its folder meanwhile.
 
     Args:
@@ -78,7 +80,7 @@ def train(file: RunFile, flag: Path | None = None, more: Sequence[hooks.Hook] = 
         lock.release()
 
 
-def _train(file: RunFile, folder: Path, flag: Path | None, more: Sequence[hooks.Hook]) -> RunResult:
+def _train(file: RunFile, folder: Path, flag: Path | None, more: Sequence[Hook]) -> RunResult:
     plugin, how, checkpoint = file.plugin(), file.training, file.checkpoint
     newest = _newest(folder) if checkpoint.resume else None
     state = {} if newest is None else resuming.read_state(newest)
@@ -107,7 +109,7 @@ def _train(file: RunFile, folder: Path, flag: Path | None, more: Sequence[hooks.
     saves.last_step = total
     recording = [
         *task.metrics,
-        hooks.ThroughputHook("tokens" if file.data.name == "text" else "samples"),
+        ThroughputHook("tokens" if file.data.name == "text" else "samples"),
         hooks.MetricsByEpochHook(folder / "history.json"),
         _FiniteLossHook(_say),
     ]
@@ -153,7 +155,7 @@ class _SavesCutEpoch(hooks.CheckpointHook):
             self._save(trainer, "step")
 
 
-class _FiniteLossHook(hooks.Hook):
+class _FiniteLossHook(Hook):
     """Says once, on the rank that shows progress, which step was the first whose loss is nan or infinite.
 
     The run goes on, because in 16 bits a step that overflows is skipped, and a later loss may be finite.

@@ -1,9 +1,8 @@
 """Hooks for a Trainer: the learning rate, a record of the epochs, checkpoints.
 
-    from hpnb.hybrid.training import hooks
     trainer = hpnb.Trainer(booster, model, optimizer, criterion, lr_scheduler, hooks=[
-        hooks.AccuracyHook(), hooks.ThroughputHook(), hooks.MetricsByEpochHook("run.json"),
-        hooks.CheckpointHook("checkpoints", every=500, best="eval_accuracy"),
+        hpnb.AccuracyHook(), hpnb.ThroughputHook(), hpnb.MetricsByEpochHook("run.json"),
+        hpnb.CheckpointHook("checkpoints", every=500, best="eval_accuracy"),
     ])
 
 Metrics are in metrics.py, hooks that record steps in recording_hooks.py, and the events in events.py.
@@ -22,10 +21,8 @@ from typing import Any, Literal
 
 from hpnb.files import write_text
 from hpnb.hybrid.training import resuming
-from hpnb.hybrid.training.events import Hook, Metric
+from hpnb.hybrid.training.events import Hook
 from hpnb.hybrid.training.folder_lock import FolderLock
-from hpnb.hybrid.training.metrics import AccuracyHook, F1Hook, LossHook, ThroughputHook
-from hpnb.hybrid.training.recording_hooks import MemoryHook, TimelineHook
 from hpnb.hybrid.training.run_state import TrainingState
 
 
@@ -256,18 +253,3 @@ def _format(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-__all__ = [
-    "AccuracyHook",
-    "CheckpointHook",
-    "F1Hook",
-    "Hook",
-    "LRSchedulerHook",
-    "LossHook",
-    "MemoryHook",
-    "Metric",
-    "MetricsByEpochHook",
-    "ThroughputHook",
-    "TimelineHook",
-]

@@ -1,7 +1,7 @@
 """Hooks that record some steps of a training: who holds memory, and what runs when.
 
-    memory = hooks.MemoryHook(steps=[1])                  memory.profiles[1]: a MemoryProfile
-    timeline = hooks.TimelineHook(every=100)              timeline.timelines[99]: a Timeline
+    memory = hpnb.MemoryHook(steps=[1])                  memory.profiles[1]: a MemoryProfile
+    timeline = hpnb.TimelineHook(every=100)              timeline.timelines[99]: a Timeline
 
 Recording costs time, memory most of all, so only the steps that were asked for are recorded.
 """

@@ -1,7 +1,7 @@
 """Trainer: epochs of steps, on any layout, and hooks that are told of them (events.py).
 
     model, optimizer, *_ = booster.boost(model, optimizer)
-    trainer = hpnb.Trainer(booster, model, optimizer, criterion, lr_scheduler, hooks=[hooks.AccuracyHook()])
+    trainer = hpnb.Trainer(booster, model, optimizer, criterion, lr_scheduler, hooks=[hpnb.AccuracyHook()])
     history = trainer.fit(train_loader, epochs=3, evaluate=test_loader)       # a dict an epoch
     trainer.evaluate(test_loader)                                             # {"loss": ..., "accuracy": ...}
 

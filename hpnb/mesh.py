@@ -102,6 +102,12 @@ class Mesh:
     Args:
         layout: its world size must equal the number of ranks.
 
+    Attributes:
+        dp_cp: dp and cp as one axis, along which gradients are summed: its ranks have the same weights and
+            other tokens. Without context parallelism it is `dp`.
+        ep: ranks of dp x cp that together hold each expert once, and send each other tokens.
+        edp: ranks of dp x cp that hold the same experts, along which the gradients of experts are summed.
+
     Raises:
         ValueError: another number of ranks is running than the layout has.
         RuntimeError: no process group is up.
@@ -140,38 +146,8 @@ class Mesh:
             if layout.cp > 1:
                 self.axes["ep"] = _make_axis("ep", (me,))
             self.axes["edp"] = self.axes["dp_cp"]
-
-    @property
-    def dp(self) -> Axis:
-        return self.axes["dp"]
-
-    @property
-    def pp(self) -> Axis:
-        return self.axes["pp"]
-
-    @property
-    def tp(self) -> Axis:
-        return self.axes["tp"]
-
-    @property
-    def cp(self) -> Axis:
-        return self.axes["cp"]
-
-    @property
-    def dp_cp(self) -> Axis:
-        """dp and cp as one axis, along which gradients are summed: its ranks have the same weights and other
-        tokens. Without context parallelism it is `dp`."""
-        return self.axes["dp_cp"]
-
-    @property
-    def ep(self) -> Axis:
-        """Ranks of dp x cp that together hold each expert once, and send each other tokens."""
-        return self.axes["ep"]
-
-    @property
-    def edp(self) -> Axis:
-        """Ranks of dp x cp that hold the same experts, along which the gradients of experts are summed."""
-        return self.axes["edp"]
+        self.dp, self.pp, self.tp, self.cp = (self.axes[name] for name in ("dp", "pp", "tp", "cp"))
+        self.dp_cp, self.ep, self.edp = (self.axes[name] for name in ("dp_cp", "ep", "edp"))
 
     @property
     def coordinates(self) -> dict[str, int]:

@@ -238,8 +238,7 @@ class _ShiftedAnatomy(WrappedAnatomy):
 
 
 def _without_shift(inner: Anatomy) -> Anatomy:
-    parts = (inner.embedding, inner.blocks, inner.head, inner.tied)
-    return _ShiftedAnatomy(*parts, causal=False, inner=inner)
+    return replace(_ShiftedAnatomy.around(inner), causal=False)
 
 
 def _check_images(batch: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ whole batch. The bias only changes which experts are chosen, never their weights
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,17 +54,11 @@ def balancing_loss(
     return loss_of_sums(torch.stack(sums).sum(0), axis)
 
 
-def share_balancing_loss(
-    model: nn.Module, axis: Axis, token_mask: Callable[[], torch.Tensor | None] = lambda: None
-) -> bool:
+def share_balancing_loss(model: nn.Module, axis: Axis) -> bool:
     """Let a model that adds a balancing loss compute it over all ranks of `axis`.
 
     Its outputs' `aux_loss` changes, and `loss` where there is one. A `Pipeline` of it gives outputs with this
     `aux_loss` too, on its last stage (`router_sums.py`), and leaves it to the loss function to add it.
-
-    Args:
-        token_mask: gives (B, s), 0 for padding, where the model gets no attention_mask, as with context
-            parallelism.
 
     Returns:
         Whether it adds one (config.output_router_logits, and router_aux_loss_coef above 0).
@@ -77,9 +71,7 @@ def share_balancing_loss(
     def replace_loss(module: Any, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> Any:
         if getattr(outputs, "aux_loss", None) is None or not outputs.router_logits:
             return None
-        mask = kwargs.get("attention_mask")
-        mask = token_mask() if mask is None else mask
-        mask = real_tokens(outputs.router_logits[0], kwargs.get("input_ids"), mask)
+        mask = real_tokens(outputs.router_logits[0], kwargs.get("input_ids"), kwargs.get("attention_mask"))
         local = outputs.aux_loss
         shared = balancing_loss(outputs.router_logits, module.num_experts_per_tok, axis, mask)
         if outputs.loss is not None:  # which has the local one in it

@@ -162,10 +162,7 @@ class BalancedAnatomy(WrappedAnatomy):
 
 def with_router_sums(
     inner: Anatomy, recorders: Sequence[Any], k: int, coefficient: float, axis: Axis
-) -> BalancedAnatomy:
+) -> WrappedAnatomy:
     """A wrapper for `wrap_anatomy`."""
     routers = {block.name: _find_routers(block, recorders) for block in inner.blocks}
-    parts = (inner.embedding, inner.blocks, inner.head, inner.tied)
-    return BalancedAnatomy(
-        *parts, causal=inner.causal, inner=inner, routers=routers, k=k, coefficient=coefficient, axis=axis
-    )
+    return BalancedAnatomy.around(inner, routers=routers, k=k, coefficient=coefficient, axis=axis)

@@ -233,8 +233,8 @@ def loss_of(outputs: Any) -> torch.Tensor:
     return total
 
 
-def _differences(what: str, found: Result, wanted: Result) -> Iterator[str]:
-    for kind, ours, theirs in zip(("output", "gradient of"), found, wanted, strict=True):
+def _differences(what: str, actual: Result, expected: Result) -> Iterator[str]:
+    for kind, ours, theirs in zip(("output", "gradient of"), actual, expected, strict=True):
         lost = [name for name in theirs if name not in ours]
         extra = [name for name in ours if name not in theirs]
         both = [n for n in theirs if n in ours and ours[n].shape == theirs[n].shape]

@@ -227,4 +227,4 @@ def _is_of(path: str, members: Any) -> bool:
 
 
 def _only(styles: dict[str, str], style: str) -> dict[str, str]:
-    return {path: found for path, found in styles.items() if found == style}
+    return {path: other for path, other in styles.items() if other == style}

@@ -138,9 +138,8 @@ class StageGraphs:
             splits = {(a.stage, a.microbatch) for a in rank_schedule.actions if a.op == "I"}
             self._plans[rank_schedule] = assign_slots(rank_schedule.actions), splits
         slots, splits = self._plans[rank_schedule]
-        forms = [
-            (signature, _constants(one)) for signature, one in zip(signatures, microbatches, strict=True)
-        ]
+        pairs = zip(signatures, microbatches, strict=True)
+        forms = [(signature, _constants(microbatch)) for signature, microbatch in pairs]
         keys: dict[StageMicrobatch, GraphKey] = {}
         missing: dict[GraphKey, int] = {}  # and a microbatch that needs it
         self._running = set()
@@ -174,13 +173,13 @@ class StageGraphs:
                     )
         graphs = {at: self._graphs[key] for at, key in keys.items() if key in self._graphs}
         used = {p: self._static_grads[p] for graph in set(graphs.values()) for p in graph.parameters}
-        watches = any(self._steps[one] == WARM_UP - 1 for one in self._running)
+        watches = any(self._steps[form] == WARM_UP - 1 for form in self._running)
         return StepGraphs(graphs, used, CaptureWatch(self._device) if watches else None)
 
     def end_step(self, step: StepGraphs) -> None:
         """The step is done: count it, and note which stages cannot be captured."""
-        for one in self._running:
-            self._steps[one] += 1
+        for form in self._running:
+            self._steps[form] += 1
         for stage, reason in (step.watch.reasons if step.watch is not None else {}).items():
             self._run_eagerly(stage, reason)
 
@@ -220,7 +219,7 @@ class StageGraphs:
         """Whether this form is captured sooner or later."""
         if (stage, form) in self._steps:
             return True
-        if sum(one == stage for one, _ in self._steps) < MAX_FORMS:
+        if sum(other == stage for other, _ in self._steps) < MAX_FORMS:
             self._steps[stage, form] = 0
             return True
         if stage not in self._warned_of_forms:

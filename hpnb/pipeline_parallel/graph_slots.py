@@ -41,8 +41,3 @@ def assign_slots(actions: Sequence[Action]) -> dict[StageMicrobatch, int]:
         if last_action.get(key) is action:
             free.add(slots[key])
     return slots
-
-
-def count_slots(slots: dict[StageMicrobatch, int]) -> int:
-    """How many slots an assignment uses."""
-    return len(set(slots.values()))

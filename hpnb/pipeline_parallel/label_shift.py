@@ -68,26 +68,17 @@ def check_weight(
         counted, otherwise: the targets of this microbatch and of the batch, counted so and the other way.
     """
     includes = includes_first_label(function, outputs, inputs, value)
-    if includes is not None and includes == causal:
-        raise ValueError(describe_wrong_count(causal, counted, otherwise))
-
-
-def describe_wrong_count(causal: bool, counted: tuple[int, int], other: tuple[int, int]) -> str:
-    """What to say of a loss function that counts other labels than its pipeline.
-
-    Args:
-        causal: whether the pipeline takes the first label for none.
-        counted, other: the targets of this microbatch and of the batch, by this and by the other counting.
-    """
+    if includes is None or includes != causal:
+        return
     means = (
         "the loss function's mean includes the first label of each sequence, as of labels shifted already"
         if causal
         else "the loss function's mean leaves out the first label of each sequence, because it shifts labels"
     )
-    return (
+    raise ValueError(
         f"{means}, and the weight of this microbatch, {counted[0]} of {counted[1]} targets, would have to be "
-        f"{other[0]} of {other[1]}: pass causal={not causal} to execute_pipeline or Pipeline, or return "
-        "(sum, count)"
+        f"{otherwise[0]} of {otherwise[1]}: pass causal={not causal} to execute_pipeline or Pipeline, or "
+        "return (sum, count)"
     )
 
 

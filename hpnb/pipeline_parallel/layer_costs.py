@@ -85,31 +85,21 @@ def seconds_of(layers: Sequence[Layer], example: Inputs, repeats: int = 5) -> li
 def _time_layer(layer: Layer, hidden: Any, inputs: Inputs, device: torch.device) -> tuple[float, Any]:
     """(seconds of forward and backward, the layer's output)."""
     hidden = _fresh_input(hidden)
-    clock = _Clock(device)
+    _wait_for(device)
+    began = time.perf_counter()
     with torch.enable_grad():
         out = layer.run(hidden, inputs)
         ends = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
         if ends:
             torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
-    seconds = clock.seconds()
+    _wait_for(device)
+    seconds = time.perf_counter() - began
     return seconds, tree_map(lambda t: _leaf(t) if isinstance(t, torch.Tensor) else t, out)
 
 
-class _Clock:
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        if self._cuda:
-            self._start = torch.cuda.Event(enable_timing=True)
-            self._start.record()
-        self._began = time.perf_counter()
-
-    def seconds(self) -> float:
-        if not self._cuda:
-            return time.perf_counter() - self._began
-        end = torch.cuda.Event(enable_timing=True)
-        end.record()
-        end.synchronize()
-        return float(self._start.elapsed_time(end)) / 1e3
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _copy_layer(layer: Layer, device: torch.device) -> Layer:

@@ -76,15 +76,15 @@ class BatchLoss:
         if device.type == "cuda":
             _load_kernels(device)
         self._reduction, self._per_target = reduction, per_target
-        self._targets = torch.stack([self._as_count(count_targets(one, causal)) for one in inputs])  # (m,)
+        self._targets = self._count_targets(causal)  # (m,)
         # Reading labels synchronises with a GPU, so it is done there only while the reduction is unknown.
         several = len(inputs) > 1 or (replicas is not None and replicas.size > 1)  # one weight is always 1
         checks_labels = several and (device.type != "cuda" or reduction is None)
-        unnamed = (find_unnamed_targets(one) for one in inputs) if checks_labels else ()
+        unnamed = (find_unnamed_targets(microbatch) for microbatch in inputs) if checks_labels else ()
         self._unnamed_targets = next((name for name in unnamed if name is not None), None)
         countings = [self._targets]  # (m,) each: as `causal` says, and for a check as if it were not so
         if checks_labels:
-            countings.append(torch.stack([self._as_count(count_targets(one, not causal)) for one in inputs]))
+            countings.append(self._count_targets(not causal))
         totals = self._sum_over_replicas(torch.stack([counts.sum() for counts in countings]))
         self._all_targets, self._causal = totals[0], causal
         # For each of the two countings: targets of each microbatch, and of the whole batch.
@@ -185,6 +185,10 @@ class BatchLoss:
             dist.all_reduce(value, group=self._replicas.group)
         return value
 
+    def _count_targets(self, causal: bool) -> torch.Tensor:
+        """(m,), float64."""
+        return torch.stack([self._as_count(count_targets(inputs, causal)) for inputs in self._inputs])
+
     def _as_count(self, count: torch.Tensor | float) -> torch.Tensor:
         if isinstance(count, torch.Tensor):
             return count.detach().to(self._device, torch.float64)
@@ -258,6 +262,6 @@ def _load_kernels(device: torch.device) -> None:
     CUDA loads a kernel when it is first launched, and may wait for the GPU to do so. If a posted receive is
     waiting there, and its sender for a gradient of this rank, nobody would go on.
     """
-    one = torch.ones((), dtype=torch.float64, device=device)
-    for per_target in (1.0, one):
-        _correction_of(one.sum(), one, per_target)
+    count = torch.ones((), dtype=torch.float64, device=device)
+    for per_target in (1.0, count):
+        _correction_of(count.sum(), count, per_target)

@@ -51,8 +51,8 @@ class Schedule:
 
     def __init__(self, actions: Iterable[str | Iterable[Action | str]], name: str = "custom") -> None:
         lists = (of_rank.split() if isinstance(of_rank, str) else of_rank for of_rank in actions)
-        parsed = tuple(tuple(Action.parse(a) if isinstance(a, str) else a for a in one) for one in lists)
-        object.__setattr__(self, "actions", parsed)
+        parsed = ([Action.parse(a) if isinstance(a, str) else a for a in of_rank] for of_rank in lists)
+        object.__setattr__(self, "actions", tuple(map(tuple, parsed)))
         object.__setattr__(self, "name", name)
 
     # --- what is done with it -----------------------------------------------------------------------------

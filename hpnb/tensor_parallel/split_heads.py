@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torch import nn
+
 from hpnb.mesh import Axis
 from hpnb.models import Role
 from hpnb.placement import Cut
@@ -38,3 +40,19 @@ def split_evenly(axis: Axis, dim: int, size: int) -> Cut:
 def is_transposed(roles: Mapping[str, Role]) -> bool:
     """Whether a layer's weight is (in, out), as in transformers' Conv1D."""
     return roles["weight"].in_dim == 0
+
+
+class ShardedLayer(nn.Module):
+    """Replaces an nn.Linear or a Conv1D and takes over its Parameters, of which this rank has a shard."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, old: nn.Module) -> None:
+        super().__init__()
+        self.register_parameter("weight", old.get_parameter("weight"))
+        self.register_parameter("bias", getattr(old, "bias", None))
+        self.train(old.training)
+
+    def extra_repr(self) -> str:
+        return f"shard={tuple(self.weight.shape)}, bias={self.bias is not None}"

@@ -35,26 +35,20 @@ from hpnb.tensor_parallel.async_all_reduce import (
 )
 from hpnb.tensor_parallel.parallel_region import ParallelRegion
 from hpnb.tensor_parallel.sequence_parallel import SequenceSharding
+from hpnb.tensor_parallel.split_heads import ShardedLayer
 
 
-class _ParallelLinear(nn.Module):
-    """A linear layer of which this rank has a shard. It replaces an nn.Linear or a Conv1D and takes
-    over its Parameters; the weight is (out, in), or (in, out) if `transposed`.
+class _ParallelLinear(ShardedLayer):
+    """A linear layer whose weight is (out, in), or (in, out) if `transposed`.
 
     Attributes:
         region: with which columns it shares inputs. None for a column whose input's gradient is summed
             elsewhere, and for a row without columns.
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
     def __init__(self, old: nn.Module, transposed: bool, adds_bias: bool = True) -> None:
-        super().__init__()
+        super().__init__(old)
         self.transposed, self.adds_bias = transposed, adds_bias
-        self.register_parameter("weight", old.get_parameter("weight"))
-        self.register_parameter("bias", getattr(old, "bias", None))
-        self.train(old.training)
         self.region: ParallelRegion | None = None
 
     def extra_repr(self) -> str:

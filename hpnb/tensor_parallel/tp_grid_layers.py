@@ -21,6 +21,7 @@ from hpnb.tensor_parallel.activation_layout import ActivationLayout
 from hpnb.tensor_parallel.async_all_reduce import apply_linear
 from hpnb.tensor_parallel.async_weight_grads import PendingWeightGrads, await_weight_grads
 from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
+from hpnb.tensor_parallel.split_heads import ShardedLayer
 
 MatrixProduct = Callable[..., tuple[torch.Tensor, ...]]
 """X W + b for some layers: (x, weights, biases, transposed=, pending_grads=) -> a y each."""
@@ -29,23 +30,7 @@ LogitsProduct = Callable[..., torch.Tensor]
 """(x, this rank's shard of the embedding, pending_grads=) -> logits."""
 
 
-class _GridLayer(nn.Module):
-    """Replaces an nn.Linear or a Conv1D and takes over its Parameters, of which this rank has a shard."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
-    def __init__(self, old: nn.Module) -> None:
-        super().__init__()
-        self.register_parameter("weight", old.get_parameter("weight"))
-        self.register_parameter("bias", getattr(old, "bias", None))
-        self.train(old.training)
-
-    def extra_repr(self) -> str:
-        return f"shard={tuple(self.weight.shape)}, bias={self.bias is not None}"
-
-
-class GridLinear(_GridLayer):
+class GridLinear(ShardedLayer):
     """A linear layer of a block; the weight is (out, in), or (in, out) if it is transposed."""
 
     def __init__(self, old: nn.Module, group: SharedInputLinears) -> None:
@@ -104,7 +89,7 @@ class SharedInputLinears:
         return y
 
 
-class GridClassifier(_GridLayer):
+class GridClassifier(ShardedLayer):
     """A layer with few outputs, whose weight is sharded along its inputs: (samples, ..., h of this rank) ->
     (b, ..., c), replicated on all ranks. So another one may follow: it takes (b, ..., h) too.
 
@@ -130,7 +115,7 @@ class GridClassifier(_GridLayer):
         return z if self.bias is None else z + self.bias
 
 
-class GridVocabHead(_GridLayer):
+class GridVocabHead(ShardedLayer):
     """An output layer with a logit per token of the vocabulary, whose embedding is sharded already:
     (samples, ..., h of this rank) -> (samples, ..., V of this rank).
 

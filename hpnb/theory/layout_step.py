@@ -194,12 +194,12 @@ def layout_parts(task: LayoutTask, layout: ParallelLayout) -> dict[str, float]:
 
 def _stages(task: LayoutTask, layout: ParallelLayout) -> list[tuple[int, float]]:
     """(blocks, parameters) of each rank of a pipeline; the first and the last one have the tied table."""
-    table, found = task.vocab_size * task.block.hidden / layout.tp, []
+    table, stages = task.vocab_size * task.block.hidden / layout.tp, []
     for stage, blocks in enumerate(_rank_blocks(task, layout)):
         ends = table if stage in (0, layout.pp - 1) else 0.0
         positions = task.block.sequence * task.block.hidden if stage == 0 else 0
-        found.append((blocks, blocks * task.block.parameters / layout.tp + ends + positions))
-    return found
+        stages.append((blocks, blocks * task.block.parameters / layout.tp + ends + positions))
+    return stages
 
 
 def _exposed_dp(task: LayoutTask, layout: ParallelLayout, gradient: float, stage_seconds: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,6 +61,22 @@ def exact(distances: Iterable[float], text: str) -> Finding:
     """Whether the worst of the ranks' distances to one process is rounding."""
     worst = worst_of(distances)
     return Finding(worst < EXACT, f"{text} {off_by(worst)}")
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """What one rank saw of a forward and a backward.
+
+    Attributes:
+        distances: {what: relative distance to one process}.
+        forward, backward: what was sent.
+        measured: what else the check asks about, such as FLOPs over one process's.
+    """
+
+    distances: dict[str, float]
+    forward: list[Message]
+    backward: list[Message]
+    measured: float
 
 
 def worst_of(distances: Iterable[float]) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
 import hpnb
 from hpnb.lesson.exercises.checker import Finding, exercise
@@ -77,12 +78,7 @@ class LabelledTokens:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         tokens = self.tokens[index]
-        return {"input_ids": tokens, "labels": int(tokens[0] > tokens[1]), "number": index}
-
-
-def _collate(items: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    ids = torch.stack([item["input_ids"] for item in items])
-    return {"input_ids": ids, "labels": torch.tensor([item["labels"] for item in items])}
+        return {"input_ids": tokens, "labels": int(tokens[0] > tokens[1])}
 
 
 def start(knobs: Mapping[str, Any], seed: int = 0, killed_after: int = 0) -> BoostedRun:
@@ -99,7 +95,7 @@ def start(knobs: Mapping[str, Any], seed: int = 0, killed_after: int = 0) -> Boo
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=_LR)
     scheduler: Any = hpnb.CosineAnnealingWarmupLR(optimizer, _STEPS, warmup_steps=2)
     samples = _SAMPLES // plugin.dp_size
-    loader = plugin.prepare_dataloader(LabelledTokens(), samples, shuffle=True, collate_fn=_collate)
+    loader = plugin.prepare_dataloader(LabelledTokens(), samples, shuffle=True)
     model, optimizer, _, _, scheduler = booster.boost(model, optimizer, None, None, scheduler)
     return BoostedRun(booster, model, optimizer, scheduler, loader, killed_after)
 
@@ -222,7 +218,7 @@ def _record(fault: str) -> ResumedRecord:
                     value.zero_()
         first = batch_size * (step - _BREAK if step >= _BREAK and fault == SAMPLES else step)
         numbers = order[first : first + batch_size]
-        batch = _collate([data[i] for i in numbers[plugin.mesh.dp.rank :: plugin.dp_size]])
+        batch = default_collate([data[i] for i in numbers[plugin.mesh.dp.rank :: plugin.dp_size]])
         before = [p.detach().clone() for p in model.parameters()]
         optimizer.zero_grad()
         outputs = booster.execute_pipeline(iter([batch]), model, None, optimizer)
@@ -231,15 +227,8 @@ def _record(fault: str) -> ResumedRecord:
         samples.append(frozenset(numbers))
         moved.append(weights_moved(model, before) / lr)
     layout, steps = Layout(dp=plugin.dp_size, tp=plugin.tp_size), len(losses)
-    return ResumedRecord(
-        layout,
-        (_SAMPLES, _LR),
-        tuple(losses),
-        (batch_size,) * steps,
-        (lr,) * steps,
-        tuple(samples),
-        tuple(moved),
-    )
+    same = ((batch_size,) * steps, (lr,) * steps)
+    return ResumedRecord(layout, (_SAMPLES, _LR), tuple(losses), *same, tuple(samples), tuple(moved))
 
 
 def weights_moved(model: nn.Module, before: Sequence[torch.Tensor]) -> float:

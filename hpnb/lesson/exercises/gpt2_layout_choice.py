@@ -60,17 +60,12 @@ class BudgetedTask:
         return [text for kept, text in limits if not kept]
 
 
-def budgeted_task(
-    ranks: int, memory: float, deadline: float, samples: int, between: str = ""
-) -> BudgetedTask:
-    """Of GPT-2 XL, on nodes of 8 GPUs."""
-    return BudgetedTask(ranks, memory, deadline, samples, gpt2_xl_task(samples, between))
-
-
+_SAMPLES = 64
+_NVLINK, _ETHERNET = gpt2_xl_task(_SAMPLES), gpt2_xl_task(_SAMPLES, "Ethernet 100 Gb")
 TASKS = {
-    "8 ranks of 80 GB": budgeted_task(8, 80e9, 0.5, 64),
-    "16 ranks of 16 GB": budgeted_task(16, 16e9, 0.7, 64),
-    "32 ranks of 24 GB on nodes of 8, Ethernet between": budgeted_task(32, 24e9, 0.35, 64, "Ethernet 100 Gb"),
+    "8 ranks of 80 GB": BudgetedTask(8, 80e9, 0.5, _SAMPLES, _NVLINK),
+    "16 ranks of 16 GB": BudgetedTask(16, 16e9, 0.7, _SAMPLES, _NVLINK),
+    "32 ranks of 24 GB on nodes of 8, Ethernet between": BudgetedTask(32, 24e9, 0.35, _SAMPLES, _ETHERNET),
 }
 
 

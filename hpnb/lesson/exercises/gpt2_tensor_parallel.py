@@ -14,13 +14,20 @@ import hpnb
 from hpnb import comm
 from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.lesson.exercises.checker import Finding, WrongAnswer, exercise
-from hpnb.lesson.exercises.findings import bytes_of, calls_of, exact, normal, run_on_ranks
+from hpnb.lesson.exercises.findings import (
+    ComparedRun,
+    bytes_of,
+    calls_of,
+    diagnosis,
+    exact,
+    normal,
+    run_on_ranks,
+)
 from hpnb.lesson.exercises.gpt2_activation_bytes import ShardedLayer, activation_bytes, published
 from hpnb.lesson.programs.device_timing import all_ranks
 from hpnb.lesson.programs.gpt2_tensor import attention
 from hpnb.lesson.programs.step_timing import relative_distance
 from hpnb.lesson.tables import number
-from hpnb.record import Message
 
 __all__ = ["ShardedLayer", "activation_bytes", "published"]
 
@@ -73,17 +80,7 @@ _LOSSES = {
 }  # targets, and how large logits are
 
 
-@dataclass(frozen=True)
-class LossRun:
-    """One loss on a rank: {what: distance to one process's}, the count, and what was sent."""
-
-    distances: dict[str, float]
-    count: float
-    forward: list[Message]
-    backward: list[Message]
-
-
-def _run_losses(loss: Callable[..., Any]) -> dict[str, LossRun]:
+def _run_losses(loss: Callable[..., Any]) -> dict[str, ComparedRun]:
     axis, runs = all_ranks("tp"), {}
     share = comm.split_sizes(_VOCAB_SIZE, axis.size)
     first = sum(share[: axis.rank])
@@ -114,7 +111,7 @@ def _run_losses(loss: Callable[..., Any]) -> dict[str, LossRun]:
             "the sum": relative_distance([total], [right]),
             "the gradient of this rank's logits": gap,
         }
-        runs[name] = LossRun(distances, float(count), list(forward.messages), list(backward.messages))
+        runs[name] = ComparedRun(distances, list(forward.messages), list(backward.messages), float(count))
     return runs
 
 
@@ -126,7 +123,7 @@ def vocab_parallel_loss(loss: Callable[..., Any]) -> Iterator[Finding]:
             runs = [result[name] for result in results]
             for what in runs[0].distances:
                 yield exact((run.distances[what] for run in runs), f"{ranks} ranks, {name}: {what}:")
-            counts, right = {run.count for run in runs}, len(targets) - targets.count(IGNORE_INDEX)
+            counts, right = {run.measured for run in runs}, len(targets) - targets.count(IGNORE_INDEX)
             listed = ", ".join(f"{count:g}" for count in sorted(counts))
             text = f"{ranks} ranks, {name}: the count is {listed}, and {right} targets count"
             yield Finding(counts == {float(right)}, text)
@@ -202,16 +199,14 @@ RECORDS: tuple[tuple[str, Seeds, bool], ...] = (
 )
 
 
-@exercise("07.3", "read the masks", 15)
-def read_masks(read: Callable[[DropoutRecord], Any]) -> Iterator[Finding]:
+def _described() -> Iterator[tuple[str, DropoutRecord, str]]:
     for count, (truth, seeds, sequence) in enumerate(RECORDS, 1):
         record = record_of(seeds, sequence)
-        answer = read(
-            DropoutRecord(dict(record.sharded), {place: m.clone() for place, m in record.masks.items()})
-        )
         sharded = ", ".join(place for place, is_sharded in record.sharded.items() if is_sharded)
-        text = f"record {count}, sharded are {sharded}: you say {answer!r}"
-        yield Finding(answer == truth, text + ("" if answer == truth else f", it is {truth!r}"))
+        yield f"record {count}, sharded are {sharded}", record, truth
+
+
+read_masks = diagnosis("07.3", "read the masks", 15, _described)
 
 
 # --- a policy of seeds ---------------------------------------------------------------------------------

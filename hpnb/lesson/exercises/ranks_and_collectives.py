@@ -138,23 +138,11 @@ def straggler(answer: Callable[[Timeline], Any]) -> Iterator[Finding]:
 # --- 5: three hangs --------------------------------------------------------------------------
 
 
-def _previous_rank(rank: int, ranks: int) -> float:
-    return float((rank - 1) % ranks)
-
-
-def _mean_rank(rank: int, ranks: int) -> float:
-    return sum(range(ranks)) / ranks
-
-
-def _total_of_batches(rank: int, ranks: int) -> float:
-    return float(sum(batch + 1 for r in range(ranks) for batch in range(3 - (r > 0))))
-
-
 Expected = Callable[[int, int], float]  # (rank, ranks) -> what this rank must return
 _HANGS: dict[str, Expected] = {
-    "pass_on": _previous_rank,
-    "log_mean": _mean_rank,
-    "uneven_sum": _total_of_batches,
+    "pass_on": lambda rank, ranks: (rank - 1) % ranks,
+    "log_mean": lambda rank, ranks: sum(range(ranks)) / ranks,
+    "uneven_sum": lambda rank, ranks: sum(batch + 1 for r in range(ranks) for batch in range(3 - (r > 0))),
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +13,15 @@ from torch.utils.flop_counter import FlopCounterMode
 import hpnb
 from hpnb import comm
 from hpnb.lesson.exercises.checker import Finding, WrongAnswer, exercise
-from hpnb.lesson.exercises.findings import bytes_of, calls_of, exact, expect_tensor, normal, run_on_ranks
+from hpnb.lesson.exercises.findings import (
+    ComparedRun,
+    bytes_of,
+    calls_of,
+    exact,
+    expect_tensor,
+    normal,
+    run_on_ranks,
+)
 from hpnb.lesson.exercises.vit_tensor_size import TensorTask, choose_ranks
 from hpnb.lesson.programs import vit_tensor
 from hpnb.lesson.programs.step_timing import relative_distance
@@ -32,21 +39,6 @@ _D = torch.float64
 
 def _expect_tensor(value: Any, shape: Sequence[int], axis: Axis) -> torch.Tensor:
     return expect_tensor(value, shape, f"rank {axis.rank} of {axis.size} returned")
-
-
-@dataclass
-class LayerRun:
-    """What one rank saw of a forward and a backward.
-
-    Attributes:
-        distances: {what: relative distance to one process}.
-        work: FLOPs over one process's, or tokens that the norm saw.
-    """
-
-    distances: dict[str, float]
-    forward: list[Message]
-    backward: list[Message]
-    work: float = 0.0
 
 
 def _backward(loss: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> None:
@@ -77,7 +69,7 @@ def _gradient_distances(
     return distances
 
 
-def _exactness(runs: Sequence[LayerRun], ranks: int) -> Iterator[Finding]:
+def _exactness(runs: Sequence[ComparedRun], ranks: int) -> Iterator[Finding]:
     for what in runs[0].distances:
         yield exact((run.distances[what] for run in runs), f"{ranks} ranks: {what}:")
 
@@ -87,7 +79,7 @@ def _exactness(runs: Sequence[LayerRun], ranks: int) -> Iterator[Finding]:
 _ROWS, _WIDTH = 6, 12  # of x
 
 
-def _run_mlp(mlp: Callable[..., Any]) -> LayerRun:
+def _run_mlp(mlp: Callable[..., Any]) -> ComparedRun:
     axis = vit_tensor.tensor_axis()
     shapes = {"x": (_ROWS, _WIDTH), "A": (_WIDTH, 4 * _WIDTH), "a": (4 * _WIDTH,), "B": (4 * _WIDTH, _WIDTH)}
     serial, local = (_drawn({**shapes, "b": (_WIDTH,)}) for _ in range(2))
@@ -101,7 +93,7 @@ def _run_mlp(mlp: Callable[..., Any]) -> LayerRun:
     distances = {"the output": relative_distance([output], [z])}
     distances |= _gradient_distances(local, serial, ("A", "a", "B"), axis)
     flops = counter.get_total_flops() / (2 * _ROWS * _WIDTH * 4 * _WIDTH * 2)
-    return LayerRun(distances, list(forward.messages), list(backward.messages), flops)
+    return ComparedRun(distances, list(forward.messages), list(backward.messages), flops)
 
 
 @exercise("03.1", "an MLP with biases", 20)
@@ -115,7 +107,7 @@ def column_row(mlp: Callable[..., Any]) -> Iterator[Finding]:
             text = f"{ranks} ranks, {way}: {calls_of(messages)}, {number(sent, 'B')} a rank"
             right = [message.op for message in messages] == ["all_reduce"] and sent == wanted
             yield Finding(right, f"{text}; target 1 all_reduce, {number(wanted, 'B')}")
-        share = max(run.work for run in runs)
+        share = max(run.measured for run in runs)
         text = f"a rank does {share:.2f} of one process's FLOPs, target {1 / ranks:.2f}"
         yield Finding(share < 1 / ranks + 1e-9, f"{ranks} ranks: {text}")
 
@@ -136,7 +128,7 @@ class CountingNorm:
         return F.layer_norm(x, x.shape[-1:])
 
 
-def _run_block(block: Callable[..., Any]) -> LayerRun:
+def _run_block(block: Callable[..., Any]) -> ComparedRun:
     axis = vit_tensor.tensor_axis()
     share = _TOKENS // axis.size
     rows = slice(axis.rank * share, (axis.rank + 1) * share)
@@ -160,7 +152,7 @@ def _run_block(block: Callable[..., Any]) -> LayerRun:
         **_gradient_distances(local, serial, ("A", "B"), axis),
     }
     tokens = max(norm.tokens, default=0)
-    return LayerRun(distances, list(forward.messages), list(backward.messages), tokens)
+    return ComparedRun(distances, list(forward.messages), list(backward.messages), tokens)
 
 
 @exercise("03.3", "norms on a part of the tokens", 20)
@@ -175,7 +167,7 @@ def sequence_parallel(block: Callable[..., Any]) -> Iterator[Finding]:
             sent = bytes_of(messages)
             text = f"{calls_of(messages)}, {number(sent, 'B')} a rank, at most {number(most, 'B')}"
             yield Finding(sent <= most + 1e-6, f"{ranks} ranks, {way}: {text}")
-        tokens, target = max(run.work for run in runs), _TOKENS // ranks
+        tokens, target = max(run.measured for run in runs), _TOKENS // ranks
         text = f"the norm saw {tokens:g} tokens on a rank, target {target} of {_TOKENS}"
         yield Finding(tokens == target, f"{ranks} ranks: {text}")
 

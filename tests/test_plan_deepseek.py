@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from hpnb.__main__ import main
 from hpnb.hybrid.plan_command.layout_code import parse_layout_code
 from hpnb.hybrid.plan_command.main import make_task
-from hpnb.hybrid.plan_command.published import DEEPSEEK_V2, DEEPSEEK_V3, GROUPS, PublishedProgram
+from hpnb.hybrid.plan_command.published import GROUPS, PublishedProgram
+from hpnb.hybrid.plan_command.published_steps import DEEPSEEK_V2, DEEPSEEK_V3
 from hpnb.hybrid.plan_command.read_model import read_model, shape_of_config
 from hpnb.mesh import ParallelLayout
 from hpnb.theory.datasheets import find_gpu

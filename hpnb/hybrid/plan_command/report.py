@@ -22,6 +22,8 @@ _MEMORY = {
     "activations": "activ",
     "temporary": "temp",
 }
+_LAYOUT_FIELDS = ("dp", "pp", "cp", "context_parallel", "tp", "ep", "zero_stage", "schedule", "chunks",
+                  "recomputation", "sequence_parallel")  # fmt: skip
 _TIMES = {"memory": "memory traffic"}  # what parts of a step are called here, if not by their names
 
 
@@ -55,16 +57,8 @@ def _count(parameters: float) -> str:
 def _time_table(task: PlanTask, plans: Sequence[Plan]) -> list[str]:
     shown = [part for part in PLAN_PARTS if any(plan.parts[part] >= 5e-5 for plan in plans)]
     unit = "tokens/s" if task.model.causal else "images/s"
-    head = [
-        "",
-        "layout",
-        "m",
-        "step ms",
-        *(_TIMES.get(part, part) for part in shown),
-        unit,
-        "MFU",
-        "behind the best",
-    ]
+    parts_head = [_TIMES.get(part, part) for part in shown]
+    head = ["", "layout", "m", "step ms", *parts_head, unit, "MFU", "behind the best"]
     rows = [head]
     for i, plan in enumerate(plans, 1):
         speed = plan.tokens_per_second / (1 if task.model.causal else task.sequence)
@@ -137,27 +131,17 @@ def as_json(task: PlanTask, gpu: GPU, result: Search, plans: Sequence[Plan]) -> 
 
 
 def plan_json(task: PlanTask, plan: Plan) -> dict[str, Any]:
-    one = plan.layout
+    layout = plan.layout
     return {
         "layout": plan.code,
-        "dp": one.dp,
-        "pp": one.pp,
-        "cp": one.cp,
-        "context_parallel": one.context_parallel,
-        "tp": one.tp,
-        "ep": one.ep,
-        "zero_stage": one.zero_stage,
-        "schedule": one.schedule,
-        "chunks": one.chunks,
-        "microbatches": task.microbatches(one),
-        "microbatch_size": task.microbatch_size(one),
-        "recomputation": one.recomputation,
-        "sequence_parallel": one.sequence_parallel,
+        **{name: getattr(layout, name) for name in _LAYOUT_FIELDS},
+        "microbatches": task.microbatches(layout),
+        "microbatch_size": task.microbatch_size(layout),
         "seconds": plan.step,
         "parts": plan.parts,
         "bytes": plan.bytes,
         "memory": plan.memory,
-        "bytes_sent": plan_bytes(task, one),
+        "bytes_sent": plan_bytes(task, layout),
         "tokens_per_second": plan.tokens_per_second,
         "mfu": plan.mfu,
     }

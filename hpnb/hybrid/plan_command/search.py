@@ -234,7 +234,7 @@ def nearest_that_fits(task: PlanTask, layout: ParallelLayout) -> str:
         other = replace(layout, **change)
         if refusal(task, other) is None and sum(plan_memory(task, other).values()) <= limit:
             return f"{words} would fit ({layout_code(other)})"
-    if (found := least_memory(task)) is not None and found[0] <= limit:
-        return f"{layout_code(found[1])} would fit"
+    if (least_layout := least_memory(task)) is not None and least_layout[0] <= limit:
+        return f"{layout_code(least_layout[1])} would fit"
     more = gpus_that_fit(task)
     return f"{more[0]} GPUs would do" if more else "no number of GPUs would do; use shorter sequences"

@@ -1116,7 +1116,7 @@ def saved(folder: str, kind: str, knobs: dict[str, Any]) -> dict[str, torch.Tens
     booster.save_optimizer(optimizer, Path(folder) / "optimizer.pt")
     full = weights(model)
     with torch.device("meta"):
-        empty = type(build(kind))(model.whole_config).double()
+        empty = type(build(kind))(model.full_config).double()
     empty.tie_weights()  # type: ignore[operator]
     other = hpnb.Booster(HybridParallelPlugin(precision="fp64", zero_stage=3, tp_size=2))
     filled, refilled, *_ = other.boost(empty, torch.optim.SGD(empty.parameters(), lr=0.1, momentum=0.9))

@@ -106,7 +106,7 @@ def _check_builder(plugin: HybridParallelPlugin) -> None:
         raise ValueError(f"loss_chunk={plugin.loss_chunk} is for a GPT2LMHeadModel, not for a Builder; use 0")
 
 
-def check_all_found(
+def check_parameters_of_stages(
     optimizer: Optimizer, numbering: list[list[int]], parameters: dict[int, nn.Parameter], pp: Axis
 ) -> None:
     """Each parameter of the optimizer must belong to a layer of some stage."""

@@ -4,8 +4,7 @@
     with one             booster.execute_pipeline(data_iter, model, criterion, optimizer)
                          which also works without, microbatch after microbatch
 
-Both reduce gradients once a step, through the same reducer. The hooks that the first way needs are off during
-the second.
+Both reduce gradients once a step. The hooks that the first way needs are off during the second.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from hpnb.hybrid.global_loss import Weigher, with_lazy_loss
 from hpnb.hybrid.model_loss import ModelLoss, loss_of_outputs
 from hpnb.hybrid.packed_texts import CacheSwitch, PackingWarning
 from hpnb.hybrid.plugins import HybridParallelPlugin
+from hpnb.hybrid.refuse_full_model import REDUCED_ALREADY, refuse_of_full_model
 from hpnb.hybrid.torch_clipping import refuse_clipping
 from hpnb.mesh import Axis
 from hpnb.meta_device import Unfilled
@@ -51,10 +51,6 @@ from hpnb.pipeline_parallel.step_result import PipelineStepResult
 from hpnb.ranks.current_rank import device as this_device
 
 Criterion = Callable[[Any, Any], Any]
-_REDUCED_ALREADY = (
-    "the gradients of this module are reduced by a Booster already, and DistributedDataParallel would "
-    "divide them by the ranks again; use what booster.boost returned as it is, without accelerate.prepare"
-)
 
 
 class Boosted(nn.Module):
@@ -104,7 +100,7 @@ class Boosted(nn.Module):
         self.training = module.training
         self.plugin, self.axes, self.causal = plugin, tuple(axes), causal
         self.context, self.experts, self.selection_bias = context, experts, selection_bias
-        self.kind, self.whole_config, self._unfilled = kind, config, unfilled
+        self.kind, self.full_config, self._unfilled = kind, config, unfilled
         if generation_config is not None:
             self.generation_config = generation_config
         self.last_step: PipelineStepResult | None = None
@@ -134,31 +130,8 @@ class Boosted(nn.Module):
         except AttributeError:
             if (module := self.__dict__.get("module")) is None:
                 raise
-            self._refuse_of_full_model(name)
+            refuse_of_full_model(name, self.kind, self.plugin, module)
             return getattr(module, name)
-
-    def _refuse_of_full_model(self, name: str) -> None:
-        """Methods of transformers that would write, or run, this rank's part as if it were the model; and
-        what DistributedDataParallel asks of a module before it wraps it."""
-        if name == "_ddp_params_and_buffers_to_ignore":
-            raise ValueError(_REDUCED_ALREADY)
-        plugin, name_of_kind = self.plugin, self.kind.__name__
-        sizes = {"tp_size": plugin.tp_size, "pp_size": plugin.pp_size}
-        parts = [f"{option}={size}" for option, size in sizes.items() if size > 1]
-        if plugin.zero_stage == 3 and plugin.dp_size > 1:
-            parts.append(f"zero_stage=3 on {plugin.dp_size} ranks")
-        if name in ("save_pretrained", "push_to_hub") and parts and hasattr(self.kind, name):
-            raise AttributeError(
-                f"{name} would write only this rank's part of the {name_of_kind}, because its weights are "
-                f"sharded ({', '.join(parts)}); all ranks call booster.save_model(model, folder), which "
-                "from_pretrained reads"
-            ) from None
-        if name == "generate" and plugin.pp_size > 1 and hasattr(self.kind, name):
-            raise AttributeError(
-                f"generate needs all layers of the {name_of_kind}, and with pp_size={plugin.pp_size} this "
-                f"rank has stages {self.module.numbers} alone; use pp_size=1, or save with "
-                "booster.save_model(model, folder) and generate on one process with from_pretrained(folder)"
-            ) from None
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """This rank's parameters.
@@ -184,9 +157,8 @@ class Boosted(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs. `.loss` is the mean over the targets of all data-parallel ranks, and every
         tensor has the gradient that this rank contributes to it (`global_loss.py`). All ranks call it.
-
-        Targets are counted in what it is given: entries of "labels" that are not -100 (a causal model's
-        shifted ones), samples if there are none.
+        Targets are entries of "labels" that are not -100 (a causal model's shifted ones), samples if there
+        are none.
 
         A language model makes no key-value cache in training, and outside of it only with use_cache=True. So
         texts that `position_ids` pack into one sequence stay separated (`packed_texts.py`).
@@ -203,7 +175,7 @@ class Boosted(nn.Module):
             )
         # One that wraps a model with this one in it has not asked.
         if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
-            raise RuntimeError(_REDUCED_ALREADY)
+            raise RuntimeError(REDUCED_ALREADY)
         self._check_filled()
         self._compare_first_batch((args, kwargs))
         args, kwargs = self._prepare_batch(args), self._prepare_batch(kwargs)
@@ -223,7 +195,7 @@ class Boosted(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate: backwards inside add to this rank's gradients and send nothing."""
+        """See `Booster.no_sync`."""
         before, self._syncs = self._syncs, False
         try:
             with self._hooks_off():
@@ -271,7 +243,7 @@ class Boosted(nn.Module):
         pipe.schedule = self.plugin.schedule(microbatches)
         criterion = criterion or loss_of_outputs
         pipe.causal = pipe.module.causal if causal is None else causal
-        before, now = (getattr(one, "__code__", one) for one in (self._criterion, criterion))
+        before, now = (getattr(f, "__code__", f) for f in (self._criterion, criterion))
         if now is not before:
             pipe.checked_causal = None
         pipe.checks_mean = trains and self.checks_mean_of(criterion)
@@ -295,7 +267,7 @@ class Boosted(nn.Module):
 
     def checks_mean_of(self, criterion: Criterion) -> bool:
         """Whether a training step is to look if scalars of `criterion` are means (`criterion_check.py`): the
-        first one with it, unless it is the model's own loss. Asking counts as looking."""
+        first one with it, unless it is the model's loss. Asking counts as looking."""
         criterion = getattr(criterion, "criterion", criterion)  # what a HookedCriterion calls
         while isinstance(criterion, partial):
             criterion = criterion.func
@@ -318,10 +290,9 @@ class Boosted(nn.Module):
         self._resumed_per_target = value.to(self._device)
 
     def _free_other_stages(self) -> None:
-        """Free the blocks of other ranks' stages, once, before the first step, when the caller has usually
-        rebound the variable that had the model. A block whose forward is replaced, as by `compile_blocks`,
-        refers to itself, so only the garbage collector frees it: two stages of a GPT-2 with 24 blocks kept
-        0.30 GB until then."""
+        """Free the blocks of other ranks' stages, once, before the first step. A block whose forward is
+        replaced, as by `compile_blocks`, refers to itself, so only the garbage collector frees it: two stages
+        of a GPT-2 with 24 blocks kept 0.30 GB until then."""
         if self._frees_other_stages:
             self._frees_other_stages = False
             gc.collect()
@@ -338,12 +309,11 @@ class Boosted(nn.Module):
         takes = _forward_inputs(module, self._model_loss)
         no_cache = lambda kwargs: self._cache.arguments(kwargs, self.training)  # noqa: E731
         stage = WholeModel(module, takes, self.causal, no_cache)
-        pipe = Pipeline(
+        self._pipe = Pipeline(
             stage, mesh.pp, self.plugin.schedule(1), self._loss, reducer, replicas=mesh.dp_cp,
             cuda_graphs=self.plugin.enable_cuda_graphs and self._device.type == "cuda",  # boost has warned
         )  # fmt: skip
-        self._pipe = pipe
-        return pipe
+        return self._pipe
 
     def _loss(self, outputs: Any, inputs: Any) -> Any:
         assert self._criterion is not None
@@ -353,10 +323,10 @@ class Boosted(nn.Module):
         return call_criterion(self._criterion, outputs, inputs)
 
     def _agree_on_microbatches(self, microbatches: int) -> int:
-        """The same number on all replicas with ZeRO 3, because every microbatch gathers parameters; with
-        expert parallelism, because it sends tokens; and with a loss over the routers of all ranks."""
+        """The same number on all replicas where a microbatch sends something: parameters in ZeRO 3, tokens to
+        experts, or what a loss over the routers of all ranks needs."""
         plugin, axis = self.plugin, self.plugin.mesh.dp_cp
-        sums_routers = getattr(self.whole_config, "output_router_logits", False)
+        sums_routers = getattr(self.full_config, "output_router_logits", False)
         alone = axis.size == 1 or (plugin.zero_stage < 3 and plugin.ep_size == 1 and not sums_routers)
         if alone or plugin.num_microbatches is not None:
             return microbatches
@@ -368,7 +338,7 @@ class Boosted(nn.Module):
         """Refuse a model that came on the meta device and was not filled, at its first forward."""
         if self._unfilled is not None:
             self._unfilled.check(self.module.parameters())
-            self._unfilled = None
+        self._unfilled = None
 
     # --- batches -----------------------------------------------------------------------------------------
 
@@ -405,11 +375,11 @@ class Boosted(nn.Module):
         count = count_targets(inputs, self.causal)
         if isinstance(count, torch.Tensor):
             return count.to(self._device, torch.float64)
-        return torch.full((), count, dtype=torch.float64, device=self._device)
+        return torch.full((), count, dtype=torch.float64, device=self._device)  # a copy would wait
 
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:
-        """Give all replicas the first one's buffers, such as a norm's running statistics."""
+        """Give all replicas the first's buffers, such as a norm's running statistics."""
         replicas = self.plugin.mesh.dp_cp
         if replicas.size > 1 and self.plugin.broadcast_buffers and self.training and self._syncs:
             data_parallel.broadcast(list(self.module.buffers()), replicas)

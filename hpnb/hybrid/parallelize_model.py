@@ -34,7 +34,7 @@ from hpnb import context_parallel, expert_parallel, tensor_parallel
 from hpnb.caller_frame import warn_caller
 from hpnb.expert_parallel import ExpertParallel, SelectionBias
 from hpnb.hybrid.apply_data_parallel import apply_data_parallel, flatten_masters, use_fused_adam
-from hpnb.hybrid.boost_checks import boosted_models, check_all_found, check_boost
+from hpnb.hybrid.boost_checks import boosted_models, check_boost, check_parameters_of_stages
 from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.boosted_optimizer import BoostedOptimizer, drop_remote_parameters
 from hpnb.hybrid.compile_blocks import backend, compile_blocks
@@ -132,7 +132,7 @@ def parallelize_model(
     if optimizer is not None:
         numbering, parameters = drop_remote_parameters(optimizer, {id(p) for p in module.parameters()})
         if isinstance(model, Builder):
-            check_all_found(optimizer, numbering, parameters, mesh.pp)
+            check_parameters_of_stages(optimizer, numbering, parameters, mesh.pp)
     replica, inner = apply_data_parallel(module, plugin, pipe, optimizer)
     boosted = Boosted(
         module, plugin, axes, pipe=pipe, replica=replica, model_loss=model_loss, causal=causal,

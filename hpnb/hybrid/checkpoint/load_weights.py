@@ -56,7 +56,7 @@ class WeightLoader:
         known = {name for of_rank in by_rank for names in of_rank for name in names}
         disk_names = None
         if is_pretrained(model.kind):
-            disk_names = hf_format(model.kind, model.whole_config, torch.float32, group).names
+            disk_names = hf_format(model.kind, model.full_config, torch.float32, group).names
         files: WeightFiles = attempt(lambda: WeightFiles(path), group)
         with files:
             on_disk = attempt(lambda: _match_names(model, path, files, known, disk_names), group)
@@ -151,7 +151,7 @@ def _match_names(
 
 def _read_by_transformers(model: Boosted, path: Path) -> dict[str, torch.Tensor]:
     kind: Any = model.kind
-    config = deepcopy(model.whole_config)
+    config = deepcopy(model.full_config)
     try:
         with silence_transformers():
             loaded, report = kind.from_pretrained(

@@ -80,7 +80,7 @@ def write_weights(
     Returns:
         The files that this rank wrote, by their names in `folder`.
     """
-    full, kind, config = _FullWeights(shards, group), model.kind, model.whole_config
+    full, kind, config = _FullWeights(shards, group), model.kind, model.full_config
     if not is_pretrained(kind):
         names = {name: name for name in full.weights if not full.is_tied(name)}
         return _write_files(names, full, folder, limit, group, {})

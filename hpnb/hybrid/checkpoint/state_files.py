@@ -261,9 +261,9 @@ class StateReader:
 
     def _check_dtype(self, key: str, name: str, file: Any) -> None:
         """Raise ValueError if a chunk has another dtype than the index says: it would be converted."""
-        expected, found = self._tensors[key].dtype, file.get_slice(name).get_dtype()
-        if found != DTYPES[self.dtypes[key]]:
-            raise ValueError(f"{key} is {found}, and {expected} in the index")
+        expected, stored = self._tensors[key].dtype, file.get_slice(name).get_dtype()
+        if stored != DTYPES[self.dtypes[key]]:
+            raise ValueError(f"{key} is {stored}, and {expected} in the index")
 
     def _overlaps(
         self, key: str, offsets: Offsets, sizes: Iterable[int]

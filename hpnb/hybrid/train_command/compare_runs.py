@@ -59,8 +59,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Diffe
     if not before:
         return []
     keys = [key for key in dict.fromkeys([*before, *now]) if not key.startswith("checkpoint.")]
-    found = [Difference(key, before.get(key), now.get(key)) for key in keys]
-    return [difference for difference in found if difference.before != difference.now]
+    pairs = [Difference(key, before.get(key), now.get(key)) for key in keys]
+    return [difference for difference in pairs if difference.before != difference.now]
 
 
 def check_resumable(changed: list[Difference], folder: Path, step: int, total: int) -> None:

@@ -109,13 +109,11 @@ class FSDPState(GradientSink):
                 return FlatParam(parameters, expert_axis, of_experts, expert_policy, on_complete)
             return FlatParam(parameters, axis, background, policy, on_complete)
 
+        self._unit_names = {p: name for name, members in assigned.items() if name for p in members.values()}
         self.units = []
-        self._names: dict[FSDPUnit, str] = {}  # of all but the root
         for name, parameters in assigned.items():
             unit = FSDPUnit(parameters, modules, make_flat_param, self._on_complete)
             self.units.append(unit)
-            if name:
-                self._names[unit] = name
             self._register_hooks(module_of[name] if name else module, unit)
         self.root = self.units[0]
         self.flat_params = [flat for unit in self.units for flat in unit.flat_params]
@@ -199,15 +197,9 @@ class FSDPState(GradientSink):
     def _explain_parts(self, error: BaseException) -> None:
         """Say so if the root's forward failed in a module of a unit whose forward was not called, so that
         nothing had gathered the weights."""
-        unit_of = {
-            p: name
-            for unit, name in self._names.items()
-            for flat in unit.flat_params
-            for p in flat.sharded_params
-        }
         modules = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
         parameters = [p for m in modules if isinstance(m, nn.Module) for p in m._parameters.values()]
-        names = [unit_of[p] for p in parameters if p in unit_of]
+        names = [self._unit_names[p] for p in parameters if p in self._unit_names]
         if names and type(error) is RuntimeError:
             error.args = (
                 f"{error}; this is in {names[-1]}, whose modules are called without it. ZeRO 3 gathers its "

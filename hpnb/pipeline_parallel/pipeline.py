@@ -11,7 +11,7 @@ gradients are those of one process under every schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from copy import copy, deepcopy
 from typing import Any
 
@@ -168,9 +168,7 @@ class Pipeline:
         self._grad_ready = self._make_grad_ready()
         self._symmetric = SymmetricTransfers(axis, routes, self._device)
         self._known_boundaries: KnownBoundaries = {}
-        self._known_signatures: set[Hashable] = (
-            set()
-        )  # signatures of microbatches that have been through all stages
+        self._known_signatures = set[Hashable]()  # of microbatches that have been through all stages
         self._background = Background(axis, self._device)
         self._gradients: GradientSink | None = None
         self.gradients = gradients
@@ -220,7 +218,9 @@ class Pipeline:
             check_same_batch(batch, self.axis)
             self._compares_batch = False
         trains = not forward_only
+        overlaps = trains and self.overlaps_pairs
         rank_schedule = self._rank_schedules.train if trains else self._rank_schedules.forward_only
+        rank_of_last_stage = self.schedule.rank_of[self.schedule.stages - 1]
         inputs = self.split(batch, self.schedule.microbatches)
         if trains:
             self._check_sink()
@@ -239,7 +239,12 @@ class Pipeline:
         if trains:
             self._grad_ready.begin(reduce, sends_correction)
         try:
-            graphs = self._begin_graphs(inputs, signatures, return_outputs) if trains else StepGraphs()
+            graphs = StepGraphs()
+            if self._graphs is not None and trains:
+                graphs = self._graphs.begin_step(
+                    rank_schedule, inputs, signatures, self._known_boundaries, (self.loss_fn, self.loss_key),
+                    return_outputs, refused_by(self._gradients, self.overlaps_pairs),
+                )  # fmt: skip
             self._grad_ready.use_static_grads(graphs.static_grads)
             executor = StepExecutor(
                 rank_schedule=rank_schedule,
@@ -253,15 +258,13 @@ class Pipeline:
                 grad_ready=self._grad_ready if trains else None,
                 recorder=recorder,
                 keep_outputs=return_outputs,
-                overlapped_steps=rank_schedule.overlapped_steps
-                if trains and self.overlaps_pairs
-                else frozenset(),
+                overlapped_steps=rank_schedule.overlapped_steps if overlaps else frozenset(),
                 graphs=graphs,
             )
             executor.run()
             until = recorder.num_spans() if recorder is not None else since
             if trains and self.loss_reduction is None:
-                self.loss_reduction = share_reduction(loss, self.axis, self._rank_of_last_stage)
+                self.loss_reduction = share_reduction(loss, self.axis, rank_of_last_stage)
             if not shapes_known:
                 self._known_signatures.update(signatures)
                 boundaries = self._known_boundaries.values()
@@ -275,13 +278,12 @@ class Pipeline:
             raise
         if self._graphs is not None and trains:
             self._graphs.end_step(graphs)
-        if loss is not None and loss.shift_checked:
-            self.checked_causal = self.causal
-        if trains:
-            self.checks_mean = False
-        if loss is not None and loss.counted_per_target is not None:
-            self.per_target = loss.counted_per_target
-        wait_for_loss = send_mean(loss, self._background, self._rank_of_last_stage, self._device)
+        self.checks_mean = self.checks_mean and not trains
+        if loss is not None:
+            self.checked_causal = self.causal if loss.shift_checked else self.checked_causal
+            if loss.counted_per_target is not None:
+                self.per_target = loss.counted_per_target
+        wait_for_loss = send_mean(loss, self._background, rank_of_last_stage, self._device)
         return PipelineStepResult(
             self.axis, executor, rank_schedule.schedule, wait_for_loss, recorder, (since, until)
         )
@@ -371,17 +373,6 @@ class Pipeline:
             self._first_step_check.run(batch)
             self._first_step_check = None
 
-    def _begin_graphs(
-        self, inputs: list[Any], signatures: Sequence[Hashable], keep_outputs: bool
-    ) -> StepGraphs:
-        """What this step replays, after the captures that are missing."""
-        if self._graphs is None:
-            return StepGraphs()
-        return self._graphs.begin_step(
-            self._rank_schedules.train, inputs, signatures, self._known_boundaries,
-            (self.loss_fn, self.loss_key), keep_outputs, refused_by(self._gradients, self.overlaps_pairs),
-        )  # fmt: skip
-
     def _make_loss(self, inputs: list[Any], scale: float | torch.Tensor, trains: bool) -> BatchLoss:
         sink = self._gradients
         return BatchLoss(
@@ -405,8 +396,3 @@ class Pipeline:
                 f"a {type(reducer).__name__} reduces these gradients after every backward, and there are "
                 f"{self.schedule.microbatches} in a step: set pipe.gradients to it"
             )
-
-    @property
-    def _rank_of_last_stage(self) -> int:
-        """The rank of the axis that has the last stage."""
-        return self.schedule.rank_of[self.schedule.stages - 1]

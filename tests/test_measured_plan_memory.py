@@ -7,15 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import measured_plan_memory as plan_memory
 import pytest
+import rank_memory as rank_memory_module
 import torch
-from torch import nn
-
-import hpnb
-from hpnb import RankError
-from hpnb.bench import plan_memory, result_files
-from hpnb.bench import rank_memory as rank_memory_module
-from hpnb.bench.plan_memory import (
+from measured_plan_memory import (
     CASES,
     MODELS,
     STACK_LINES,
@@ -24,7 +20,12 @@ from hpnb.bench.plan_memory import (
     format_row,
     format_summary,
 )
-from hpnb.bench.rank_memory import MemoryCase, Phase, RankMemory
+from rank_memory import MemoryCase, Phase, RankMemory
+from torch import nn
+
+import hpnb
+from hpnb import RankError
+from hpnb.bench import result_files
 from hpnb.hybrid.plan_command.layout_code import layout_code, parse_layout_code
 from hpnb.hybrid.plan_command.run_lines import plugin_options
 from hpnb.theory.plan_memory import MEMORY_PARTS, block_bytes, rank_memory, rank_moments

@@ -1,6 +1,6 @@
-"""`python -m hpnb.bench plan-memory`: the memory that `hpnb plan` predicts, beside what real ranks take.
+"""The memory that `hpnb plan` predicts, beside what real ranks take.
 
-    python -m hpnb.bench plan-memory --out memory.json
+    python tests/measured_plan_memory.py --out memory.json
 
 Ranks may share one GPU: an allocator counts the bytes of its own process. Every case is built, takes two
 steps and is dropped (`rank_memory.py`). Without a GPU the models are tiny, and `hpnb.record.memory` counts.
@@ -8,6 +8,7 @@ steps and is dropped (`rank_memory.py`). Without a GPU the models are tiny, and 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import tempfile
@@ -18,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rank_memory import MemoryCase, RankMemory, measure_rank
 
 from hpnb import RankError
 from hpnb.bench.harness import rank_pools
-from hpnb.bench.rank_memory import MemoryCase, RankMemory, measure_rank
 from hpnb.bench.result_files import current_commit
 from hpnb.files import write_text
 from hpnb.ranks.devices import choose_device
@@ -250,3 +251,18 @@ def format_summary(rows: Iterable[MemoryRow]) -> Iterator[str]:
             f"{within} of {len(errors)} within {OFF:.0%}; mean error "
             f"{sum(errors.values()) / len(errors):.1%}, worst {errors[worst]:.1%} ({worst})"
         )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--size", choices=("full", "tiny"), help="tiny is for a CPU, and the default there")
+    parser.add_argument("--models", nargs="+", choices=MODELS)
+    parser.add_argument("--layouts", nargs="+", help="cases that contain one of these words")
+    parser.add_argument("--ranks", type=int, help="cases of so many ranks alone: 2 or 4")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON of all rows")
+    run(**vars(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

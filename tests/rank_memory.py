@@ -1,4 +1,4 @@
-"""The memory of a step on one rank, by the allocator: `plan_memory.py` compares it with what was predicted.
+"""The memory of a step on one rank, by the allocator; `measured_plan_memory.py` compares it with the plan.
 
     first step     makes the optimizer's state, and compiles blocks
     second step    torch.cuda.max_memory_allocated, phase by phase: to each loss, to the update, to the end

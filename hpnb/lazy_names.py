@@ -14,7 +14,6 @@ def lazy_names(package: str, module_of: Mapping[str, str]) -> Callable[[str], ob
     """The function `__getattr__` of a package (PEP 562).
 
     Args:
-        package: its `__name__`.
         module_of: {a public name: the module of the package that defines it}.
     """
 

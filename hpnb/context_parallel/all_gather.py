@@ -46,15 +46,9 @@ def all_gather_attention(
     softcap: float | None = None,
     fused: bool = True,
 ) -> torch.Tensor:
-    """softmax(q k^T scale) v over the keys of all ranks, for this rank's queries.
+    """softmax(q k^T scale) v over the keys of all ranks, for this rank's queries: (B, H, s / cp, d).
 
-    Args:
-        q: (B, H, s / cp, d), this rank's; k, v: (B, H_kv, s / cp, d).
-        ring: the ranks, and the tokens that each of them has.
-        fused: use a fused kernel for the blocks that one computes. Otherwise all go by matrix products.
-
-    Returns:
-        (B, H, s / cp, d).
+    The arguments are those of `ring_attention`.
     """
     out: torch.Tensor = _AllGatherAttention.apply(
         q, k, v, ring, visible, BlockAttention(q, k, v, scale, softcap, fused)

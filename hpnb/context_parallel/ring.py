@@ -50,7 +50,6 @@ class Ring:
     """The ranks of a context axis, and the tokens that each of them has.
 
     Args:
-        axis: of the mesh.
         chunks: of every rank (`split_sequence`).
     """
 

@@ -62,11 +62,7 @@ def broadcast_class_token(hidden: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class PatchShards(WrappedAnatomy):
-    """Of a ViT whose layers get this rank's tokens.
-
-    Attributes:
-        ranks: of the context axis.
-    """
+    """Of a ViT whose layers get this rank's tokens; `ranks` are those of the context axis."""
 
     ranks: int = field(kw_only=True)
 

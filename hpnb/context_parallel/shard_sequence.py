@@ -26,12 +26,7 @@ from hpnb.data.tokenizer import IGNORE_INDEX
 
 @dataclass(frozen=True)
 class Chunk:
-    """Neighbouring tokens of a sequence.
-
-    Args:
-        start: the first one's place in the sequence.
-        size: how many they are.
-    """
+    """Neighbouring tokens of a sequence, `size` of them from place `start` on."""
 
     start: int
     size: int

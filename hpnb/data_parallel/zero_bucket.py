@@ -46,9 +46,8 @@ class ZeroBucket:
         offload: shards and their gradients are on the CPU.
 
     Attributes:
-        flat: (layout.numel,), the parameters.
-        shards: for each parameter this rank's elements as a Parameter, None where it has none.
-        ranges: for each parameter these elements, [start, stop).
+        shards: None for a parameter of which this rank has no elements.
+        ranges: for each parameter this rank's elements, [start, stop).
     """
 
     def __init__(

@@ -41,9 +41,7 @@ class ZeroReduceScatter(GradientSink):
     and a step is refused while `_in_backward`.
 
     Args:
-        names: {parameter: name}.
         buckets: they hold each parameter once, in the order in which they are reduced.
-        stage: 1 or 2.
         offload: sums are copied to the CPU.
     """
 

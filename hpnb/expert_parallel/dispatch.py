@@ -92,10 +92,7 @@ def combine_rows(rows: torch.Tensor, weights: torch.Tensor, plan: Dispatch, axis
 
 
 def check_divides(num_experts: int, ranks: int, where: str = "the model") -> None:
-    """
-    Raises:
-        ValueError: the ranks cannot hold equally many experts.
-    """
+    """Refuse ranks that cannot hold equally many experts."""
     if num_experts % ranks:
         fits = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
         raise ValueError(

@@ -127,7 +127,7 @@ class BalancedAnatomy(WrappedAnatomy):
         routers: of every block.
         k: experts of a token.
         coefficient: of the balancing loss in the loss.
-        axis: whose ranks have other tokens, `mesh.dp_cp`.
+        axis: `mesh.dp_cp`.
     """
 
     routers: dict[str, Paths] = field(kw_only=True)

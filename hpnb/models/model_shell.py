@@ -57,9 +57,7 @@ class ModelShell(nn.Module):
     """The forward of a transformers model with a pipeline plan, around its layers.
 
     Args:
-        model: the model, or a part of it that has the layers.
-        embedding, layers, head: paths of the parts in it.
-        hidden_size: of the hidden states.
+        embedding, layers, head: paths of the parts in the model.
     """
 
     def __init__(

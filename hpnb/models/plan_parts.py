@@ -74,10 +74,6 @@ def core_of(model: Any) -> tuple[Any, str]:
 
 
 def anatomy(model: Any) -> PlanAnatomy:
-    """
-    Raises:
-        ValueError: parameters that the plan does not name, or no list of layers.
-    """
     core, path = core_of(model)
     names = list(core.config.base_model_pp_plan)
     stacks = [name for name in names if isinstance(_child(core, name), nn.ModuleList)]
@@ -153,13 +149,7 @@ def _check_parameters(model: nn.Module, parts: tuple[Part, ...]) -> None:
 
 
 def refuse_router_loss(model: Any, parts: Anatomy) -> None:
-    """
-    Args:
-        parts: its anatomy.
-
-    Raises:
-        ValueError: a mixture of experts that adds a loss over its routers, which stages would leave out.
-    """
+    """Refuse a mixture of experts that adds a loss over its routers, which stages would leave out."""
     config = getattr(getattr(model, "base_model", model), "config", None)
     if getattr(config, "output_router_logits", False) and not parts.has_router_loss:
         raise ValueError(

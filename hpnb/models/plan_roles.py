@@ -83,10 +83,7 @@ def _attention(path: str, module: Any, kv_heads: int) -> Attention:
 
 
 def check_sharding(model: Any, mode: str, sequence_parallel: bool) -> None:
-    """
-    Raises:
-        ValueError: not in this mode, or nothing would be sharded.
-    """
+    """Refuse other modes than 1D, and a model of which nothing would be sharded."""
     kind = type(model).__name__
     if mode != "1d":
         raise ValueError(f"a {kind} is sharded by transformers' plan, which is for mode='1d', not {mode!r}")

@@ -82,10 +82,6 @@ class TimmViTAnatomy(Anatomy):
 
 
 def anatomy(model: Any) -> TimmViTAnatomy:
-    """
-    Raises:
-        ValueError: an option of timm that this page does not have.
-    """
     for name, fits in (("global_pool", ("token",)), ("reg_token", (None,)), ("attn_pool", (None,)),
                        ("no_embed_class", (False,)), ("dynamic_img_size", (False,))):  # fmt: skip
         if (value := getattr(model, name, fits[0])) not in fits:

@@ -26,8 +26,6 @@ class ActionTimes:
 
     Args:
         recorder: notes when each action ran; None measures nothing.
-        gpu_turns: of ranks that share a GPU.
-        more_ranks_than_cores: on a CPU.
 
     Attributes:
         seconds: {action: its CPU time} where ranks share cores, {action: its GPU time, measured alone} where

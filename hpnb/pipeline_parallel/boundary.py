@@ -75,9 +75,7 @@ KnownBoundaries = dict[tuple[int, Hashable], Boundary]  # by stage and signature
 class StepBoundaries:
     """The boundaries of one step: those that earlier steps have seen, and those that this one sees first.
 
-    Args:
-        known: of earlier steps; `commit` adds those of this step.
-        signatures: of each microbatch.
+    `commit` adds those of this step to those that are known.
     """
 
     def __init__(self, known: KnownBoundaries, signatures: Sequence[Hashable]) -> None:

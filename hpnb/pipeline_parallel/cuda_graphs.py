@@ -81,9 +81,6 @@ class GraphKey:
 class StageGraphs:
     """The graphs of one rank's stages, over all steps.
 
-    Args:
-        capture: how graphs are made.
-
     Attributes:
         reasons: {stage: why it runs eagerly}.
     """
@@ -127,7 +124,6 @@ class StageGraphs:
         """Capture what is missing, and say what the step replays.
 
         Args:
-            signatures: of each microbatch, as `boundaries` has them.
             loss: the loss function, and what it calls inside if that may be another one in every step.
             refused: why all stages of this pipeline run eagerly, if they do.
         """

@@ -55,18 +55,13 @@ class StepExecutor:
     """Runs the actions of one rank once.
 
     Args:
-        rank_schedule: the actions.
         run_stage: (stage, what the stage before gave, inputs) -> what this stage gives.
-        microbatches: the inputs of each.
-        queues: to and from other ranks.
         boundaries: the shapes of what passes between stages, as far as they are known.
         split_backward: puts weight gradients aside.
         loss: on the rank of the last stage, unless there is none to compute.
         sends_correction: whether gradients are multiplied by the loss's correction (`loss.py`), which then
             travels with one of them.
         grad_ready: None runs forwards only.
-        recorder: notes when each action ran.
-        keep_outputs: keep the outputs of the last stage.
         overlapped_steps: the steps whose forward overlaps the backward after it (`overlapped_pairs.py`).
         graphs: what is replayed instead of run (`cuda_graphs.py`).
 

@@ -103,7 +103,6 @@ def exposed_time(
 
     Args:
         pairs: of `overlapped_pairs`; empty sets run one action after the other.
-        segments: of every action.
         message_seconds: how long a message of so many bytes travels.
         transfer: from the end of an action to when another rank can use its result.
     """

@@ -18,7 +18,6 @@ class RankSchedule:
     """What one rank does under a schedule, whatever the batch.
 
     Attributes:
-        actions: the rank's, in order.
         message_index: {an action whose result is sent: (its route, its index among the route's messages)}.
         correction_microbatch: the microbatch whose gradient carries the loss's correction: the first that
             goes back after the last stage has done all its forwards. -1 if there are only forwards.
@@ -47,13 +46,8 @@ class RankSchedule:
 class RankSchedules:
     """The rank schedules of all schedules that a pipeline follows, one schedule after another.
 
-    Args:
-        schedule: the first one, checked.
-        rank: the rank on the axis.
-
     Attributes:
-        schedule: the one that is followed.
-        train, forward_only: what this rank does of it, with backwards and without.
+        train, forward_only: what this rank does of `schedule`, with backwards and without.
     """
 
     def __init__(self, schedule: Schedule, rank: int) -> None:

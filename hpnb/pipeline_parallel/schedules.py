@@ -90,7 +90,6 @@ class PipelineRank:
     """The rank whose list is written.
 
     Attributes:
-        index: of the rank in the pipeline, from 0.
         stages: the numbers of its stages; chunk c is stage `stages[c]`.
     """
 

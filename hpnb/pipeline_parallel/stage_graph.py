@@ -150,7 +150,7 @@ class StageGraph:
     """The graphs of one stage, for microbatches of one form, in one slot.
 
     Args:
-        grads: gives the static gradient of a parameter, for which the graphs add.
+        grads: gives the static gradient of a parameter, to which the graphs add.
 
     Attributes:
         parameters: those to whose gradients the backward adds.

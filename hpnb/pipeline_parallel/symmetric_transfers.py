@@ -81,7 +81,6 @@ class SymmetricQueue:
 
     Args:
         offset: bytes before its slots in the receiver's memory.
-        slot_bytes: the size of one slot.
     """
 
     def __init__(

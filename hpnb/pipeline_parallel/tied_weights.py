@@ -38,7 +38,6 @@ def tie_weights(
     making a group.
 
     Args:
-        module: this rank's stages.
         rank_of: {stage: the rank of the axis that has it}.
     """
     named = dict(module.named_parameters(remove_duplicate=False))

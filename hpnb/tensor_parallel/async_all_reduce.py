@@ -72,7 +72,6 @@ class DeferredWeightGrad:
     """The operands of a layer's weight and bias gradients, kept for the backward of `enter_region`.
 
     Attributes:
-        dtype: of the weight.
         operands: (input, gradient of the output), as matrices, of each use of the layer in this backward.
     """
 

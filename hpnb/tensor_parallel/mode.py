@@ -64,8 +64,6 @@ class ModelToShard:
     """The model that is being sharded.
 
     Attributes:
-        module: the model itself.
-        roles: of each parameter, by its name in the model.
         shapes: of each full parameter; a tied one stands under all of its names.
         layers: paths of the modules that have parameters with a role, with their section and roles by
             attribute ("weight", "bias"), in the model's order.

@@ -373,8 +373,7 @@ class TensorParallelAnatomy(WrappedAnatomy):
     have prepared comes from the batch, which every stage has.
 
     Attributes:
-        set_batch_shape: to be called with a batch's size and length before a block runs on it, if anything
-            needs it.
+        set_batch_shape: see `TensorParallelMode`.
         finish_outputs: applied to the outputs of the head: (outputs, inputs) -> outputs; None leaves them.
     """
 

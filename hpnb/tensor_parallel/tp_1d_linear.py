@@ -39,12 +39,7 @@ from hpnb.tensor_parallel.split_heads import ShardedLayer
 
 
 class _ParallelLinear(ShardedLayer):
-    """A linear layer whose weight is (out, in), or (in, out) if `transposed`.
-
-    Attributes:
-        region: with which columns it shares inputs. None for a column whose input's gradient is summed
-            elsewhere, and for a row without columns.
-    """
+    """A linear layer whose weight is (out, in), or (in, out) if `transposed`; a `RegionLayer`."""
 
     def __init__(self, old: nn.Module, transposed: bool, adds_bias: bool = True) -> None:
         super().__init__(old)

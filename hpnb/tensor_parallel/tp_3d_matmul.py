@@ -63,7 +63,7 @@ def linear_3d(
         weights: shards of block (k, j), as they are stored: (out, in), or (in, out) if `transposed`.
         biases: (out of j,), equal along `rows` and `inputs`; gradients cover this rank's samples.
         dim: of the weight as it is stored, along which its block is sharded over `rows`.
-        pending_grads: where to leave weight gradients that are on their way; without it they are waited for.
+        pending_grads: see `linear_2d`.
         sizes: of one weight, the shards' sizes along `dim`, if they differ.
 
     Returns:

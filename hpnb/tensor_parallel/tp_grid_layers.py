@@ -93,8 +93,7 @@ class GridClassifier(ShardedLayer):
     """A layer with few outputs, whose weight is sharded along its inputs: (samples, ..., h of this rank) ->
     (b, ..., c), replicated on all ranks. So another one may follow: it takes (b, ..., h) too.
 
-    Args:
-        grad_sum: sums the weight's gradient over shards of the batch.
+    `grad_sum` sums the weight's gradient over shards of the batch.
     """
 
     def __init__(
@@ -119,10 +118,7 @@ class GridVocabHead(ShardedLayer):
     """An output layer with a logit per token of the vocabulary, whose embedding is sharded already:
     (samples, ..., h of this rank) -> (samples, ..., V of this rank).
 
-    Args:
-        multiply: the product of this grid.
-        grad_sum: sums the gradient of a bias over shards of the batch.
-        defers_weight_grads: as for SharedInputLinears.
+    The other arguments are those of SharedInputLinears.
     """
 
     def __init__(

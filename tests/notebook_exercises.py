@@ -69,9 +69,9 @@ def unproven(nb: Any, name: str, wrong_answers: Path, folder: Path, timeout: flo
             book.cells.append(new_code_cell(source, metadata={"tags": ["raises-exception"]}))
     start = len(book.cells) - 5 * len(tried)
     nbformat.write(book, folder / "exercises.ipynb")
-    done = execute(folder / "exercises.ipynb", folder / "executed.ipynb", timeout)
-    if done.failure is not None:
-        return [f"the exercises did not run: {done.failure}"]
+    failure = execute(folder / "exercises.ipynb", folder / "executed.ipynb", timeout)
+    if failure is not None:
+        return [f"the exercises did not run: {failure}"]
     ran = nbformat.read(folder / "executed.ipynb", as_version=4).cells[start:]
     found = []
     for i, (n, kind) in enumerate(tried):

@@ -150,7 +150,7 @@ def test_an_explorer_in_a_kernel_moves_coarsely_then_in_full(tmp_path: Path) -> 
         "print([v.status for v in _oh.values() if hasattr(v, 'status') and hasattr(v, 'findings')])",
     ]
     nbformat.write(new_notebook(cells=[new_code_cell(cell) for cell in cells]), tmp_path / "a.ipynb")
-    assert execute(tmp_path / "a.ipynb", tmp_path / "b.ipynb").failure is None
+    assert execute(tmp_path / "a.ipynb", tmp_path / "b.ipynb") is None
     first, second, third, fourth = [c.outputs for c in nbformat.read(tmp_path / "b.ipynb", 4).cells]
     view, static = [out.data for out in first]
     assert "application/vnd.jupyter.widget-view+json" in view

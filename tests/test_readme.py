@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from readme_images import IMAGES, figure
 
 from hpnb.bench import result_files
-from hpnb.lesson.pages.readme_images import IMAGES, figure
 
 ROOT = Path(__file__).parents[1]
 RESULTS = "hpnb/bench/results/README.md"
@@ -156,8 +156,25 @@ def test_readme_is_short() -> None:
 
 
 def test_tables_of_whole_programs_are_those_of_the_results() -> None:
-    assert result_files.short_table() in README, "run python -m hpnb.bench table, and copy its first table"
+    short = "run python -m hpnb.bench table, and copy its first table without rows of microbatches"
+    assert result_files.short_table() in README, short
     assert result_files.table() in TEXTS[RESULTS], "run python -m hpnb.bench table --write"
+
+
+def test_steps_of_small_microbatches_are_those_of_the_results() -> None:
+    steps, ratios = {}, {}
+    for run in result_files.newest(result_files.read()):
+        if run.microbatches:
+            pp2 = run.layouts["pp2"]
+            ours, peer = pp2.fastest(ours=True), pp2.fastest(ours=False)
+            assert ours is not None
+            assert peer is not None
+            assert (ours.name, peer.name.split(",")[0]) == ("hpnb 1f1b, CUDA graphs", "Schedule1F1B")
+            seconds = [pp2.shown(one.name) or 0.0 for one in (ours, peer)]
+            steps[run.microbatches] = [f"{1e3 * second:,.0f} ms" for second in seconds]
+            ratios[run.microbatches] = f"{(pp2.ratio(ours.name, peer.name) or (0.0,))[0]:.2f}"
+    said = f"{steps[32][0]}, Schedule1F1B in {steps[32][1]} ({ratios[32]} times; {ratios[64]} with 64)"
+    assert said in " ".join(README.split())
 
 
 def test_the_number_of_architectures_is_that_of_their_table() -> None:
@@ -178,7 +195,7 @@ def test_every_notebook_is_in_the_table() -> None:
 def test_images_are_figures_of_the_committed_notebooks(name: str) -> None:
     notebook, alt = IMAGES[name]
     committed = figure(ROOT / "notebooks" / f"{notebook}.ipynb", alt)
-    assert (ROOT / "images" / name).read_bytes() == committed, "run python -m hpnb.lesson.pages.readme_images"
+    assert (ROOT / "images" / name).read_bytes() == committed, "run python tests/readme_images.py"
 
 
 def test_the_recording_moves_and_is_small() -> None:

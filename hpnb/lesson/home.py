@@ -8,7 +8,6 @@ and the notebook continues as if there were none.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import tempfile
@@ -70,14 +69,11 @@ def digest(*parts: object) -> str:
     """12 hex digits that are the same for the same parts in every process, and differ for others.
 
     Args:
-        parts: bytes, dataclasses, or whatever JSON holds.
-
-    Raises:
-        TypeError: a part has no lasting form, such as an object whose repr is its address.
+        parts: whatever JSON holds; TypeError for anything else.
     """
     sha = hashlib.sha256()
     for part in parts:
-        raw = part if isinstance(part, bytes) else _canonical(part).encode()
+        raw = json.dumps(part, sort_keys=True, separators=(",", ":")).encode()
         sha.update(f"{type(part).__name__} {len(raw)} ".encode())  # ("ab", "c") is not ("a", "bc")
         sha.update(raw)
     return sha.hexdigest()[:12]
@@ -87,15 +83,3 @@ def digest(*parts: object) -> str:
 def _until_exit() -> tempfile.TemporaryDirectory[str]:
     print("note: the folder for what notebooks remember cannot be written; it is kept until this one ends")
     return tempfile.TemporaryDirectory(prefix="hpnb-")
-
-
-def _canonical(part: object) -> str:
-    return json.dumps(part, sort_keys=True, separators=(",", ":"), default=_plain)
-
-
-def _plain(part: object) -> object:
-    if dataclasses.is_dataclass(part) and not isinstance(part, type):
-        return [type(part).__name__, dataclasses.asdict(part)]
-    if isinstance(part, (set, frozenset)):
-        return sorted(part, key=_canonical)
-    raise TypeError(f"a {type(part).__name__} has no digest; give bytes, a dataclass, or what JSON holds")

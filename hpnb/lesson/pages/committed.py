@@ -117,9 +117,9 @@ def run(path: Path, timeout: float = 600.0) -> str | None:
         paired.pair(path)
     copy = Path("executed") / f"{path.stem}.ipynb"
     copy.parent.mkdir(exist_ok=True)
-    done = execute(path.with_suffix(".ipynb"), copy, timeout)
-    if done.failure is not None:
-        return f"FAILED: {done.failure} (see {copy})"
+    failure = execute(path.with_suffix(".ipynb"), copy, timeout)
+    if failure is not None:
+        return f"FAILED: {failure} (see {copy})"
     nb = paired.read(copy)
     values, claims = numbers_in_prose.take_out(nb)
     clean(nb)

@@ -14,7 +14,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,6 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from traitlets import default
 
 from hpnb import files
-
-
-@dataclass(frozen=True)
-class NotebookRun:
-    """How one notebook went: wall-clock seconds, and why it failed (None if it did not)."""
-
-    name: str
-    seconds: float
-    failure: str | None
 
 
 class ThisPython(AsyncKernelManager):
@@ -55,12 +45,12 @@ class ThisPython(AsyncKernelManager):
         return "auto" if zmq.has("curve") else "disabled"
 
 
-def execute(source: Path, target: Path, timeout: float = 600.0) -> NotebookRun:
-    """Run the notebook `source` in its own folder and write the executed copy to `target`.
+def execute(source: Path, target: Path, timeout: float = 600.0) -> str | None:
+    """Run the notebook `source` in its own folder and write the executed copy to `target`; why it failed.
 
     `timeout` is in seconds for the whole notebook. Nothing is raised for a notebook that fails: a cell that
-    raises, a kernel that dies, a file that is no notebook are all in `failure`. What a failed notebook's
-    kernel wrote past its cells (a crash, say) is left beside the copy in a .log file.
+    raises, a kernel that dies, a file that is no notebook are such reasons, and None is success. What a
+    failed notebook's kernel wrote past its cells (a crash, say) is left beside the copy in a .log file.
     """
     start = time.perf_counter()
     failure = None
@@ -87,20 +77,7 @@ def execute(source: Path, target: Path, timeout: float = 600.0) -> NotebookRun:
         files.write_text(target, nbformat.writes(notebook) + "\n")  # all of it or nothing
     if log.exists() and (failure is None or log.stat().st_size == 0):
         log.unlink()
-    return NotebookRun(source.name, time.perf_counter() - start, failure)
-
-
-def execute_all(sources: list[Path], target: Path, timeout: float = 600.0) -> list[NotebookRun]:
-    """Run notebooks in the order given, printing one line each; a failure does not stop the rest."""
-    target.mkdir(parents=True, exist_ok=True)
-    width = max((len(source.name) for source in sources), default=0)
-    executions = []
-    for source in sources:
-        print(f"{source.name:<{width}}  ", end="", flush=True)  # named while it runs
-        done = execute(source, target / source.name, timeout)
-        print(f"{done.seconds:6.1f} s  {'ok' if done.failure is None else 'FAILED'}", flush=True)
-        executions.append(done)
-    return executions
+    return failure
 
 
 def _time_left(deadline: float) -> Callable[[Any], int]:
@@ -134,10 +111,20 @@ def main(arguments: list[str] | None = None) -> int:
     if not sources:
         print(f"no notebooks in {options.source}")
         return 0
-    failed = [e for e in execute_all(sources, options.target, options.timeout) if e.failure is not None]
-    for execution in failed:
-        print(f"{options.target / execution.name}: {execution.failure}", file=sys.stderr)
-    return 1 if failed else 0
+    options.target.mkdir(parents=True, exist_ok=True)
+    width = max(len(source.name) for source in sources)
+    failures = {}
+    for source in sources:
+        print(f"{source.name:<{width}}  ", end="", flush=True)  # named while it runs
+        start, target = time.perf_counter(), options.target / source.name
+        failure = execute(source, target, options.timeout)
+        seconds = time.perf_counter() - start
+        print(f"{seconds:6.1f} s  {'ok' if failure is None else 'FAILED'}", flush=True)
+        if failure is not None:
+            failures[target] = failure
+    for target, failure in failures.items():
+        print(f"{target}: {failure}", file=sys.stderr)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
 """Still pictures of README and docs are figures of the committed notebooks: real runs, never drawn by hand.
 
-    python -m hpnb.lesson.pages.readme_images        # writes images/ from the outputs in notebooks/
+    python tests/readme_images.py        # writes images/ from the outputs in notebooks/
 
-tests/test_readme.py holds each to those outputs.
+test_readme.py holds each to those outputs.
 """
 
 from __future__ import annotations
 
 import base64
-import sys
 from pathlib import Path
 
 import nbformat
+
+ROOT = Path(__file__).parents[1]
 
 # image -> (notebook, how the figure's alt text begins)
 IMAGES = {
@@ -33,14 +34,14 @@ def figure(notebook: Path, alt: str) -> bytes:
     raise LookupError(f"{notebook.name} has no figure whose alt text begins with {alt!r}")
 
 
-def main(root: Path) -> None:
-    """Write every image below `root`."""
+def main() -> None:
+    """Write every image."""
     for name, (notebook, alt) in IMAGES.items():
-        path = root / "images" / name
+        path = ROOT / "images" / name
         path.parent.mkdir(exist_ok=True)
-        path.write_bytes(figure(root / "notebooks" / f"{notebook}.ipynb", alt))
+        path.write_bytes(figure(ROOT / "notebooks" / f"{notebook}.ipynb", alt))
         print(f"images/{name}  from {notebook}")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path())
+    main()

@@ -720,18 +720,9 @@ def test_bars_lie_end_to_end_with_ticks_and_words() -> None:
     assert find(quick.axes[0], "B").get_hatch() is None
 
 
-@pytest.mark.parametrize(
-    ("rows", "says"),
-    [
-        ({}, "no bar"),
-        ({"a": [Bar({"lunch": 1.0})]}, "lunch"),
-        ({"a": [Bar({"F": float("nan")})]}, "a holds"),
-        ({"a": [Bar({"F": 1.0, "B": -1.0})]}, "a holds"),
-    ],
-)
-def test_bars_that_cannot_be_drawn_name_the_row(rows: dict[str, list[Bar]], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        bars([BarPanel(rows)], STYLE, title="")
+def test_a_part_without_a_look_is_named() -> None:
+    with pytest.raises(ValueError, match="no part 'lunch'"):
+        bars([BarPanel({"a": [Bar({"lunch": 1.0})]})], STYLE, title="")
 
 
 def test_curves_tell_lines_dots_and_hollow_dots_apart() -> None:
@@ -1119,20 +1110,6 @@ def test_standings_draw_a_bar_a_row_under_one_scale() -> None:
     assert sorted(beside.values()) == [0.0, 194.0]  # ours is dark, and its name stands behind it
     alone = StandingPanel("a", (StandingGroup("g", (Standing("b", 1.0),)),))
     assert "ceiling" not in words(plot.standings([alone]))
-
-
-@pytest.mark.parametrize(
-    ("groups", "says"),
-    [
-        ((), "1 panels of 0 groups"),
-        ((StandingGroup("g", ()),), "of 1 bar or more"),
-        ((StandingGroup("g", (Standing("b", float("nan")),)),), "a bar of nan"),
-        ((StandingGroup("g", (Standing("b", 1.0),), ceiling=-1.0),), r"a bar of -1\.0"),
-    ],
-)
-def test_standings_that_cannot_be_drawn_say_why(groups: tuple[StandingGroup, ...], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        plot.standings([StandingPanel("a", groups)])
 
 
 # --- show --------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpnb.lesson.predictions.outcome import GOOD, ratio_of, ratio_text
-from hpnb.lesson.tables import number, present, split_unit, table
+from hpnb.lesson.tables import number, present, split_unit, survivors_table, table
 from hpnb.lesson.values import flatten, record, slug
 from hpnb.ranks import RankError
 from hpnb.record import MemoryProfile, OutOfBudget, Timeline
@@ -203,9 +203,7 @@ def _waiting_line(stack: str) -> str:
 
 def _survivors(records: Sequence[OutOfBudget], names: Sequence[str], title: str, note: str, _: Any) -> None:
     for error in records:
-        rows = [(str(one), one.category, number(one.nbytes, "B")) for one in error.survivors[:8]]
-        heading = title or f"out of budget {error.operator}"
-        table(("largest tensors alive", "category", "bytes"), rows, heading, note or f"{error}.")
+        survivors_table(error, title=title, note=note)
 
 
 def _source(

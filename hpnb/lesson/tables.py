@@ -76,18 +76,18 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], title: str = "
     present(_html(columns, cells, right, title, note), _text(columns, cells, right, title, note))
 
 
-def survivors_table(stopped: OutOfBudget, side: int | None = None) -> None:
+def survivors_table(stopped: OutOfBudget, side: int | None = None, title: str = "", note: str = "") -> None:
     """Display what was alive when a budget was exceeded or the device was full, the largest first.
 
     Args:
         side: only tensors that have a dimension of this size; the head of the column says so.
+        title, note: by default what was exceeded where, and by how much.
     """
     chosen = [one for one in stopped.survivors if side is None or side in one.shape]
     rows = [(str(one), one.category, number(one.nbytes, "B")) for one in chosen[:8]]
     some = "largest tensors alive" if side is None else f"largest tensors alive with a side of {side}"
-    columns = (some, "category", "bytes")
-    what = "memory" if stopped.device_full else "budget"
-    table(columns, rows, f"out of {what} {stopped.operator}", f"{stopped}.")
+    heading = f"out of {'memory' if stopped.device_full else 'budget'} {stopped.operator}"
+    table((some, "category", "bytes"), rows, title or heading, note or f"{stopped}.")
 
 
 def present(html: str, text: str, payload: Mapping[str, Any] | None = None) -> None:

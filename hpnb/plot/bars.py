@@ -8,9 +8,9 @@ All bars of one part are one artist, so that an explorer redraws them quickly.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from matplotlib.axes import Axes
@@ -64,25 +64,23 @@ class BarPanel:
     inside: Literal["", "length", "share"] = ""
     row_inches: float = 0.4
     named: bool = True
-    scale: float = field(init=False)
-    unit_name: str = field(init=False)
-    longest: float = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property  # it is read for every bar
+    def longest(self) -> float:
+        """The length of the axis, in `unit`."""
         bars = [bar for row in self.rows.values() for bar in row]
-        if not bars:
-            raise ValueError("there is no bar to draw")
-        for name, row in self.rows.items():
-            for bar in row:
-                if not all(math.isfinite(value) for value in (*bar.parts.values(), *bar.ticks)):
-                    raise ValueError(f"{name} holds {dict(bar.parts)}: each part must be a finite number")
-                if len(bar.parts) > 1 and min(bar.parts.values()) < 0:
-                    raise ValueError(f"{name} holds {dict(bar.parts)}: parts must be 0 or more")
         longest = max(max(bar.length, *bar.ticks, 0.0) if bar.ticks else bar.length for bar in bars)
-        longest = min(longest, self.reach or longest) if longest > 0 else 1.0
-        scale, unit = _UNITS[self.unit](longest) if self.unit in _UNITS else (1.0, self.unit)
-        for name, value in (("longest", longest), ("scale", scale), ("unit_name", unit)):
-            object.__setattr__(self, name, value)
+        return min(longest, self.reach or longest) if longest > 0 else 1.0
+
+    @property
+    def scale(self) -> float:
+        """How many of `unit` one unit of the axis is."""
+        return _UNITS[self.unit](self.longest)[0] if self.unit in _UNITS else 1.0
+
+    @property
+    def unit_name(self) -> str:
+        """Of the axis."""
+        return _UNITS[self.unit](self.longest)[1] if self.unit in _UNITS else self.unit
 
 
 def bars(
@@ -106,7 +104,7 @@ def bars(
         text: False leaves out numbers and hatches, for a picture that moves.
 
     Raises:
-        ValueError: a part that has no look, or that is negative or not finite.
+        ValueError: a part has no look, and would be missing from its bar.
     """
     drawn = [bar for panel in panels for row in panel.rows.values() for bar in row]
     if strange := [part for bar in drawn for part in bar.parts if part not in looks]:

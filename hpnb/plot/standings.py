@@ -8,7 +8,6 @@ A name stands on its bar, however short that is, so a long name costs the bars n
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -75,26 +74,18 @@ def standings(
         unit: of the values, above their column.
         column: what stands above the words at the right.
         legend: what our bars, the others and the ceiling are called.
-
-    Raises:
-        ValueError: nothing to draw, or a value that is negative or not finite.
     """
     groups = [group for panel in panels for group in panel.groups]
-    if not groups or not all(group.bars for panel in panels for group in panel.groups):
-        raise ValueError(
-            f"{len(panels)} panels of {len(groups)} groups; use 1 group or more, of 1 bar or more"
-        )
     ceilings = [group.ceiling for group in groups if group.ceiling is not None]
     values = [bar.value for group in groups for bar in group.bars if bar.value is not None]
-    if wrong := [value for value in (*values, *ceilings) if not 0 <= value < math.inf]:
-        raise ValueError(f"a bar of {wrong[0]} cannot be drawn; each must be 0 or more, and finite")
     keys = [Key(OURS, "box", legend[0]), Key(OTHERS, "box", legend[1])]
     if ceilings:
         keys.append(Key(CEILING, "line", legend[2]))
     notes = [[line for note in panel.notes for line in wrap(note, WIDTH - 0.35, SMALL)] for panel in panels]
     head = _LINE * (2 + max(map(len, notes))) + 0.12  # a heading, notes, and what the columns are
     heights = [sum(_tall(group) for group in panel.groups) for panel in panels]
-    right = _WORDS + max(text_inches(words, SMALL) for words in _column(groups, column)) + 0.12
+    words = [column, *(bar.words for group in groups for bar in group.bars)]
+    right = _WORDS + max(text_inches(text, SMALL) for text in words) + 0.12
     fig, axes = new_figure(
         heights, title=title or "", legend=keys, caption=caption, head=head, gap=head + 0.22, bottom=0.34,
         left=0.3 + max(text_inches(group.name, TEXT, "bold") for group in groups), right=right,
@@ -118,10 +109,6 @@ def standings(
 
 def _tall(group: StandingGroup) -> float:
     return _ROW * len(group.bars) + _BETWEEN
-
-
-def _column(groups: Sequence[StandingGroup], heading: str) -> list[str]:
-    return [heading, *(bar.words for group in groups for bar in group.bars)]
 
 
 def _draw(ax: Axes, group: StandingGroup, top: float) -> None:
@@ -172,6 +159,3 @@ def _above(fig: Figure, ax: Axes, title: str, notes: Sequence[str], heads: tuple
         fig.text(0.15 / width, y / height, line, size=SMALL, color=SOFT, va="center_baseline")
     y += _LINE + 0.02
     fig.text(0.15 / width, y / height, title, size=TEXT, weight="bold", color=INK, va="center_baseline")
-
-
-__all__ = ["Standing", "StandingGroup", "StandingPanel", "standings"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -13,6 +12,7 @@ from hpnb.data_parallel import DataParallel, ZeroOptimizer
 from hpnb.data_parallel.zero_checks import is_elementwise
 from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.boosted_optimizer import is_boosted
+from hpnb.hybrid.checkpoint.agreement import gather_objects
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel import Builder
@@ -110,10 +110,7 @@ def check_parameters_of_stages(
     optimizer: Optimizer, numbering: list[list[int]], parameters: dict[int, nn.Parameter], pp: Axis
 ) -> None:
     """Each parameter of the optimizer must belong to a layer of some stage."""
-    numbers_by_stage: list[list[int]] = [list(parameters)]
-    if pp.size > 1:
-        numbers_by_stage = [[] for _ in range(pp.size)]
-        dist.all_gather_object(numbers_by_stage, list(parameters), pp.group)
+    numbers_by_stage: list[list[int]] = gather_objects(list(parameters), pp.group)
     count = sum(map(len, numbering))
     if foreign := count - len({number for numbers in numbers_by_stage for number in numbers}):
         raise ValueError(

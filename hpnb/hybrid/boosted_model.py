@@ -121,7 +121,7 @@ class Boosted(nn.Module):
     # --- a module ----------------------------------------------------------------------------------------
 
     def unwrap(self) -> nn.Module:
-        """The model as it was given, cut in place; with a pipeline, this rank's stages of it."""
+        """The model, cut in place; with a pipeline, this rank's stages of it."""
         return self.module
 
     def __getattr__(self, name: str) -> Any:
@@ -339,8 +339,6 @@ class Boosted(nn.Module):
         if self._unfilled is not None:
             self._unfilled.check(self.module.parameters())
         self._unfilled = None
-
-    # --- batches -----------------------------------------------------------------------------------------
 
     def _compare_first_batch(self, batch: Any) -> None:
         """Refuse different batches along tp and cp, once. Along pp the pipeline does it."""

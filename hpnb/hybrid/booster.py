@@ -33,6 +33,7 @@ from hpnb.data.batch_agreement import check_lengths
 from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.boosted_optimizer import boosted_optimizer
 from hpnb.hybrid.booster_files import BoosterFiles, boosted_model
+from hpnb.hybrid.checkpoint.agreement import gather_objects
 from hpnb.hybrid.parallelize_model import Model, parallelize_model
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.presets import TorchDDPPlugin
@@ -334,11 +335,7 @@ def _describe_stages(module: nn.Module, pp: Axis) -> str:
         (stage, pp.rank, [names[p] for p in parameters], sum(prod(placement_of(p).shape) for p in parameters))
         for stage, parameters in stages.items()
     ]
-    everywhere = [here]
-    if pp.size > 1:
-        everywhere = [[] for _ in range(pp.size)]
-        dist.all_gather_object(everywhere, here, pp.group)
-    lines = sorted(line for of_rank in everywhere for line in of_rank)
+    lines = sorted(line for of_rank in gather_objects(here, pp.group) for line in of_rank)
     return "\n".join(
         f"stage {stage} of {len(lines)} on pipeline rank {rank}: "
         + (f"{of_stage[0]} to {of_stage[-1]}, {count:,} parameters" if of_stage else "no trained parameters")

@@ -4,23 +4,16 @@
     between    norm, q k v, attention, o, [ dropout, add, norm ], up, gelu, down, dropout, add
 
 A compiled block is one autograd node. That rules out a schedule that splits the backward into I and W, and
-tensor-parallel ranks that send messages inside a block. There the linears and their hooks stay as they are,
-and only what is in brackets is compiled, into one kernel for the forward and one for the backward. Everything
-else between two linears is one kernel already (norm, attention, add) or none (views). transformers writes
-GPT-2's gelu as eight kernels, which keep several (B, s, 4h) for the backward. PyTorch's own gelu is one
-kernel that keeps its input, so it is used instead.
+tensor-parallel ranks that send messages inside a block. There only what is in brackets is compiled.
+Everything else between two linears is one kernel already, or none; transformers writes GPT-2's gelu as eight,
+so PyTorch's is used instead. We compile no more than that, because calling a compiled function costs the CPU
+more than launching a kernel: with norms, gelu and adds compiled too, a step of 24 small blocks on two ranks
+took 160 ms instead of 99.
 
-We compile no more than that, because a call of a compiled function costs the CPU more than launching a
-kernel, and between linears the CPU is soon the slower of the two. With norms, gelu and adds compiled too, a
-step of 24 small blocks on two ranks took it 160 ms instead of 99.
-
-All blocks of a model share one compilation. A different kind of call needs another one: training and
-evaluation, with a mask and without, a single sample, another number of samples or tokens than the first (one
-graph serves all of those, so a ragged last microbatch costs one compilation). Beyond eight kinds
-(torch._dynamo.config.recompile_limit) PyTorch warns and runs new ones uncompiled.
-
-Hooks of a block run outside the compiled region: ZeRO-3's gathers, those that scatter tokens, and those that
-give an empty batch one sample.
+All blocks of a model share one compilation. Another kind of call needs another one: training and evaluation,
+with a mask and without, a single sample, another number of samples or tokens (one graph serves all of those).
+Beyond eight kinds (torch._dynamo.config.recompile_limit) PyTorch warns and runs new ones uncompiled. Hooks of
+a block run outside the compiled region.
 """
 
 from __future__ import annotations

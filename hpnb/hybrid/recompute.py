@@ -49,11 +49,8 @@ def enable_recomputation(
         enable({"use_reentrant": False})
     elif what == "full":
         for block in (find_blocks(model) or [model]) if blocks is None else blocks:
-            _recompute_block(block)
-
-
-def _recompute_block(block: nn.Module) -> None:
-    block.forward = partial(_run_recomputed, block, block.forward)  # a partial, so that deepcopy follows it
+            # A partial, so that deepcopy follows it.
+            block.forward = partial(_run_recomputed, block, block.forward)
 
 
 def _run_recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,20 +1,16 @@
 """Where PyTorch's `clip_grad_norm_` would clip wrongly, say so instead of training differently.
 
-    for p in parameters: p.grad *= min(1, max_norm / |all gradients of these parameters|)
-
-That function looks for whole, unscaled gradients on the parameters of one rank. After a backward these are
+That function looks for full, unscaled gradients on the parameters of one rank. After a backward these are
 there with ZeRO 0, tp_size=1, pp_size=1 and no loss scaler alone, and there it is right:
 
-    ZeRO 1, 2    the parameters have no gradients: it clips nothing
-    ZeRO 3, tp   they have shards: each rank divides by the norm of its own
-    pp           they are those of this rank's stages: as above
-    fp16         they carry the scale of the loss: it clips thousands of times too much
+    ZeRO 1, 2       the parameters have no gradients: it clips nothing
+    ZeRO 3, tp, pp  a rank has shards, or its stages: it divides by their norm alone
+    fp16            they carry the scale of the loss: it clips thousands of times too much
 
 Two things can be noticed. `model.parameters()` of a boosted model is a generator, so it knows who reads it:
 PyTorch's function is refused. A list of parameters, or the optimizer's groups, does not know, but every
 gradient counts the changes made in place (`_version`): a step warns if there were any since the backward.
-What cannot be noticed is a list of the model's parameters with ZeRO 1 and 2: there is nothing to be changed,
-and the norm that PyTorch returns is 0.
+With ZeRO 1 and 2 a list cannot be noticed: nothing is changed, and the norm that PyTorch returns is 0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Checkpoints belong to the model and not to the layout: what one layout saves, any other loads.
 
-    booster.save("runs/step-500", model, optimizer, lr_scheduler, dataloader, extra={"step": 500})
-
     runs/step-500/
       model/           config.json, model.safetensors: an ordinary checkpoint, which from_pretrained opens
       state/           the optimizer by parameters' names, schedule, place in the data, random states
@@ -16,8 +14,7 @@
     write_files.py, manifest.py                        checksums from memory; what is complete, and the newest
     atomic.py, run_lock.py                             a killed save leaves the last one; so does another run
 
-On the layout that saved it, a run resumes bit for bit, between two steps. On another layout sums are in
-another order, and dropout draws other numbers. All ranks call all functions, and see the same files.
+All ranks call all functions, and see the same files.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hpnb.hybrid.plan_command.search import Plan, usable_bytes
@@ -80,11 +81,8 @@ def draw_plan(task: PlanTask, plan: Plan) -> Figure:
     return fig
 
 
-def _draw_memory(ax: object, task: PlanTask, plan: Plan, ranks: tuple[int, ...]) -> None:
+def _draw_memory(ax: Axes, task: PlanTask, plan: Plan, ranks: tuple[int, ...]) -> None:
     """A bar a pipeline rank, by category, with what a GPU has to use as a dashed line."""
-    from matplotlib.axes import Axes
-
-    assert isinstance(ax, Axes)
     panel_title(ax, "predicted memory at the peak")
     usable = usable_bytes(task) / 1e9
     longest = usable

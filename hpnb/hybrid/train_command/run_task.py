@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from hpnb import data, models
 from hpnb.data.dataset import Dataset
+from hpnb.hybrid.checkpoint.agreement import files_group, gather_objects
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.train_command.run_file import DataTable, RunFile
 from hpnb.hybrid.training.events import Metric
@@ -262,8 +262,7 @@ def _splits(table: DataTable, load: Callable[[str, int | None], Dataset]) -> Spl
         }
     first, second, third = (loaded[split] for split in _SPLITS[table.name])
     description = first.describe()
-    everyone: list[str] = [description] * dist.get_world_size()
-    dist.all_gather_object(everyone, description)
+    everyone = gather_objects(description, files_group())
     if other := next((one for one in everyone if one != everyone[0]), None):
         raise ValueError(
             f"ranks have different data: rank 0 {everyone[0]!r}, rank {everyone.index(other)} "

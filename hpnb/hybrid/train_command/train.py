@@ -1,14 +1,9 @@
 """`python -m hpnb train vit.toml`: a run file (run_file.py), trained on the ranks that are there.
 
-    python -m hpnb train vit.toml --ranks 4 --set layout.tp_size=2       # starts four ranks on this machine
-    torchrun --nnodes 2 --nproc-per-node 8 ... -m hpnb train vit.toml    # is one of torchrun's
-
-    vit/                 the folder of its checkpoints
-      step-00000064/     what the run goes on from when it is started again
-      history.json       a dict an epoch
-      model/             at the end, a Hugging Face directory
-
-It uses hpnb as any script could.
+vit/                 the folder of its checkpoints
+  step-00000064/     what the run goes on from when it is started again
+  history.json       a dict an epoch
+  model/             at the end, a Hugging Face directory
 """
 
 from __future__ import annotations
@@ -22,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hpnb.hybrid.booster import Booster
-from hpnb.hybrid.checkpoint.agreement import files_group, on_first_rank
+from hpnb.hybrid.checkpoint.agreement import files_group, gather_objects, on_first_rank
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.torchrun.launch_from_torch import launch_from_torch
 from hpnb.hybrid.train_command.compare_runs import check_resumable, differences, run_facts
@@ -249,8 +243,7 @@ def _schedule(optimizer: Any, how: TrainingTable, lr: float, total: int, warmup_
 def _newest(folder: Path) -> Path | None:
     """The newest checkpoint, the same one on all ranks, which call it."""
     newest = resuming.find(folder)
-    seen = [""] * world_size()
-    dist.all_gather_object(seen, "none" if newest is None else newest.name)
+    seen = gather_objects("none" if newest is None else newest.name, files_group())
     if other := next((name for name in seen if name != seen[0]), None):
         raise ValueError(
             f"in {folder} rank 0 sees {seen[0]} as the newest checkpoint, and rank {seen.index(other)} "

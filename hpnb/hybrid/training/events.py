@@ -12,9 +12,6 @@
 
 Hooks are called in the order of their priority, equals as they were given, on every rank: one that talks to
 other ranks may do so in every event but on_outputs and on_loss, which only the ranks of the last stage get.
-
-`trainer.should_stop = True` ends the fit early (`Trainer.fit`). A hook with a `state_dict` goes on after a
-resume with what it had.
 """
 
 from __future__ import annotations
@@ -30,10 +27,8 @@ from hpnb.ranks.current_rank import device
 
 
 class Hook:
-    """Override what you want to hear of. `trainer.step` counts the optimizer steps that are done.
-
-    Set `trainer.should_stop = True` to end the fit early. What a hook must keep over a resume it returns from
-    `state_dict`, and averages of weights from `saved_averages`.
+    """Override what you want to hear of. `trainer.step` counts the optimizer steps that are done. Set
+    `trainer.should_stop = True` to end the fit early (`Trainer.fit`).
 
     >>> class PrintLoss(hpnb.Hook):
     ...     def after_step(self, trainer):

@@ -1,9 +1,5 @@
 """One run at a time trains in a folder of checkpoints.
 
-    lock = FolderLock(Path("runs/vit"))
-    lock.acquire()      # on all ranks; refused if another living run has it
-    lock.release()
-
 The first rank holds a lock (flock) on the file .lock in the folder, which the kernel drops when the process
 ends, however it ends. All pools of one notebook or script are one run (run_lock.py). File systems without
 such locks refuse nobody.

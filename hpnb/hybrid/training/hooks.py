@@ -1,10 +1,5 @@
 """Hooks for a Trainer: the learning rate, a record of the epochs, checkpoints.
 
-    trainer = hpnb.Trainer(booster, model, optimizer, criterion, lr_scheduler, hooks=[
-        hpnb.AccuracyHook(), hpnb.ThroughputHook(), hpnb.MetricsByEpochHook("run.json"),
-        hpnb.CheckpointHook("checkpoints", every=500, best="eval_accuracy"),
-    ])
-
 Metrics are in metrics.py, hooks that record steps in recording_hooks.py, and the events in events.py.
 """
 

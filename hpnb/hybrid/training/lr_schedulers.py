@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -41,10 +40,6 @@ class _Warmup(LambdaLR):
     def _factor(self, k: int, group: int) -> float:
         base = float(self.base_lrs[group])
         return self.rate(k, base) / base if base else 0.0
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; also one from before this was a LambdaLR, which has no lr_lambdas."""
-        super().load_state_dict({"lr_lambdas": [None] * len(self.lr_lambdas), **state_dict})
 
     def rate(self, k: int, base: float) -> float:
         """The rate of step k where that of the group was `base`."""
@@ -98,14 +93,8 @@ class LinearWarmupLR(_Warmup):
     """Linear warm-up, then linearly down to 0, which stays. Arguments as of CosineAnnealingWarmupLR.
 
     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
-    >>> scheduler = hpnb.LinearWarmupLR(optimizer, total_steps=4, warmup_steps=1)
-    >>> rates = []
-    >>> for _ in range(5):
-    ...     rates.append(round(scheduler.get_last_lr()[0], 2))
-    ...     optimizer.step()
-    ...     scheduler.step()
-    >>> rates
-    [0.5, 1.0, 0.67, 0.33, 0.0]
+    >>> hpnb.LinearWarmupLR(optimizer, total_steps=4, warmup_steps=1).get_last_lr()
+    [0.5]
     """
 
     def rate(self, k: int, base: float) -> float:

@@ -1,7 +1,5 @@
-"""The progress bar of an epoch: one for all ranks, where the loss is known.
-
-shown by    the rank of the last stage, of the first data and the first tensor rank
-never       under CI, where it would be pages of log (the environment has CI)
+"""The progress bar of an epoch: one for all ranks, where the loss is known. Under CI, where it would be pages
+of log (the environment has CI), there is none.
 """
 
 from __future__ import annotations

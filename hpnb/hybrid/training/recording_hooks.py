@@ -1,10 +1,4 @@
-"""Hooks that record some steps of a training: who holds memory, and what runs when.
-
-    memory = hpnb.MemoryHook(steps=[1])                  memory.profiles[1]: a MemoryProfile
-    timeline = hpnb.TimelineHook(every=100)              timeline.timelines[99]: a Timeline
-
-Recording costs time, memory most of all, so only the steps that were asked for are recorded.
-"""
+"""Hooks that record who holds memory, and what runs when, in the steps that are asked for: it costs time."""
 
 from __future__ import annotations
 

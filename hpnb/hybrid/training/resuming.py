@@ -1,11 +1,8 @@
 """A run on disk: everything that is needed to go on as if it had never ended.
 
-    step-00000500/      booster.save: weights, optimizer, learning rates, random states, averages of hooks,
-                        and as its extra step and epoch, place in the data, history, sums of this epoch's
-                        metrics, states of hooks
-
-The folder appears when all of it is there. A run goes on bit for bit on the layout that saved it; on another
-one sums have another order, and dropout draws other numbers.
+step-00000500/      booster.save: weights, optimizer, learning rates, random states, averages of hooks,
+                    and as its extra step and epoch, place in the data, history, sums of this epoch's
+                    metrics, states of hooks
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class TrainingState:
         booster, model, optimizer, lr_scheduler: as they came out of boost.
         role: what this rank does for all.
         causal: whether the target of a position is the next one.
-        hooks, metrics: in the order in which they are called.
+        hooks, metrics: in the order of their calls.
         step, epoch, epochs: optimizer steps done, the epoch that runs, from 0, and how many there will be.
         done: optimizer steps done in this epoch.
         history: a row an epoch: epoch (from 1), step, lr, what metrics and evaluations say, and seconds.

@@ -1,9 +1,4 @@
-"""Trainer: epochs of steps, on any layout, and hooks that are told of them (events.py).
-
-    model, optimizer, *_ = booster.boost(model, optimizer)
-    trainer = hpnb.Trainer(booster, model, optimizer, criterion, lr_scheduler, hooks=[hpnb.AccuracyHook()])
-    history = trainer.fit(train_loader, epochs=3, evaluate=test_loader)       # a dict an epoch
-    trainer.evaluate(test_loader)                                             # {"loss": ..., "accuracy": ...}
+"""Trainer: epochs of steps, on any layout, and hooks that hear of them (events.py).
 
 A step takes `accumulation` batches, and its loss is the mean over all their targets (accumulation.py).
 """

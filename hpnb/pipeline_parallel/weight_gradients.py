@@ -88,11 +88,11 @@ class MatmulRule(WeightGradientRule):
             grad.addmm_(_flatten_tokens(x).t(), dy)
 
     def bias_gradient(self, dy: Tensor) -> Tensor:
-        return dy.t().mv(dy.new_ones(dy.size(0)))
+        return dy.t().mv(_ones(dy.size(0), dy.dtype, dy.device))
 
     def add_bias_gradient(self, grad: Tensor, dy: Tensor) -> None:
         # A sum as a product with ones: on a GPU it takes half to nine tenths of sum(0)'s time, and adds.
-        grad.addmv_(dy.t(), dy.new_ones(dy.size(0)))
+        grad.addmv_(dy.t(), _ones(dy.size(0), dy.dtype, dy.device))
 
 
 @dataclass(frozen=True)
@@ -206,6 +206,20 @@ def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
         parameter.grad.add_(gradient)
     else:
         parameter.grad = gradient + parameter.grad
+
+
+_ones_cache: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}  # for good: CUDA graphs read them
+
+
+def _ones(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(n,). To make one takes as long as the product with it, where a launch is what takes time."""
+    key = n, dtype, device
+    if key not in _ones_cache:
+        ones = torch.ones(n, dtype=dtype, device=device)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return ones  # only replays fill it
+        _ones_cache[key] = ones
+    return _ones_cache[key]
 
 
 def _flatten_tokens(t: Tensor) -> Tensor:

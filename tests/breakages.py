@@ -284,7 +284,7 @@ BREAKAGES = (
     Breakage(
         "a resumed run draws other random numbers",
         "hybrid/checkpoint/checkpoint.py",
-        "        training_state.set_random_state(values[random_label])\n",
+        "        set_random_state(values[random_label])\n",
         "        pass\n",
         ("tests/test_checkpoint.py",),
     ),

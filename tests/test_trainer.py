@@ -27,7 +27,7 @@ from torch import nn
 
 import hpnb
 from hpnb.hybrid.checkpoint import atomic, manifest
-from hpnb.hybrid.checkpoint.training_state import random_state, set_random_state
+from hpnb.hybrid.checkpoint.checkpoint import random_state, set_random_state
 from hpnb.hybrid.training import hooks, metrics, progress, resuming, stop_hook
 from hpnb.hybrid.training.events import Hook
 from hpnb.hybrid.training.run_state import TrainingState

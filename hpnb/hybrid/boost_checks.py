@@ -31,15 +31,15 @@ def check_boost(plugin: HybridParallelPlugin, model: Any, optimizer: Any) -> Non
         raise ValueError(f"this is a {type(model).__name__}; boost the model inside")
     if isinstance(model, nn.Module):
         _refuse_torch_data_parallel(model)
-    if isinstance(model, nn.Module) and model in boosted_models:
-        raise ValueError(
-            f"this {type(model).__name__} has been boosted before, which changes it in place: go on with "
-            "what that boost returned, or boost a new model"
-        )
-    if not isinstance(model, nn.Module | Builder):
-        raise TypeError(f"boost takes a model, not a {type(model).__name__}")
-    if isinstance(model, Builder):
+        if model in boosted_models:
+            raise ValueError(
+                f"this {type(model).__name__} has been boosted before, which changes it in place: go on with "
+                "what that boost returned, or boost a new model"
+            )
+    elif isinstance(model, Builder):
         _check_builder(plugin)
+    else:
+        raise TypeError(f"boost takes a model, not a {type(model).__name__}")
     if optimizer is None:
         return
     if not isinstance(optimizer, Optimizer):

@@ -112,9 +112,8 @@ class Booster(BoosterFiles):
                 `load_model` or in another way before the first step. A pipeline needs an nn.Sequential, a
                 model that `hpnb.models` knows, or a `hpnb.pipeline_parallel.Builder`; tensor parallelism one
                 that `hpnb.models` knows.
-            optimizer: of the model's parameters, for a Builder of `builder.parameters()`. It is changed in
-                place and keeps its class. `.last_step` then says what a step did: whether it stepped, and
-                the norm before clipping.
+            optimizer: of the model's parameters, for a Builder of `builder.parameters()`. It keeps its class,
+                and `.last_step` says what a step did: whether it stepped, and the norm before clipping.
             criterion: (outputs, inputs) -> a scalar, the mean over this rank's targets, or (sum, count).
             dataloader: see `plugin.prepare_dataloader`.
             lr_scheduler: of `optimizer`.

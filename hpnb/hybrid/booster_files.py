@@ -53,8 +53,6 @@ class BoosterFiles:
         """Write the whole model as a folder, from any layout; that of a model of transformers is one that
         from_pretrained opens. Where weights are 16 bits and have float32 masters, these are written.
 
-        No rank has all of it: weights go to the first rank one after the other, and file after file to disk.
-
         A weight with two names, because it is tied or its module is used twice, is written once, under the
         first. A model of your own takes that without hpnb by
         `safetensors.torch.load_model(model, path + "/model.safetensors")`, or for each of several files
@@ -161,8 +159,7 @@ class BoosterFiles:
         shard: bool = True,
         size_per_shard: int | str = "5GB",
     ) -> Saving:
-        """Write all that a run needs to go on as one folder, which appears when it is complete: a save that
-        is killed leaves the one before.
+        """Write all that a run needs to go on as one folder, which appears when it is complete.
 
         Args:
             dataloader: whose place in the data is kept, as `plugin.prepare_dataloader` gives it.

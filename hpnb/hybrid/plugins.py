@@ -62,18 +62,15 @@ class HybridParallelPlugin(PluginOptions):
         enable_all_optimization: the next three, on GPUs, and Adam in one pass over memory: with 16-bit
             weights `hpnb.precision.flat_adam` (on CPUs too), otherwise PyTorch's fused kernel.
         enable_fused_normalization: accepted; PyTorch's LayerNorm is one kernel already.
-        enable_flash_attention: PyTorch's scaled_dot_product_attention, which chooses the kernel. A model that
-            cannot use it, such as Gemma 2 with its soft cap or GPT-OSS with its sinks, is refused;
-            enable_all_optimization keeps its attention.
+        enable_flash_attention: PyTorch's scaled_dot_product_attention. A model that cannot use it, such as
+            Gemma 2 or GPT-OSS, is refused; enable_all_optimization keeps its attention.
         enable_jit_fused: torch.compile on GPUs: of whole blocks, or between linears if tp_size > 1 or the
             schedule splits backwards (`hpnb.hybrid.compile_blocks`); and Adam as above.
         enable_cuda_graphs: `execute_pipeline` replays each stage's forward and backward as CUDA graphs, which
-            makes small microbatches faster; of `hpnb.Pipeline` (cuda_graphs). A stage that cannot be captured
-            runs as before, and a warning says why: one with messages inside (tp_size, cp_size or ep_size
-            above 1), and ZeRO 3.
+            makes small microbatches faster. A stage that cannot be captured runs as before, with a warning:
+            one with messages inside (tp_size, cp_size or ep_size above 1), and ZeRO 3.
         max_norm: clip the norm of all gradients to it; 0 is off. `optimizer.last_step.norm` is the norm
-            before. `torch.nn.utils.clip_grad_norm_` is right with ZeRO 0 and tp_size=pp_size=1 alone, and
-            without a loss scaler; it is refused elsewhere (`hpnb.hybrid.torch_clipping`).
+            before. `torch.nn.utils.clip_grad_norm_` is refused where it is wrong (`torch_clipping.py`).
         broadcast_buffers, ddp_bucket_cap_mb, find_unused_parameters, check_reduction,
             gradient_as_bucket_view, static_graph: of `hpnb.DataParallel`; find_unused_parameters also with
             ZeRO. ddp_copy_engines is its copy_engines.
@@ -123,12 +120,10 @@ class HybridParallelPlugin(PluginOptions):
 
     @staticmethod
     def from_config(config: Mapping[str, Any], **options: Any) -> HybridParallelPlugin:
-        """The plugin that a configuration of Colossal-AI's first tutorials asks for.
+        """The plugin that a configuration of Colossal-AI's first tutorials asks for; `options` win.
 
-        Args:
-            config: its entries parallel, NUM_MICRO_BATCHES, NUM_CHUNKS, fp16 and clip_grad_norm are read
-                (`hpnb.hybrid.colossal_config`); the others are for the program.
-            options: of the plugin, which win.
+        Its entries parallel, NUM_MICRO_BATCHES, NUM_CHUNKS, fp16 and clip_grad_norm are read
+        (`hpnb.hybrid.colossal_config`); the others are for the program.
 
         Raises:
             ValueError: an entry that is not known.
@@ -142,9 +137,8 @@ class HybridParallelPlugin(PluginOptions):
     # --- ranks -------------------------------------------------------------------------------------------
 
     def connect(self) -> Mesh:
-        """Make the process groups. This is a collective: every rank calls it. A second call does nothing.
-
-        Making or receiving a plugin inside running ranks does it already, and so does `hpnb.Booster`.
+        """Make the process groups. This is a collective: every rank calls it. Making or receiving a plugin
+        inside running ranks does it already, and so does `hpnb.Booster`.
 
         Raises:
             ValueError: the number of ranks is not a multiple of pp_size x tp_size.

@@ -8,7 +8,7 @@
 
     gather_weights.py, save_weights.py, hf_names.py    model/, from the shards of all ranks
     weight_files.py, load_weights.py                   and back: each rank reads what it holds
-    optimizer_shards.py, training_state.py             what state/ contains
+    optimizer_shards.py, py             what state/ contains
     state_files.py, chunks.py                          state/, in chunks that nobody gathers
     agreement.py, background_save.py                   errors on one rank; writing while training continues
     write_files.py, manifest.py                        checksums from memory; what is complete, and the newest
@@ -19,18 +19,19 @@ All ranks call all functions, and see the same files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from hpnb import placement
 from hpnb.hybrid.boosted_model import Boosted
-from hpnb.hybrid.checkpoint import atomic, save_weights, training_state
+from hpnb.hybrid.checkpoint import atomic, save_weights
 from hpnb.hybrid.checkpoint.agreement import (
     attempt,
     cleared_up,
@@ -44,12 +45,14 @@ from hpnb.hybrid.checkpoint.gather_weights import weight_shards
 from hpnb.hybrid.checkpoint.load_weights import WeightLoader
 from hpnb.hybrid.checkpoint.manifest import part_of
 from hpnb.hybrid.checkpoint.optimizer_shards import OptimizerLoader, optimizer_shards
-from hpnb.hybrid.checkpoint.state_files import StateReader, pack, write_state
+from hpnb.hybrid.checkpoint.state_files import ShardedState, StateReader, pack, write_state
 from hpnb.hybrid.checkpoint.write_files import WrittenFiles
 from hpnb.layout import TP_MODES
+from hpnb.placement import Placement
 from hpnb.ranks.current_rank import device as this_device
 
 MODEL, STATE, AVERAGES = "model", "state", "averages"
+PER_TARGET = "pipeline/per_target"
 
 
 def save(
@@ -77,8 +80,8 @@ def save(
 
     shards = weight_shards(model, copy)
     shards_of_averages = {name: weight_shards(average, copy) for name, average in (averages or {}).items()}
-    state = training_state.pipeline_state(model, copy)
-    state.values[f"random/{group.rank()}"] = pack("a random state", training_state.random_state())
+    state = pipeline_state(model, copy)
+    state.values[f"random/{group.rank()}"] = pack("a random state", random_state())
     if optimizer is not None:
         state.update(optimizer_shards(optimizer, copy, with_masters=False))
     for name, value in (("lr_scheduler", lr_scheduler), ("dataloader", dataloader)):
@@ -147,16 +150,16 @@ def load(
 
     attempt(check, group)
     targets = {}
-    if (key := training_state.PER_TARGET) in stored.shapes:
-        targets[key] = (placement.Placement(key, ()), torch.empty((), dtype=torch.float64))
+    if (key := PER_TARGET) in stored.shapes:
+        targets[key] = (Placement(key, ()), torch.empty((), dtype=torch.float64))
     values = stored.read(targets, labels, group)
     states = {
         name: attempt(partial(check_kind, values[name], value, name, folder), group)
         for name, value in asked.items()
         if value is not None
     }
-    random = [values[random_label]] if same_layout else []
-    attempt(lambda: _check_states(folder, states, random), group)
+    random_states = [values[random_label]] if same_layout else []
+    attempt(lambda: _check_states(folder, states, random_states), group)
     attempt(lambda: _check_layout(folder, manifest.get("layout"), saved_layout(model), stored), group)
     weights = [WeightLoader(model, folder / MODEL, group)]
     for name, average in (averages or {}).items():
@@ -173,7 +176,7 @@ def load(
     if targets:
         model.per_target = targets[key][1]
     if same_layout:
-        training_state.set_random_state(values[random_label])
+        set_random_state(values[random_label])
     return values["extra"]
 
 
@@ -188,6 +191,49 @@ def saved_layout(model: Boosted) -> dict[str, Any]:
     return {**sizes, "tp_mode": plugin.tp_mode, "tp_depth": plugin.tp_depth, "chunks": plugin.chunks}
 
 
+# --- random generators and the pipeline ---------------------------------------------------------------------
+
+
+def pipeline_state(model: Boosted, copy: Callable[[torch.Tensor], torch.Tensor]) -> ShardedState:
+    """What the pipeline remembers between steps, on the ranks that compute the loss."""
+    value = model.per_target
+    if not isinstance(value, torch.Tensor):
+        return ShardedState()
+    return ShardedState({PER_TARGET: (Placement(PER_TARGET, ()), copy(value))})
+
+
+def random_state() -> dict[str, Any]:
+    """Where the generators of this rank stand: Python's, NumPy's, PyTorch's."""
+    kind, numbers, *rest = np.random.get_state()
+    state = {"python": random.getstate(), "torch": torch.get_rng_state(),
+             "numpy": (kind, torch.from_numpy(np.asarray(numbers).astype(np.int64)), *rest)}  # fmt: skip
+    if this_device().type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(this_device())
+    return state
+
+
+def is_random_state(state: Any) -> bool:
+    """Whether the generators would continue from it."""
+    now = random_state()
+    try:
+        set_random_state(state)
+    except Exception:  # each generator has its own errors
+        return False
+    finally:
+        set_random_state(now)
+    return True
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Let the generators of this rank continue from there."""
+    kind, numbers, *rest = state["numpy"]
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    np.random.set_state((kind, numbers.numpy().astype(np.uint32), *rest))
+    if "cuda" in state and this_device().type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], this_device())
+
+
 # --- inside -------------------------------------------------------------------------------------------------
 
 
@@ -200,11 +246,11 @@ def open_state(folder: Path, group: dist.ProcessGroup) -> StateReader:
     return stored
 
 
-def _check_states(folder: Path, states: dict[str, Any], random: list[Any]) -> None:
+def _check_states(folder: Path, states: dict[str, Any], random_states: list[Any]) -> None:
     """Raise ValueError if a state that was read is not one, before anything is loaded."""
     if wrong := [name for name, state in states.items() if not isinstance(state, dict)]:
         raise ValueError(f"{folder} has no readable state of the {wrong[0]}; load another checkpoint")
-    if not all(map(training_state.is_random_state, random)):
+    if not all(map(is_random_state, random_states)):
         raise ValueError(f"{folder} has no readable random state; load another checkpoint")
 
 

@@ -27,7 +27,7 @@ from hpnb.hybrid.torchrun.restart_store import fresh
 from hpnb.ranks import DeviceChoice, choose_device
 from hpnb.ranks.current_rank import current
 from hpnb.ranks.gpu_limits import limit_gpu_memory
-from hpnb.ranks.shared_gpu import share_gpu
+from hpnb.ranks.shared_gpu_group import share_gpu
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
@@ -39,8 +39,8 @@ def launch_from_torch(config: Any = None, backend: str | None = None, seed: int 
 
     Where every rank of a machine can have a GPU it gets the one of its LOCAL_RANK, over NCCL. On one machine
     with fewer GPUs than ranks, ranks share the GPUs. On several such machines, and without GPUs, they compute
-    on the CPU, over gloo. A program that was started without torchrun is one rank alone. A rank that is in a
-    group already, because of hpnb.launch or an earlier call, is only seeded anew.
+    on the CPU, over gloo. Without torchrun a program is one rank alone. A rank that is in a group already is
+    only seeded anew.
 
     Args:
         config: of the old tutorials; may be left out, None or empty.

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from hpnb.data.beans_cifar10_mrpc import BEANS_COUNTS, CIFAR10_COUNTS, MRPC_COUNTS
+from hpnb.data.beans_cifar10_mrpc import BEANS, CIFAR10, MRPC
 from hpnb.data.image_folder import image_folder
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.train_command.toml_errors import STRICT, describe, read_fields
@@ -29,8 +29,8 @@ from hpnb.models import GPT2_SIZES, SIZES, GPT2Size, ViTSize
 
 # data set -> family of models
 TASKS = {"beans": "vit", "cifar10": "vit", "images": "vit", "mrpc": "gpt2", "text": "gpt2"}
-TRAIN_SAMPLES = {"beans": sum(BEANS_COUNTS["train"]), "cifar10": sum(CIFAR10_COUNTS["train"]),
-                 "mrpc": sum(MRPC_COUNTS["train"])}  # fmt: skip
+_SPECS = {"beans": BEANS, "cifar10": CIFAR10, "mrpc": MRPC}
+TRAIN_SAMPLES = {name: sum(spec.counts["train"]) for name, spec in _SPECS.items()}
 _IN_TRAINING = ("precision", "max_norm", "seed")  # options of the plugin that are keys of [training]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]

@@ -39,8 +39,8 @@ class Hook:
     priority: ClassVar[int] = 50  # the lower, the earlier
 
     def state_dict(self) -> dict[str, Any]:
-        """What checkpoints keep of this hook: tensors, numbers, texts, lists and dicts of them, the same on
-        every rank, because rank 0's is kept. `load_state_dict` gets it in a resume."""
+        """What checkpoints keep of this hook: tensors, numbers, texts, lists and dicts of them, by rank 0.
+        `load_state_dict` gets it in a resume."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...

@@ -112,8 +112,7 @@ class ThroughputHook(Metric):
     """Samples, or tokens, that all ranks together train on in a second; what is padding is no token.
 
     From the first step after the warm-up to the end of the epoch, loading of data and hooks included and
-    evaluations not. An epoch that is all warm-up has no figure: compilation, first collectives and the
-    allocator would make it one of something else.
+    evaluations not. An epoch that is all warm-up has no figure.
 
     Args:
         unit: "samples" or "tokens".

@@ -15,9 +15,8 @@ from typing import Any
 
 from hpnb.hybrid.checkpoint import manifest
 from hpnb.hybrid.checkpoint.agreement import attempt, files_group
-from hpnb.hybrid.checkpoint.checkpoint import STATE
+from hpnb.hybrid.checkpoint.checkpoint import STATE, random_state, set_random_state
 from hpnb.hybrid.checkpoint.state_files import StateReader
-from hpnb.hybrid.checkpoint.training_state import random_state, set_random_state
 from hpnb.hybrid.training.run_state import TrainingState
 
 

@@ -240,8 +240,6 @@ def test_a_waterfall_ends_where_its_parts_do() -> None:
     assert max(ticks) == pytest.approx(60)
     with pytest.raises(ValueError, match="waiting"):
         figures.waterfall({"dp 2": {"waiting": 1.0}})
-    with pytest.raises(ValueError, match="no bar"):
-        figures.waterfall({})
 
 
 def test_a_killed_run_shows_its_save_and_its_kill() -> None:

@@ -733,7 +733,7 @@ def test_curves_tell_lines_dots_and_hollow_dots_apart() -> None:
         Series("a", x, [1.0, 2.1], look["a"], "dots", "measured"),
         Series("b", x, [3.0, 4.0], look["b"], "hollow", "predicted"),
     ]
-    fig = curves([CurvePanel(series, "y", "x", title="panel", xlabel="x")], title="T", caption="C")
+    fig = curves([CurvePanel(series, "y", "x", title="panel", xlabel="x")], title="T")
     ax = fig.axes[0]
     law, measured, predicted = (find(ax, name) for name in ("law", "measured", "predicted"))
     assert list(measured.get_ydata()) == [1.0, 2.1]
@@ -744,7 +744,7 @@ def test_curves_tell_lines_dots_and_hollow_dots_apart() -> None:
     assert measured.get_marker() != predicted.get_marker()
     assert law.get_color() != predicted.get_color()
     assert (ax.get_xscale(), ax.get_yscale()) == ("log", "linear")
-    assert {"a", "b", "panel", "T", "C", "x", "y"} <= set(words(fig))
+    assert {"a", "b", "panel", "T", "x", "y"} <= set(words(fig))
     one, two = (artist for artist in fig.artists if isinstance(artist, Line2D))
     assert (one.get_marker(), one.get_linestyle()) == ("o", "-")  # a line with its dots
     assert (two.get_marker(), two.get_linestyle(), two.get_markerfacecolor()) == ("s", "None", "none")

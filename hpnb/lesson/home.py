@@ -1,4 +1,4 @@
-"""What is remembered between notebooks lies in one folder: guesses, passed exercises, ledger, field guide.
+"""What is remembered between notebooks lies in one folder: guesses, schedules, ledger, field guide.
 
     $HPNB_HOME, else $XDG_CACHE_HOME/hpnb, else ~/.cache/hpnb
 

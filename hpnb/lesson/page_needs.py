@@ -129,10 +129,10 @@ def _replica(trial: Trial, ranks: int, value: int) -> float:
 
 def _pipelines(trial: Trial, ranks: int, value: int) -> float:
     """02: five schedules take turns, and GPipe holds the activations of all microbatches."""
-    size, each = trial.size, -(-trial.batch // PIPELINE_MICROBATCHES)
+    size, microbatch = trial.size, -(-trial.batch // PIPELINE_MICROBATCHES)
     stage = -(-size.layers // ranks)
     states = value * _parameters(size) * (1 + 5 * 2 * stage / size.layers)
-    return states + stage * _kept(size, trial.batch, value) + 2 * _flow(size, each, value)
+    return states + stage * _kept(size, trial.batch, value) + 2 * _flow(size, microbatch, value)
 
 
 def _two_tensor_blocks(trial: Trial, ranks: int, value: int) -> float:
@@ -154,11 +154,13 @@ def _modes(trial: Trial, ranks: int, value: int) -> float:
 def _one_axis(trial: Trial, ranks: int, value: int) -> float:
     """04: the same batch along dp, pp and tp; the fullest of the three."""
     size, parameters, blocks = trial.size, _parameters(trial.size), trial.size.layers
-    share, each = -(-trial.batch // ranks), -(-trial.batch // PIPELINE_MICROBATCHES)
+    share, microbatch = -(-trial.batch // ranks), -(-trial.batch // PIPELINE_MICROBATCHES)
     flying = min(ranks, PIPELINE_MICROBATCHES) * -(-blocks // ranks)
     built = value * parameters
     dp = 3 * built + blocks * _kept(size, share, value) + _flow(size, share, value)
-    pp = built * (1 + 2 / ranks) + flying * _kept(size, each, value) + 2 * _flow(size, each, value)
+    pp = (
+        built * (1 + 2 / ranks) + flying * _kept(size, microbatch, value) + 2 * _flow(size, microbatch, value)
+    )
     tp = built * (1 + 2 / ranks) + blocks * _kept(size, trial.batch, value, ranks)
     return max(dp, pp, tp + _flow(size, trial.batch, value))
 

@@ -59,7 +59,6 @@ class PageSizes:
 
     @property
     def size(self) -> Any:
-        """A ViTSize or a GPT2Size."""
         return self.trial.size
 
     @property

@@ -125,9 +125,9 @@ def _measurements(
         for name in rows:
             for head, column in everything.items():
                 if column.get(name) is not None:
-                    own = unit if head in numbers else ""
-                    item = split_unit(str(name))[1] or split_unit(head)[1] or own
-                    record(f"{key}.{slug(name)}.{slug(head)}", column[name], item)
+                    default = unit if head in numbers else ""
+                    item_unit = split_unit(str(name))[1] or split_unit(head)[1] or default
+                    record(f"{key}.{slug(name)}.{slug(head)}", column[name], item_unit)
     heads = [head.replace("_", " ") for head in numbers]
     ratios, off = {}, []
     if len(numbers) > 1:
@@ -145,10 +145,10 @@ def _measurements(
         )
     lines = []
     for name in rows:
-        label, own = split_unit(str(name))
-        cells = [_cell(column.get(name), own or unit) for column in numbers.values()]
+        label, row_unit = split_unit(str(name))
+        cells = [_cell(column.get(name), row_unit or unit) for column in numbers.values()]
         cells += [ratios.get(name, "-")] if len(numbers) > 1 else []
-        cells += [_cell(column.get(name), split_unit(head)[1] or own) for head, column in more.items()]
+        cells += [_cell(column.get(name), split_unit(head)[1] or row_unit) for head, column in more.items()]
         lines.append((label, *cells))
     table(("", *heads, *(split_unit(head)[0] for head in more)), lines, title, note)
 
@@ -266,18 +266,18 @@ def describe(figure: Figure) -> str:
         if not ax.get_visible():
             continue
         heads = [text.get_text() for text in ax.texts if text.get_position() == (0, 4)]
-        said = heads[:1]  # the panel's title
+        described = heads[:1]  # the panel's title
         if ax.get_ylabel() and ax.get_xlabel():
-            said.insert(0, f"{ax.get_ylabel()} over {ax.get_xlabel()}".replace("\n", " "))
+            described.insert(0, f"{ax.get_ylabel()} over {ax.get_xlabel()}".replace("\n", " "))
         ticks = zip(ax.get_yticks(), ax.get_yticklabels(), strict=False)  # labels may be hidden
         zero = next((y for y, tick in ticks if y > 0 and tick.get_text() == "0"), 0.0)  # of a log axis
         for line in ax.get_lines() if ax.axison else ():  # without axes, places say nothing
             x, y, label = line.get_xdata(), line.get_ydata(), str(line.get_label())
             if len(x) == 1 and not label.startswith(("_", "tick")):  # type: ignore[arg-type]
-                said.append(f"{label} at {_short(x[0])}, {_short(y[0])}")  # type: ignore[index]
+                described.append(f"{label} at {_short(x[0])}, {_short(y[0])}")  # type: ignore[index]
             if len(x) > 2 and not label.startswith(("_", "tick")):  # type: ignore[arg-type]
                 first, last = (_short(0 if end == zero else end) for end in (y[0], y[-1]))  # type: ignore[index]
-                said.append(f"{label} goes from {first} to {last}")
+                described.append(f"{label} goes from {first} to {last}")
         rows = [tick.get_text() for tick in ax.get_yticklabels()]
         ends: dict[str, list[str]] = {}
         for note in ax.texts:  # a bar's length stands at its end
@@ -289,8 +289,8 @@ def describe(figure: Figure) -> str:
                 continue
             if rows[round(xy[1])] and note.get_text():
                 ends.setdefault(rows[round(xy[1])], []).append(note.get_text())
-        said += [f"{name} {', '.join(texts)}" for name, texts in ends.items()]
-        parts.append("; ".join(said))
+        described += [f"{name} {', '.join(texts)}" for name, texts in ends.items()]
+        parts.append("; ".join(described))
     return _sentences(*parts, str(figure.get_label()))
 
 

@@ -62,7 +62,7 @@ def record(key: str, value: Any, unit: str = "") -> None:
     lines = [
         f"{name} here: {item.text()}; on the page: {page.values[name].text()}"
         for name, item in values.items()
-        if name in page.told and name in page.values and page.values[name].text() != item.text()
+        if name in page.in_prose and name in page.values and page.values[name].text() != item.text()
     ]
     if lines:
         lines[-1] += f" ({page.hardware})"
@@ -112,7 +112,7 @@ def flatten(key: str, value: Any, unit: str = "") -> dict[str, Value]:
         return flatten(key, {**value.bytes, "total": value.total}, "B")
     if isinstance(value, Mapping):
         items = (flatten(f"{key}.{slug(name)}", item, unit) for name, item in value.items())
-        return {name: item for found in items for name, item in found.items()}
+        return {name: item for part in items for name, item in part.items()}
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], str):
         value, unit = value
     return {key: Value(value if isinstance(value, str) else plain(value), unit)}
@@ -125,7 +125,6 @@ def slug(name: object) -> str:
 
 
 def writing_page() -> bool:
-    """Whether this kernel runs a page to be committed."""
     return bool(os.environ.get(WRITING))
 
 
@@ -138,7 +137,7 @@ def emit(payload: Mapping[str, Any]) -> None:
 
 class _CommittedPage(NamedTuple):
     values: Mapping[str, Value]
-    told: frozenset[str]  # keys in its prose
+    in_prose: frozenset[str]  # keys in its prose
     hardware: str
 
 
@@ -160,7 +159,6 @@ def _page(number: str) -> _CommittedPage:
 
 
 def committed_values(mark: Mapping[str, Any]) -> dict[str, Value]:
-    """The values in a notebook's metadata["hpnb"]."""
     return {name: Value(*item) for name, item in mark.get("values", {}).items()}
 
 

@@ -79,7 +79,6 @@ class BarPanel:
 
     @property
     def unit_name(self) -> str:
-        """Of the axis."""
         return _UNITS[self.unit](self.longest)[1] if self.unit in _UNITS else self.unit
 
 

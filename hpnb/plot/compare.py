@@ -84,5 +84,4 @@ def _check_number(what: str, value: Any) -> None:
 
 
 def _two_decimals(ratio: float) -> str:
-    """Two decimals, where they say something."""
     return f"{ratio:.2f}" if 0.095 <= abs(ratio) < 100 else number(ratio)

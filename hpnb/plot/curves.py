@@ -54,7 +54,6 @@ class Series:
 
     @property
     def key(self) -> Key:
-        """Its entry of the legend."""
         kind: Literal["dot", "hollow", "line"] = "line"
         if self.kind in ("dots", "hollow"):
             kind = "dot" if self.kind == "dots" else "hollow"
@@ -86,7 +85,6 @@ def curves(
     title: str,
     keys: Sequence[Key] | None = None,
     more_keys: Sequence[Key] = (),
-    caption: str = "",
     left: float = 0.8,
     right: float = 0.25,
     gap: float = 0.42,
@@ -112,7 +110,7 @@ def curves(
     if keys is None:
         keys = legend_of(series)
     fig, axes = new_figure(
-        [panel.height for panel in panels], title=title, legend=[*keys, *more_keys], caption=caption,
+        [panel.height for panel in panels], title=title, legend=[*keys, *more_keys],
         left=left, right=right, gap=gap, bottom=bottom, head=0.3 if panels[0].title else head,
     )  # fmt: skip
     for ax, panel in zip(axes, panels, strict=True):

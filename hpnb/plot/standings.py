@@ -142,7 +142,6 @@ def _draw(ax: Axes, group: StandingGroup, top: float) -> None:
 
 
 def _right(ax: Axes, y: float, inches: float, text: str, side: str, weight: str, ink: str = INK) -> None:
-    """Words of a row, so far right of the axes."""
     ax.annotate(text, (1, y), (72 * inches, 0), ("axes fraction", "data"), "offset points", size=SMALL,
                 weight=weight, color=ink, ha=side, va="center_baseline", annotation_clip=False)  # fmt: skip
 

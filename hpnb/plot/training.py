@@ -15,7 +15,7 @@ from hpnb.plot.curves import CurvePanel, Look, Series, curves, looks, rule, set_
 from hpnb.plot.grammar import INK, SERIES, OpStyle
 
 MARK = OpStyle(INK, "", "mark", ":")  # no series has its colour
-ONE = OpStyle("#C3CAD3", "", "one process")
+SERIAL = OpStyle("#C3CAD3", "", "one process")
 
 
 def drift(
@@ -110,13 +110,13 @@ def by_layout(
     if alone and len(alone) != len(losses):
         raise ValueError(f"one process has {len(alone)} losses, and the legs together {len(losses)}")
     starts = list(accumulate((len(leg) for _, leg in parts), initial=0))
-    series = [Series(whose, range(1, len(alone) + 1), alone, Look(ONE.color))] if alone else []
+    series = [Series(whose, range(1, len(alone) + 1), alone, Look(SERIAL.color))] if alone else []
     for i, (name, leg) in enumerate(parts):
         first = max(0, starts[i] - 1) if leg else starts[i]  # a curve has no gaps: from the last step before
         x = range(first + 1, starts[i + 1] + 1)
         series.append(Series(name, x, losses[first : starts[i + 1]], Look(*SERIES[i % len(SERIES)])))
     keys = ([Key(OpStyle(INK, "", run), "line")] if run else []) + (
-        [Key(ONE, "line", whose)] if alone else []
+        [Key(SERIAL, "line", whose)] if alone else []
     )
     heading = title if title is not None else "one run, several layouts"
     fig = curves([CurvePanel(series, "loss", height=2.3, xlabel="step")], title=heading, keys=keys,

@@ -20,11 +20,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpnb.lesson.exercises.stubs import is_blank, raised_by_stub
-from hpnb.lesson.home import locked, read_json, write_json
 from hpnb.ranks import RankError
 from hpnb.ranks.errors import folded, readable
 
-FILE = "exercises.json"
 _TRACEBACK_LINES = 12
 _LESSON_FOLDER = str(Path(__file__).parents[1])  # frames in here are not the reader's
 
@@ -62,7 +60,6 @@ class Exercise:
 
 
 def exercise(key: str, title: str, minutes: float) -> Callable[[Verify], Exercise]:
-    """Make an Exercise of the function that verifies it."""
     return lambda verify: Exercise(key, title, minutes, verify)
 
 
@@ -78,7 +75,7 @@ class Verdict:
 
 
 def check(exercise: Exercise, solution: Any) -> Verdict:
-    """Verify `solution`, print each finding and a closing line, and remember the exercise if it passed.
+    """Verify `solution`, and print each finding and a closing line.
 
     Args:
         solution: the reader's function or object, or a dict or tuple of several.
@@ -91,8 +88,6 @@ def check(exercise: Exercise, solution: Any) -> Verdict:
         mark = "✓" if finding.ok else "✗"
         print(f"{mark} " + finding.text.strip().replace("\n", "\n  "))
     if verdict.status == "passed":
-        with locked():
-            write_json(FILE, {**read_json(FILE), exercise.key: exercise.title})
         closing = "passed"
     elif verdict.status == "not yet":
         closing = f"yours to write, in about {exercise.minutes:g} minutes; then run this cell"
@@ -101,11 +96,6 @@ def check(exercise: Exercise, solution: Any) -> Verdict:
         closing = f"{off} of {len(verdict.findings)} off"
     print(f"Exercise {exercise.key}, {exercise.title}: {closing}")
     return verdict
-
-
-def passed() -> tuple[str, ...]:
-    """Keys of the exercises that were passed, in all notebooks."""
-    return tuple(sorted(read_json(FILE)))
 
 
 def _verdict(exercise: Exercise, solution: Any) -> Verdict:

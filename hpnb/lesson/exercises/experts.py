@@ -72,10 +72,10 @@ def balancing_loss(balance: Callable[[torch.Tensor, int], Any]) -> Iterator[Find
             raise WrongAnswer(f"{what}: the loss is {value!r}, and a number is wanted")
         right = abs(value - float(loss)) < 1e-12 * abs(float(loss))
         yield Finding(right, f"{what}: the loss is {float(loss):.6f}, you say {value:.6f}")
-        theirs = answer[1]
-        if not isinstance(theirs, torch.Tensor) or theirs.shape != gradient.shape:
+        answered = answer[1]
+        if not isinstance(answered, torch.Tensor) or answered.shape != gradient.shape:
             raise WrongAnswer(f"{what}: the gradient has one number for each logit, {tuple(gradient.shape)}")
-        distance = float((theirs - gradient).norm() / gradient.norm())
+        distance = float((answered - gradient).norm() / gradient.norm())
         yield Finding(distance < 1e-10, f"{what}: the gradient is {off_by(distance)}")
 
 

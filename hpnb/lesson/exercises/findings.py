@@ -95,7 +95,6 @@ def bytes_of(messages: Sequence[Message]) -> float:
 
 
 def is_number(answer: Any) -> bool:
-    """Whether this is a finite int or float."""
     return isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
 
 

@@ -66,8 +66,8 @@ def activation_bytes(kept: Callable[[ShardedLayer], Any]) -> Iterator[Finding]:
                 answer, wanted = kept(layer), published(layer)
                 if is_number(answer) and math.isclose(answer, wanted, rel_tol=1e-9):
                     continue
-                said = repr(answer)
+                answered = repr(answer)
                 if is_number(answer):
-                    said = f"{number(answer, 'B')}, {answer / wanted:.3f} times the formula"
-                wrong.append(f"s {shape.s}, b {shape.b}, h {shape.h}, a {shape.a}, t {t}: {said}")
+                    answered = f"{number(answer, 'B')}, {answer / wanted:.3f} times the formula"
+                wrong.append(f"s {shape.s}, b {shape.b}, h {shape.h}, a {shape.a}, t {t}: {answered}")
         yield Finding(not wrong, f"{row.name}: " + (wrong[0] if wrong else "the published formula"))

@@ -54,7 +54,6 @@ class BoostedRun:
     num_steps: int = 0
 
     def step(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """Forward, backward, optimizer and scheduler."""
         self.optimizer.zero_grad()
         outputs = self.booster.execute_pipeline(iter([batch]), self.model, None, self.optimizer)
         self.optimizer.step()

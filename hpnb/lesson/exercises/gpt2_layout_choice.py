@@ -51,7 +51,6 @@ class BudgetedTask:
         return plan.world_size * self.seconds(plan)
 
     def exceeded(self, plan: ParallelLayout) -> list[str]:
-        """The budgets that a layout does not keep to."""
         limits = (
             (plan.world_size <= self.ranks, f"more than {self.ranks} ranks"),
             (self.peak_bytes(plan) <= self.memory, f"more than {number(self.memory, 'B')}"),
@@ -70,7 +69,6 @@ TASKS = {
 
 
 def fitting_layouts(task: BudgetedTask) -> list[ParallelLayout]:
-    """Every layout within the three budgets."""
     sizes, layouts = divisors(task.ranks), []
     cubes = [(dp, pp, tp) for dp in sizes for pp in sizes for tp in sizes if dp * pp * tp <= task.ranks]
     for dp, pp, tp in cubes:

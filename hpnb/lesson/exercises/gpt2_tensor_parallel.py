@@ -214,8 +214,6 @@ read_masks = diagnosis("07.3", "read the masks", 15, _described)
 
 @dataclass(frozen=True)
 class MeshCoordinates:
-    """The coordinates of a rank in the mesh."""
-
     dp: int
     tp: int
 

@@ -43,7 +43,6 @@ class ClusterTask:
         return self.cluster.memory
 
     def seconds(self, plan: ParallelLayout) -> float:
-        """Of a step."""
         return sum(cluster_parts(self.run, self.cluster, plan).values())
 
     def held(self, plan: ParallelLayout) -> float:

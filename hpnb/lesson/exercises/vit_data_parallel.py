@@ -247,14 +247,14 @@ def zero1(zero: type) -> Iterator[Finding]:
         text = f"{ranks} ranks, {_STEPS} steps"
         yield exact((distance for distance, *_ in runs), f"{text}: the weights of Adam on one process:")
         calls = next((calls for calls in runs[0][1] if calls != wanted), wanted)
-        said = f"each step called {', '.join(wanted)}"
+        words = f"each step called {', '.join(wanted)}"
         if calls != wanted:
             ops = ", ".join(calls) or "nothing"
-            said = f"a step called {ops}; one reduce_scatter and one all_gather are wanted"
-        yield Finding(calls == wanted, f"{text}: {said}")
+            words = f"a step called {ops}; one reduce_scatter and one all_gather are wanted"
+        yield Finding(calls == wanted, f"{text}: {words}")
         target = 2 * 8 * _WEIGHTS // ranks
         moments = next((moments for *_, moments in runs if moments != target), target)
-        said = f"{moments} bytes of moments on a rank"
+        words = f"{moments} bytes of moments on a rank"
         if moments is None:
-            said = "no torch.optim.Adam in self.optimizer, so no moments on a rank"
-        yield Finding(moments == target, f"{text}: {said}, target {target} bytes")
+            words = "no torch.optim.Adam in self.optimizer, so no moments on a rank"
+        yield Finding(moments == target, f"{text}: {words}, target {target} bytes")

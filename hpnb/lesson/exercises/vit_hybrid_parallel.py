@@ -81,11 +81,9 @@ class PlacementTask:
         return {pair: sum(by_axis.values()) for pair, by_axis in traffic.items()}
 
     def bytes_between_nodes(self, order: Sequence[str]) -> float:
-        """Bytes of a step between ranks of different nodes."""
         return sum(n for (a, b), n in self.traffic(order).items() if a // self.node != b // self.node)
 
     def best_order(self) -> tuple[str, ...]:
-        """The order that sends the fewest bytes between nodes."""
         return min(permutations(AXES), key=self.bytes_between_nodes)
 
 

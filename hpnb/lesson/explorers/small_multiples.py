@@ -38,18 +38,18 @@ def stack(pictures: Sequence[tuple[str, Figure]]) -> Figure:
     sizes = [figure.get_size_inches() for _, figure in pictures]
     headings = [textwrap.wrap(heading, _COLUMNS) for heading, _ in pictures]
     total = sum(tall for _, tall in sizes) + _HEADING * sum(map(len, headings))
-    whole = Figure(figsize=(WIDTH, total), dpi=DPI, facecolor=CARD)
+    stacked = Figure(figsize=(WIDTH, total), dpi=DPI, facecolor=CARD)
     y = total
     for (_, figure), lines, (wide, tall) in zip(pictures, headings, sizes, strict=True):
         y -= _HEADING * len(lines)
         heading = "\n".join(lines)
-        whole.text(0.15 / WIDTH, (y + 0.08) / total, heading, size=TEXT + 1, weight="bold", color=INK)
+        stacked.text(0.15 / WIDTH, (y + 0.08) / total, heading, size=TEXT + 1, weight="bold", color=INK)
         y -= tall
-        ax = whole.add_axes((0.0, y / total, wide / WIDTH, tall / total))
+        ax = stacked.add_axes((0.0, y / total, wide / WIDTH, tall / total))
         pixels = Image.open(io.BytesIO(plot.png(figure, scale=_SCALE, small=False)))
         ax.imshow(np.asarray(pixels), aspect="auto", interpolation="nearest")
         ax.set_axis_off()
-    return whole
+    return stacked
 
 
 def trade_off(

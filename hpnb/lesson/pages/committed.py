@@ -206,11 +206,11 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error("pairing needs jupytext")
         print("jupytext is not installed: taking the code from .ipynb, not from .py", file=sys.stderr)
     with nobodys_home():
-        wrong = [_one(path, options, max(len(path.name) for path in paths)) for path in paths]
+        wrong = [_process(path, options, max(len(path.name) for path in paths)) for path in paths]
     return 1 if any(wrong) and not options.pair else 0  # what --pair says is news, not a failure
 
 
-def _one(path: Path, options: argparse.Namespace, width: int) -> str | None:
+def _process(path: Path, options: argparse.Namespace, width: int) -> str | None:
     """Do what the options ask with one notebook, on one line."""
     print(f"{path.name:<{width}}  ", end="", flush=True)  # named while it runs
     start = time.perf_counter()

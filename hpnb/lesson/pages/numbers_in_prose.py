@@ -44,8 +44,8 @@ def differences(text: str, values: Mapping[str, Value]) -> list[str]:
         if key not in values:
             problems.append(f"{key} is told in prose and recorded by no cell")
         elif match["new"] or match["text"] != values[key].text(spec):
-            told = match["text"] or "not filled in"
-            problems.append(f"{place} is {values[key].text(spec)} in the run and {told} in the prose")
+            in_prose = match["text"] or "not filled in"
+            problems.append(f"{place} is {values[key].text(spec)} in the run and {in_prose} in the prose")
     return problems
 
 
@@ -74,5 +74,4 @@ def take_out(nb: Any) -> tuple[dict[str, list[Any]], dict[str, Any]]:
 
 
 def broken_claims(claims: Mapping[str, Any]) -> list[str]:
-    """Statements that the run does not support, in words."""
     return [f"the run does not support: {claim}" for claim, result in claims.items() if not result["holds"]]

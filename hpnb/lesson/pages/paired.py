@@ -49,7 +49,6 @@ except ImportError:  # a machine that only runs notebooks
 
 
 def can_read_text() -> bool:
-    """Whether jupytext is installed."""
     return _jupytext is not None
 
 
@@ -126,5 +125,4 @@ def with_header(text: str) -> str:
 
 
 def _opening(cell: Any) -> str:
-    """The first line of a cell, to find it by."""
     return next((line.strip()[:60] for line in cell.source.splitlines() if line.strip()), "(empty)")

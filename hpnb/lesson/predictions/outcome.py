@@ -52,13 +52,8 @@ class Outcome:
     rule_of_thumb: Answer = None
     truth_range: tuple[int | float, int | float] | None = None
 
-    @property
-    def regret(self) -> float | None:
-        """0 for a guess come true, 0.3 for one that is 30 % off, too high or too low."""
-        return self.regret_of(self.guess)
-
     def regret_of(self, value: Answer) -> float | None:
-        """The same of any answer, such as the rule of thumb."""
+        """0 for an answer come true, 0.3 for one that is 30 % off, too high or too low."""
         ratio = self._over(value)
         if ratio is None or ratio < 0:
             return None
@@ -111,7 +106,6 @@ def ratio_text(ratio: float | None, kind: Kind = "model") -> str:
 
 
 def answer_text(answer: Answer, unit: str = "") -> str:
-    """An answer as a table holds it."""
     if answer is None:
         return "-"
     return " < ".join(answer) if isinstance(answer, tuple) else number(answer, unit)
@@ -186,7 +180,6 @@ _OUTCOMES = TypeAdapter(dict[str, Outcome])
 
 
 def read_outcomes() -> dict[str, Outcome]:
-    """{key: outcome} of everything that is in the file."""
     return load(FILE, _OUTCOMES.validate_json, {})
 
 

@@ -148,8 +148,9 @@ def reveal(
     shown[source] = answer_text(done.truth, done.unit)
     if done.truth_range is not None:
         shown["range"] = range_text(done.truth_range, done.unit)
-    if done.kind == "ranking" and done.regret is not None:
-        shown["your regret"] = number(100 * done.regret, "%")
+    regret = done.regret_of(done.guess)
+    if done.kind == "ranking" and regret is not None:
+        shown["your regret"] = number(100 * regret, "%")
     elif done.kind != "ranking":
         first = "predicted" if done.predicted is not None else next(iter(shown))
         base = {

@@ -29,7 +29,6 @@ class Score:
 
     @property
     def share(self) -> float:
-        """Of the answers, those that held."""
         return self.held / self.given if self.given else 0.0
 
     @property
@@ -59,16 +58,16 @@ def show_regret(key: str) -> dict[str, Score]:
     rows = []
     for name, group in {**groups, "all": asked}.items():
         scores = [score(group, field) for field in ANSWERS.values()]
-        rows.append((name, str(len(group)), *(cell for one in scores for cell in _cells(one))))
+        rows.append((name, str(len(group)), *(cell for kind in scores for cell in _cells(kind))))
     heads = [f"{who}: {what}" for who in ANSWERS for what in ("held", "median regret")]
     total = {who: score(asked, field) for who, field in ANSWERS.items()}
     note = "Held: a number within a factor of 1.25, an identity that is exact, the best of a ranking."
     table(("notebook", "questions", *heads), rows, "what each kind of answer would have cost", note)
     record(f"{key}.questions", len(asked))
-    for who, one in total.items():
-        if who != "your guess" and one.median is not None:
-            record(f"{key}.{who.replace(' ', '-')}", {"held": one.held, "given": one.given})
-            record(f"{key}.{who.replace(' ', '-')}.median", 100 * one.median, "%")
+    for who, kind in total.items():
+        if who != "your guess" and kind.median is not None:
+            record(f"{key}.{who.replace(' ', '-')}", {"held": kind.held, "given": kind.given})
+            record(f"{key}.{who.replace(' ', '-')}.median", 100 * kind.median, "%")
     return total
 
 

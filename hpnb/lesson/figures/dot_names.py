@@ -113,13 +113,11 @@ def _words_of(name: str, picks: Mapping[str, str]) -> tuple[str, float, float]:
 
 @dataclass(frozen=True)
 class _Spots:
-    """Where the words of one dot may be.
+    """Where the words of one dot may be: `boxes` (n, 4), and `ends` (n, 2) where a line from the dot would
+    meet them.
 
-    Attributes:
-        boxes: (n, 4), of the words.
-        ends: (n, 2), where a line from the dot would meet them.
-        threads: (n,), whether they are so far away that they need the line.
-        cost: (n,), of what they and their line cover or may be mistaken for, and of the distance.
+    `threads` (n,) says whether they are so far away that they need the line, and `cost` (n,) what they and
+    their line cover or may be mistaken for, and the distance.
     """
 
     boxes: Array

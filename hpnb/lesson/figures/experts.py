@@ -12,27 +12,20 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from hpnb.lesson.figures import ranks_and_collectives
-from hpnb.lesson.figures.long_contexts import RANKS
+from hpnb.lesson.figures.long_contexts import RANKS, losses_above
 from hpnb.lesson.programs.expert_timing import wait_for_slowest
 from hpnb.plot.canvas import SMALL, Key, new_figure, panel_title
-from hpnb.plot.curves import CurvePanel, Look, Series, curves, legend_of, looks
+from hpnb.plot.curves import CurvePanel, Look, Series, curves, looks
 from hpnb.plot.grammar import CARD, INK, SERIES, OpStyle
 
 
 def dispatched_rows(chosen: Sequence[Sequence[Sequence[int]]], num_experts: int, title: str = "") -> Figure:
     """Tokens x experts as a matrix, and its marked cells as rows on the ranks that have the experts.
 
-    A row keeps the colour of the rank that its token is on.
-
-    Args:
-        chosen: for each rank, for each of its tokens, the experts that it goes to.
-
-    Raises:
-        ValueError: more ranks than colours.
+    A row keeps the colour of the rank that its token is on. `chosen` has for each of at most 8 ranks, for
+    each of its tokens, the experts that it goes to.
     """
     ranks, tokens = len(chosen), len(chosen[0])
-    if ranks > len(RANKS):
-        raise ValueError(f"{ranks} ranks, and there are colours for {len(RANKS)}")
     keys = [Key(OpStyle(RANKS[rank], "", f"token of rank {rank}")) for rank in range(ranks)]
     height = 0.088 * ranks * tokens
     fig, (left, right) = new_figure(
@@ -99,12 +92,8 @@ def _draw_received(ax: Axes, chosen: Sequence[Sequence[Sequence[int]]], num_expe
     return loads
 
 
-def computing_and_waiting(seconds: Sequence[float], title: str | None = None) -> Figure:
-    """How long each rank computes, and then waits until the slowest has finished.
-
-    Args:
-        seconds: of each rank's computing.
-    """
+def computing_and_waiting(seconds: Sequence[float], title: str = "") -> Figure:
+    """How long each rank computes, `seconds`, and then waits until the slowest has finished."""
     return ranks_and_collectives.waits(wait_for_slowest(seconds), title)
 
 
@@ -112,12 +101,8 @@ def capacity(
     factors: Sequence[float], dropped: Mapping[str, Sequence[float]], losses: Mapping[str, Sequence[float]],
     title: str = "",
 ) -> Figure:  # fmt: skip
-    """What a capacity drops and what that costs, over the capacity factor.
-
-    Args:
-        factors: capacity of an expert over the mean load.
-        dropped: {model: share of rows without a place, 0 to 1}.
-        losses: {model: loss beside the one without a capacity, as a difference}.
+    """What a capacity drops, {model: share of rows, 0 to 1}, and what that costs, {model: loss less the one
+    without a capacity}, over the capacity of an expert / mean load.
     """
     look = looks(dropped)
     upper = [Series(run, factors, [100 * share for share in y], look[run], "line and dots")
@@ -138,31 +123,19 @@ def losses_and_experts(
     losses: Mapping[str, Sequence[float]], norms: Mapping[str, Sequence[float]], tokens: Sequence[int],
     title: str = "",
 ) -> Figure:  # fmt: skip
-    """Losses over steps, above the norm of each expert's gradient in a step of a few tokens.
+    """{run: loss of each step} above {run: norm of each expert's gradient} in a step of a few tokens.
 
-    Args:
-        losses: {run: loss of each step}.
-        norms: {run: norm of each expert's gradient}.
-        tokens: of each expert in that step; experts without one are shaded.
+    `tokens` are of each expert in that step; experts without one are shaded.
     """
     look = dict(zip(losses, (Look(*SERIES[k]) for k in (0, 1)), strict=True))
-    upper = [
-        Series(run, range(1, len(y) + 1), y, look[run], "line and dots", f"loss, {run},")
-        for run, y in losses.items()
-    ]
     aside = dict(zip(norms, (-0.13, 0.13), strict=True))  # so that equal norms stand side by side
     lower = [Series(run, [e + aside[run] for e in range(len(y))], y, look[run], "dots",
                     label=f"gradient's norm, {run},") for run, y in norms.items()]  # fmt: skip
     heading = "each expert's gradient in a step of a few tokens, both runs side by side"
-    panels = [CurvePanel(upper, height=1.3, title="loss", xlabel="step"),
-              CurvePanel(lower, "norm", height=1.3, xlabel="expert", title=heading)]  # fmt: skip
+    panel = CurvePanel(lower, "norm", height=1.3, xlabel="expert", title=heading)
     unused = Key(OpStyle("#FBE3D6", "", "expert without a token"))
-    keys = legend_of([*upper, *lower])
-    fig = curves(panels, title=title, keys=keys, more_keys=[unused], gap=0.75)
-    fig.axes[0].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    fig = losses_above(losses, look, panel, title, [unused])
     fig.axes[0].yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
-    for size, line in zip((9, 4.5), fig.axes[0].get_lines(), strict=False):  # where they coincide
-        line.set_markersize(size)
     ax = fig.axes[1]
     for expert, count in enumerate(tokens):
         if not count:

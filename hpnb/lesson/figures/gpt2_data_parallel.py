@@ -14,16 +14,7 @@ from matplotlib.transforms import ScaledTranslation
 from hpnb.lesson.programs.gpt2_zero_predictions import gather_timeline
 from hpnb.plot.bars import Bar, BarPanel, bars
 from hpnb.plot.canvas import SMALL, Key, new_figure, panel_title
-from hpnb.plot.curves import (
-    CurvePanel,
-    Series,
-    count,
-    curves,
-    log_ticks,
-    looks,
-    note,
-    rule,
-)
+from hpnb.plot.curves import CurvePanel, Series, count, curves, log_ticks, looks, note, rule
 from hpnb.plot.grammar import ALARM, CATEGORY, INK, SOFT, STYLE, OpStyle, mix
 from hpnb.plot.memory import CAPACITY, draw_bands, draw_capacity
 from hpnb.plot.timeline import timeline
@@ -31,29 +22,16 @@ from hpnb.plot.units import byte_count, bytes_unit, seconds, time_unit
 from hpnb.record import MemoryProfile
 from hpnb.theory import LINKS, GatherTimeline
 
-LEFT: Literal["left"] = "left"
-RIGHT: Literal["right"] = "right"
 MARKED_LINKS = ("Ethernet 100 Gb", "InfiniBand NDR")
 POINTS = 700  # of a panel: as many as it has pixels
 
 
-def rivers(
-    profiles: Mapping[str, MemoryProfile], capacity: float | None = None, title: str | None = None
-) -> Figure:
-    """Memory over time, one small panel for each configuration, against one capacity.
+def rivers(profiles: Mapping[str, MemoryProfile], capacity: float | None = None, title: str = "") -> Figure:
+    """Memory over time of one rank, one small panel for each configuration, against one capacity in bytes.
 
     All panels share the axis of bytes and the unit of time; each has a clock of its own, because recording
-    slows some down more.
-
-    Args:
-        profiles: {name of the panel: the memory of one rank}.
-        capacity: bytes, drawn through all panels; a peak above it is marked.
-
-    Raises:
-        ValueError: nothing to draw, or a profile without samples.
+    slows some down more. A peak above the capacity is marked.
     """
-    if not profiles or not all(p.samples for p in profiles.values()):
-        raise ValueError(f"every profile needs samples; there are {', '.join(profiles) or 'none'}")
     top = max(*(p.peak for p in profiles.values()), capacity or 0.0, 1.0)
     size, unit = bytes_unit(top)
     categories = [name for name in CATEGORY if any(p.peak_of(name) for p in profiles.values())]
@@ -61,10 +39,9 @@ def rivers(
     keys.append(Key(OpStyle(SOFT, "", "triangle: the peak, in orange above the budget"), "words"))
     if capacity is not None:
         keys.append(Key(CAPACITY, "line", f"budget {byte_count(capacity)}"))
-    heading = title if title is not None else "memory over a step, by category"
     columns = min(2, len(profiles))
     scale, clock = time_unit(max(p.samples[-1].time - p.samples[0].time for p in profiles.values()))
-    fig, axes = new_figure([1.5] * -(-len(profiles) // columns), title=heading, legend=keys, columns=columns,
+    fig, axes = new_figure([1.5] * -(-len(profiles) // columns), title=title, legend=keys, columns=columns,
                            left=0.62, gap=0.72, between=0.3, head=0.3)  # fmt: skip
     for i, (ax, (name, profile)) in enumerate(zip(axes, profiles.items(), strict=False)):
         first, last = profile.samples[0].time, profile.samples[-1].time
@@ -88,22 +65,15 @@ def rivers(
     return fig
 
 
-Spread = tuple[float, float, float]  # the fastest, the median, the slowest
-
-
 def zero_frontier(
     peaks: Mapping[Any, float],
-    took: Mapping[Any, Spread],
+    took: Mapping[Any, tuple[float, float, float]],
     capacity: float,
     source: str = "measured",
 ) -> Figure:
     """Step time against peak memory of ZeRO configurations, one colour for each way to keep activations.
 
-    Args:
-        peaks: {ZeroConfig: bytes}.
-        took: {ZeroConfig: seconds of the fastest, the median and the slowest step}.
-        capacity: bytes of a GPU; left of it fits.
-        source: how the seconds came about.
+    `took` has seconds of the fastest, the median and the slowest step. Left of the capacity, a GPU's, fits.
     """
     size, unit = bytes_unit(max(peaks.values()))
     scale, clock = time_unit(max(slowest for *_, slowest in took.values()))
@@ -172,17 +142,11 @@ def step_parts(
     measured: Mapping[Any, Mapping[str, float]],
     source: str = "measured",
 ) -> Figure:
-    """Seconds of a step before, in and after the update, a row a configuration: predicted, hollow, under
-    measured.
+    """Seconds before, in and after the update, a row a configuration: predicted, hollow, under measured.
 
     Before the update, a rank's exposed communication contains waiting for other ranks. So it is drawn as one
-    part with forward and backward.
-
-    Args:
-        predicted, measured: {ZeroConfig: the parts of a `StepMeasurement`}.
-        source: how `measured` came about.
-
-    The title names the stages that are exposed after every update, for over 2 % of the step.
+    part with forward and backward. The title names the stages that are exposed after every update, for over
+    2 % of the step. `predicted` and `measured` are {ZeroConfig: the parts of a `StepMeasurement`}.
     """
 
     def joined(parts: Mapping[str, float]) -> dict[str, float]:
@@ -258,11 +222,7 @@ def prefetch_steps(
     uses: Sequence[int],
     title: str = "One block ahead, only the first gather is exposed",
 ) -> Figure:
-    """Simulated steps of ZeRO-3, beneath each other: computing over all-gathers.
-
-    Args:
-        steps: {name: simulated step} of the same `uses`.
-    """
+    """Simulated steps of ZeRO-3 with the same `uses`, beneath each other: computing over all-gathers."""
     timelines = [gather_timeline(step, uses, 8) for step in steps.values()]
     labels = {0: "each rank"}
     return timeline(
@@ -298,8 +258,8 @@ def exposed_by_link(
     note(ax, "as long as a block's forward", fast / 1e9, 0.83, (24, 0), color=SOFT)
     for words, bandwidth in {"crossing": crossing, **{n: LINKS[n].bandwidth for n in MARKED_LINKS}}.items():
         rule(ax, bandwidth / 1e9, words, SOFT)
-        offset, side = ((4, 0), LEFT) if bandwidth > crossing else ((-4, 0), RIGHT)
-        note(ax, words, bandwidth / 1e9, 0.06, offset, side, SOFT)
+        right = bandwidth > crossing
+        note(ax, words, bandwidth / 1e9, 0.06, (4 if right else -4, 0), "left" if right else "right", SOFT)
     log_ticks(ax.yaxis, count, (1,))
     log_ticks(ax.xaxis, count, (1,))
     return fig
@@ -309,21 +269,15 @@ def step_bill(
     usage: Mapping[str, float],
     spent: Mapping[str, float],
     capacity: float | None = None,
-    title: str | None = None,
+    title: str = "",
     text: bool = True,
 ) -> Figure:
-    """Two bars for a step: bytes by category against a capacity, and seconds by part.
-
-    Args:
-        usage: {category of memory: bytes} at the fullest moment.
-        spent: {part of SPENT: seconds}; "optimizer" is its step.
-        capacity: bytes of the GPU.
-        text: False leaves the numbers in the bars out, which is quicker.
+    """Two bars for a step: bytes by category of memory at the fullest moment against a GPU's capacity, and
+    seconds by part of SPENT, or "optimizer". `text` writes numbers into the bars, which takes time.
     """
     spent = {"optimizer step" if part == "optimizer" else part: took for part, took in spent.items()}
     keys = [Key(CAPACITY, "line", f"capacity {byte_count(capacity)}")] if capacity else []
     total, took = sum(usage.values()), sum(spent.values())
-    heading = title if title is not None else "a step in bytes and in seconds"
     most, words = max(total, capacity or 0.0), f"memory of a rank at its fullest, {byte_count(total)}"
     panels = [
         BarPanel({"": [Bar(usage, words="")]}, "B", "memory ({unit})", title=words, reach=most,
@@ -331,7 +285,7 @@ def step_bill(
         BarPanel({"": [Bar(spent, words="")]}, "s", "time ({unit})", inside="share", named=False,
                  title=f"seconds of a step, {seconds(took)}"),
     ]  # fmt: skip
-    fig = bars(panels, {**CATEGORY, **SPENT}, title=heading, more_keys=keys, left=0.25, right=0.2, text=text)
+    fig = bars(panels, {**CATEGORY, **SPENT}, title=title, more_keys=keys, left=0.25, right=0.2, text=text)
     memory = fig.axes[0]
     if capacity:
         scale = panels[0].scale

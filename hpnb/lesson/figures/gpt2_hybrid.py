@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hpnb.lesson.figures.dot_names import along, name_dots
@@ -29,7 +28,7 @@ STEP: Mapping[str, OpStyle] = {
 def waterfall(
     measured: Mapping[str, Mapping[str, float]],
     predicted: Mapping[str, Mapping[str, float]] | None = None,
-    title: str | None = None,
+    title: str = "",
 ) -> Figure:
     """Where each millisecond of a step went, a bar a layout: measured parts, with predicted ones as ticks.
 
@@ -37,11 +36,7 @@ def waterfall(
                      ^           ^  ^  ^   ^        ticks  where each of them ends by the prediction
 
     The last tick, which is thick, is the whole predicted step; it covers that of the optimizer. A part that
-    is predicted to take no time has no tick.
-
-    Args:
-        measured: {layout: {part of STEP: seconds}}.
-        predicted: the same; layouts that it lacks have no ticks.
+    is predicted to take no time has no tick. Both are {layout: {part of STEP: seconds}}.
     """
     present = [part for part in STEP if any(parts.get(part) for parts in measured.values())]
     rows = {}
@@ -51,9 +46,8 @@ def waterfall(
         rows[name] = [Bar(parts, words=seconds(sum(parts.values())), ticks=ticks)]
     thin = "thin line: predicted end of a part; thick line: predicted end of the step; number: the bar's end"
     keys = [Key(OpStyle(INK, "", thin), "words")] if predicted else []
-    heading = title if title is not None else "where each millisecond of a step went"
     panel = BarPanel(rows, "s", "a step ({unit}), mean over the ranks", row_inches=0.3)
-    return bars([panel], STEP, title=heading, more_keys=keys, right=0.75)
+    return bars([panel], STEP, title=title, more_keys=keys, right=0.75)
 
 
 def resumed(
@@ -61,10 +55,8 @@ def resumed(
 ) -> Figure:
     """A run that was saved, killed and resumed, over the run that nobody killed.
 
-    Args:
-        legs: (words, losses): up to the save, and from there on by other processes.
-        lost: losses of the steps after the save, up to the kill.
-        whole_run: losses of the run that nobody killed, as many as the legs have.
+    The legs are (words, losses): up to the save, and from there on by other processes. `lost` has losses of
+    the steps after the save, up to the kill.
     """
     fig = by_layout(legs, whole_run, title, run="", whose="the run that nobody killed")
     (ax,) = fig.axes
@@ -95,7 +87,7 @@ def choices(
     predicted: Points | None = None,
     chosen: Mapping[str, str] | None = None,
     capacity: float | None = None,
-    title: str | None = None,
+    title: str = "",
     text: bool = True,
     labels: tuple[str, str] = ("measured", "predicted"),
     goal: tuple[float, str] | None = None,
@@ -111,22 +103,11 @@ def choices(
         chosen: {layout: what it is, for its label}, in a ring.
         capacity: bytes of a device, a dashed line.
         text: False names nothing but what was chosen. Where there are many, the frontier alone has names.
-        labels: of the two series, for the legend.
         goal: (tokens a second, its words), a line across.
         named_predictions: layouts whose predicted dots have names, too.
-
-    Raises:
-        ValueError: a choice that is not among the layouts, a prediction to name that is not among the
-            predicted ones, or nothing to draw.
     """
     predicted_points, picks = predicted or {}, chosen or {}
-    if strange := [name for name in picks if name not in measured]:
-        raise ValueError(f"{', '.join(strange)} is not among {', '.join(measured)}")
-    if strange := [name for name in named_predictions if name not in predicted_points]:
-        raise ValueError(f"{', '.join(strange)} is not among the predictions: {', '.join(predicted_points)}")
     every = [*measured.values(), *predicted_points.values()]
-    if not measured or min(min(point) for point in every) <= 0:
-        raise ValueError("every layout needs bytes and tokens a second above 0")
     size, unit = bytes_unit(max(held for held, _ in every))
     most = max(rate for _, rate in every)
     scale, prefix = next(
@@ -152,20 +133,20 @@ def choices(
         keys.append(Key(OpStyle(_PREDICTED.color, "", "error of the prediction", "-"), "line"))
     keys += [Key(CAPACITY, "line", f"memory budget {byte_count(capacity)}")] if capacity else []
     keys += [Key(_GOAL, "line", goal[1])] if goal else []
-    heading = title if title is not None else "memory and speed of layouts"
     panel = CurvePanel(series, f"{prefix}tokens a second", height=5.2 if predicted_points else 3.7,
                        xlabel=f"peak memory of the fullest rank ({unit})")  # fmt: skip
-    fig = curves([panel], title=heading, keys=keys, left=0.75, right=0.3)
+    fig = curves([panel], title=title, keys=keys, left=0.75, right=0.3)
     (ax,) = fig.axes
     right = max(*(held for held, _ in every), capacity or 0.0) / size * 1.12
-    low = _start_of_axis([rate / scale for _, rate in every])
+    slowest = min(rate for _, rate in every)
+    low = max(0.0, slowest - 0.2 * (most - slowest)) / scale  # dots far from 0 would stand in a crowd
     ax.set(xlim=(0, right), ylim=(low, most / scale * 1.18))
     for name in predicted_points.keys() & measured.keys():
         ax.plot(*zip(at[name], hollow[name], strict=True), color=_PREDICTED.color, linewidth=1.4, zorder=2.5)
     if predicted_points:
         next(line for line in ax.get_lines() if line.get_marker() == _PREDICTED.marker).set_markersize(5.5)
     if goal:
-        rule_across(ax, goal[0] / scale)
+        ax.axhline(goal[0] / scale, color=_GOAL.color, linestyle=_GOAL.line, linewidth=1.8, zorder=1)
     for name in picks:
         (ring,) = ax.plot(*at[name], marker="o", markersize=15, linestyle="none", markerfacecolor="none")
         ring.set(markeredgecolor=ALARM, markeredgewidth=2.0, label=f"chosen: {name}")
@@ -187,16 +168,6 @@ def choices(
         rule(ax, capacity / size, "capacity", CAPACITY.color, CAPACITY.line)
         ax.axvspan(capacity / size, right, color="#FBEDE6", zorder=0, linewidth=0)
     return fig
-
-
-def _start_of_axis(values: Sequence[float]) -> float:
-    """A fifth of their range below the least, and not below 0: dots far from 0 would stand in a crowd."""
-    return max(0.0, min(values) - 0.2 * (max(values) - min(values)))
-
-
-def rule_across(ax: Axes, y: float) -> None:
-    """A dotted line from left to right, which the legend explains."""
-    ax.axhline(y, color=_GOAL.color, linestyle=_GOAL.line, linewidth=1.8, zorder=1)
 
 
 def frontier_of(points: Points) -> list[str]:

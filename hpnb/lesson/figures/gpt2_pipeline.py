@@ -31,12 +31,7 @@ _LEFT, _RIGHT = 0.75, 0.2
 
 
 class PipelineCut(NamedTuple):
-    """One cut of a model, and the step that it gives.
-
-    Attributes:
-        counts: layers of each stage.
-        step: of a pipeline with these stages.
-    """
+    """Layers of each stage of a model, and the step of a pipeline with these stages."""
 
     counts: Sequence[int]
     step: Timeline
@@ -47,34 +42,20 @@ def skyline(
     cuts: Mapping[str, PipelineCut],
     kinds: Sequence[str],
     loss: float = 0.0,
-    title: str | None = None,
+    title: str = "",
     text: bool = True,
     unit: str | None = None,
 ) -> Figure:
-    """Layers as a skyline, cut lines through it, and beneath each cut the step of a pipeline that is cut
-    there.
+    """Layers as a skyline, cut lines through it, and beneath each cut the step of a pipeline with its stages.
 
     Bars are as high as a layer takes long. All skylines have one scale, and all timelines another.
 
     Args:
-        costs: seconds of each layer, forward and backward of a microbatch; the last one's with the loss.
+        costs: seconds of each layer, forward and backward of a microbatch; the last one's with the `loss`.
             Give what the cuts were made from, such as blocks at their median.
-        kinds: of each layer, of KINDS.
-        loss: how many seconds of the last layer are the loss.
         text: False drops numbers and hatches, for a picture that moves with a slider.
         unit: for abstract times, the name of one second ("blocks"); None picks s, ms or µs.
-
-    Raises:
-        ValueError: no cut, or one that is not of these layers; a kind that is not in KINDS.
     """
-    if not cuts or len(kinds) != len(costs) or not set(kinds) <= KINDS.keys():
-        raise ValueError(
-            f"{len(cuts)} cuts of {len(costs)} layers of kinds {', '.join(kinds)}: a cut is needed, and for "
-            f"each layer one of {', '.join(KINDS)}"
-        )
-    for name, cut in cuts.items():
-        if sum(cut.counts) != len(costs) or min(cut.counts) < 1:
-            raise ValueError(f"{name} cuts {sum(cut.counts)} layers as {list(cut.counts)}, not {len(costs)}")
     longest = max(cut.step.makespan for cut in cuts.values())
     scale, step_unit = (1.0, unit) if unit else time_unit(longest)
     tall, layer_unit = (1.0, unit) if unit else time_unit(max(costs))
@@ -85,7 +66,7 @@ def skyline(
     keys = [Key(KINDS[kind], box) for kind in present] + [Key(CUT, "line")]  # type: ignore[arg-type]
     keys += [Key(STYLE[op], box) for op in [*ops, "idle"]]  # type: ignore[arg-type]
     names = {rank: f"rank {rank}" for cut in cuts.values() for rank in cut.step.ranks}
-    fig, axes = new_figure([inches for lane in lanes for inches in (_TALL, lane.height)], title=title or "",
+    fig, axes = new_figure([inches for lane in lanes for inches in (_TALL, lane.height)], title=title,
                            legend=keys, left=_LEFT, right=_RIGHT, gap=0.5, head=0.27)  # fmt: skip
     inch = (fig.get_figwidth() - _LEFT - _RIGHT) / (longest / scale)
     for i, (name, cut) in enumerate(cuts.items()):
@@ -107,10 +88,6 @@ def skyline(
     return fig
 
 
-def _ends(counts: Sequence[int]) -> list[int]:
-    return list(accumulate(counts, initial=0))
-
-
 def _draw_layers(
     ax: Axes, costs: Sequence[float], kinds: Sequence[str], loss: float, tall: float, text: bool
 ) -> None:
@@ -128,7 +105,7 @@ def _draw_layers(
 
 def _draw_stages(ax: Axes, costs: Sequence[float], cut: PipelineCut, tall: float) -> None:
     """Cut lines, whose stage each is, and what it takes: the cut's largest stage is bold."""
-    ends = _ends(cut.counts)
+    ends = list(accumulate(cut.counts, initial=0))
     tallest = max(sum(costs[start:end]) for start, end in pairwise(ends)) * (1 - 1e-9)
     room = (ax.figure.get_figwidth() - _LEFT - _RIGHT) / len(costs)  # type: ignore[union-attr]
     rank_of = {e.stage: e.rank for e in cut.step.events}
@@ -152,26 +129,16 @@ def last_cut(
     predicted: Sequence[float],
     marks: Mapping[str, int] | None = None,
     source: str = "measured",
-    title: str | None = None,
 ) -> Figure:
     """Seconds of a step over the number of blocks on the last stage, beside the head.
 
     Every repeat is a small dot beside the median, so that a difference can be compared with the spread of
-    the repeats.
+    the repeats. The title says whether the most blocks slow every repeat.
 
-    Args:
-        runs: {number of blocks, ascending: seconds of each repeat}.
-        predicted: seconds, for each number of blocks.
-        marks: {a way to cut: how many blocks it leaves there}; those beyond the positions are left out.
-        source: where the seconds come from, for the legend.
-        title: by default it says whether the most blocks slow every repeat.
-
-    Raises:
-        ValueError: as many predictions as positions are needed.
+    `runs` are {number of blocks, ascending: seconds of each repeat}, and `marks` {a way to cut: how many
+    blocks it leaves there}, of which those beyond the positions are left out.
     """
     positions = list(runs)
-    if len(predicted) != len(positions):
-        raise ValueError(f"{len(positions)} positions need as many predictions, not {len(predicted)}")
     repeats = [(x, seconds) for x, times in runs.items() for seconds in times]
     scale, unit = time_unit(max(*predicted, *(seconds for _, seconds in repeats)))
     medians = [median_by(times, float) / scale for times in runs.values()]  # as in StepRepeats
@@ -188,9 +155,9 @@ def last_cut(
     panel = CurvePanel(series, f"step ({unit})", height=2.5, xlabel=words)
     best = min(runs.values(), key=lambda times: median_by(times, float))
     decided = min(runs[positions[-1]]) > max(best)
-    finding = "Too many blocks beside the head slow every repeat"
-    finding = finding if decided else "The repeats of a cut differ more than cuts do"
-    fig = curves([panel], title=title or finding, left=0.72)
+    title = "Too many blocks beside the head slow every repeat"
+    title = title if decided else "The repeats of a cut differ more than cuts do"
+    fig = curves([panel], title=title, left=0.72)
     (ax,) = fig.axes
     fastest, slowest = (pick([*(s for _, s in repeats), *predicted]) / scale for pick in (min, max))
     room = slowest - fastest

@@ -38,7 +38,7 @@ def stacked(
     limit: float | None = None,
     reach: float | None = None,
     chosen: str = "",
-    title: str | None = None,
+    title: str = "",
     text: bool = True,
 ) -> Figure:
     """A bar a row, each made of parts, with a tick where something else says that it should end.
@@ -48,14 +48,8 @@ def stacked(
         ticks: {row: where a tick stands}, of what was measured.
         limit: a line across all rows.
         reach: the most that is drawn; longer bars run out of the picture, with their number.
-        chosen: a row whose name is bold.
-
-    Raises:
-        ValueError: no rows, or too many parts.
     """
-    names = list(dict.fromkeys(part for parts in rows.values() for part in parts))
-    if not 1 <= len(names) <= len(PARTS):
-        raise ValueError(f"{len(rows)} rows of {len(names)} parts; use 1 to {len(PARTS)} parts")
+    names = dict.fromkeys(part for parts in rows.values() for part in parts)
     look = {name: OpStyle(PARTS[i].color, PARTS[i].hatch, name) for i, name in enumerate(names)}
     ends = [*(sum(parts.values()) for parts in rows.values()), *(ticks or {}).values(), limit or 0.0]
     stacks = {row: [Bar(parts, ticks=[ticks[row]] if row in (ticks or {}) else ())] if ticks else [Bar(parts)]
@@ -65,7 +59,7 @@ def stacked(
     if limit is not None:
         keys.append(Key(OpStyle(ALARM, "", f"limit of {byte_count(limit)}", "--"), "line"))
     left = 0.3 + max(text_inches(line, TEXT, "bold") for row in rows for line in row.split("\n"))
-    fig = bars([panel], look, title=title or "", more_keys=keys, left=left, text=text)
+    fig = bars([panel], look, title=title, more_keys=keys, left=left, text=text)
     (ax,) = fig.axes
     if limit is not None:
         ax.axvline(limit / panel.scale, color=ALARM, linestyle="--", linewidth=1.6)
@@ -91,11 +85,10 @@ def _keep_on_its_side(number: Annotation, limit: float) -> None:
         number.set_bbox({"facecolor": CARD, "edgecolor": "none", "pad": 1.0})
 
 
-def loss_bytes(counted: Mapping[int, Sequence[float]], ranks: int, title: str | None = None) -> Figure:
+def loss_bytes(counted: Mapping[int, Sequence[float]], ranks: int, title: str = "") -> Figure:
     """Bytes that a loss sends per token over the vocabulary size: gathered logits, or three reductions.
 
-    Args:
-        counted: {vocabulary size: (bytes of gathering, bytes of reducing, ...)}, dots; lines are predicted.
+    Lines are predicted, dots are `counted`, {vocabulary size: (bytes of gathering, bytes of reducing)}.
     """
     sizes = [
         round(min(counted) * 2 ** (k / 2))
@@ -112,7 +105,7 @@ def loss_bytes(counted: Mapping[int, Sequence[float]], ranks: int, title: str | 
         series.append(Series(way, [*counted], dots, look[way], "dots", f"{way}, counted"))
     panel = CurvePanel(series, "bytes per token that leave a rank", "xy", xlabel="vocabulary size",
                        title="lines: predicted, marks: counted")  # fmt: skip
-    fig = curves([panel], title=title or "", left=0.85, head=0.3)
+    fig = curves([panel], title=title, left=0.85, head=0.3)
     (ax,) = fig.axes
     values = [value for way in predicted.values() for value in way]
     ax.set(xlim=(sizes[0] / 1.2, sizes[-1] * 1.2), ylim=(min(values) / 3, max(values) * 2))
@@ -126,13 +119,9 @@ def loss_bytes(counted: Mapping[int, Sequence[float]], ranks: int, title: str | 
 
 
 def losses_and_streams(
-    losses: Mapping[str, Sequence[float]], distances: Mapping[str, Sequence[float]], title: str | None = None
+    losses: Mapping[str, Sequence[float]], distances: Mapping[str, Sequence[float]]
 ) -> Figure:
-    """Losses of the first run of each policy, above the distances between its ranks' residual streams.
-
-    Args:
-        losses, distances: {policy: a number for each step}, at most three policies.
-    """
+    """Losses of the first run of each policy, above the distances between its ranks' residual streams."""
     look = dict(zip(losses, (Look(*SERIES[k]) for k in (0, 1, 3)), strict=False))  # dash-dots look solid
     words = {
         "training loss, first of three runs": losses,
@@ -148,8 +137,7 @@ def losses_and_streams(
         )
         for head, by_run in words.items()
     ]  # fmt: skip
-    heading = title or "All losses fall alike; the residual stream gives the fault away"
-    fig = curves(panels, title=heading)
+    fig = curves(panels, title="All losses fall alike; the residual stream gives the fault away")
     upper, lower = fig.axes
     upper.tick_params(labelbottom=False)
     lower.set_ylim(bottom=0)
@@ -160,8 +148,6 @@ def losses_and_streams(
     return fig
 
 
-# --- dropout masks -----------------------------------------------------------------------------------
-
 SHOWN = 24  # elements each way
 _COLORS = ("#F1F3F5", CARD, INK)  # not computed, kept, dropped
 _APART = ("#F1F3F5", CARD, "#882255")
@@ -169,12 +155,8 @@ _APART = ("#F1F3F5", CARD, "#882255")
 
 @dataclass(frozen=True)
 class MaskPair:
-    """What two ranks drop of one activation, and the ranks between them.
-
-    Attributes:
-        first, second: (n, m) each: 1 where an element is dropped, 0 where kept, -1 where not computed.
-        alike: whether all must be equal; if not, no two ranks may be.
-        between: masks of the ranks between the two.
+    """What two ranks drop of one activation, and the ranks between them: (n, m) each, 1 where an element is
+    dropped, 0 where kept, -1 where not computed. All must be equal if `alike`; if not, no two ranks may be.
     """
 
     first: ArrayLike
@@ -201,12 +183,7 @@ class MaskPair:
 
 
 def mask_pairs(masks: Sequence[Mapping[str, ArrayLike]], alike: Mapping[str, bool]) -> dict[str, MaskPair]:
-    """{place: `MaskPair.of_ranks`}.
-
-    Args:
-        masks: of each rank, {place: its mask}.
-        alike: {place: whether all ranks must have the same mask}.
-    """
+    """{place: `MaskPair.of_ranks`} of each rank's {place: its mask}."""
     return {place: MaskPair.of_ranks([rank[place] for rank in masks], same) for place, same in alike.items()}
 
 
@@ -222,33 +199,19 @@ def dropped(
     runs: Mapping[str, Sequence[MaskPair]],
     places: Sequence[str],
     ranks: tuple[str, str] = ("rank 0", "rank 1"),
-    title: str | None = None,
+    title: str = "",
 ) -> Figure:
     """Dropout masks as bitmaps: for each place what rank 0 drops, what rank 1 drops, and their XOR.
 
     Black is dropped. An XOR is empty where two ranks agree, and half full where they draw independently with
     p = 1/2. One has a red frame if any two ranks are not as they should be. A corner of SHOWN x SHOWN
-    elements is drawn.
-
-    Args:
-        runs: {run: masks of each place}.
-        places: what the activations are, in words; the columns.
-
-    Raises:
-        ValueError: no run, masks that are not one a place, or two that differ in shape.
+    elements is drawn. `runs` has masks for each of the places.
     """
-    for name, pairs in runs.items():
-        if len(pairs) != len(places):
-            raise ValueError(f"{name} has masks of {len(pairs)} places, and there are {len(places)}")
-        for place, pair in zip(places, pairs, strict=True):
-            if np.shape(pair.first) != np.shape(pair.second) or np.ndim(pair.first) != 2:
-                shapes = f"{np.shape(pair.first)} and {np.shape(pair.second)}"
-                raise ValueError(f"{name}, {place}: masks of shapes {shapes}; two equal (n, m)")
     keys = [Key(OpStyle(_COLORS[2], "", "dropped")), Key(OpStyle(_APART[2], "", "dropped by one rank alone")),
             Key(OpStyle(ALARM, "", "not as it should be"), "hollow")]  # fmt: skip
     columns = 3 * len(places)
     side = (7.0 - 1.15 - 0.15 - 0.1 * (columns - 1)) / columns
-    fig, axes = new_figure([side] * len(runs), title=title if title is not None else "who drops what",
+    fig, axes = new_figure([side] * len(runs), title=title,
                            legend=keys, columns=columns, left=1.15, right=0.15, bottom=0.28, gap=0.3,
                            head=0.5, between=0.1)  # fmt: skip
     for row, (name, pairs) in enumerate(runs.items()):

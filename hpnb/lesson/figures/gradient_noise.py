@@ -33,7 +33,7 @@ def batch_wall(
     target: float,
     estimates: Mapping[str, float] | None = None,
 ) -> Figure:
-    """Steps to a loss over the batch size, and beneath them the samples that they take.
+    """Steps to a loss `target` over the batch size, and beneath them the samples that they take.
 
         steps = fewest (1 + noise / batch)
 
@@ -43,7 +43,6 @@ def batch_wall(
     Args:
         measured: {batch: steps}.
         laws: {name: (fewest steps, noise scale in samples)}, drawn as lines with the scale marked.
-        target: the loss.
         estimates: {name: a noise scale that gradients gave}, marked in the lower panel.
     """
     look = looks(["measured", *laws])

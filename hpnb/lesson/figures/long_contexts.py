@@ -21,10 +21,8 @@ _HIDDEN = "#F1F3F5"  # pairs that a causal mask hides
 
 
 def ring_steps(steps: Sequence[Sequence[tuple[int, float]]], title: str = "") -> Figure:
-    """Whose keys each rank has in each step, and which share of the pairs its queries see.
-
-    Args:
-        steps: for each rank, for each step, (the rank that the keys come from, share of visible pairs).
+    """Whose keys each rank has in each step, and which share of the pairs its queries see: for each rank, for
+    each step, (the rank that the keys come from, the share).
     """
     forward, idle = STYLE["F"], STYLE["idle"]
     keys = [Key(OpStyle(forward.color, "", "all pairs visible")),
@@ -50,17 +48,8 @@ def ring_steps(steps: Sequence[Sequence[tuple[int, float]]], title: str = "") ->
 
 
 def causal_work(assignments: Mapping[str, Sequence[int]], title: str = "") -> Figure:
-    """Which rank works on which pair of a query and a key, for some ways to assign tokens to ranks.
-
-    Args:
-        assignments: {way: the rank of each token}, of equally many tokens.
-
-    Raises:
-        ValueError: more ranks than colours.
-    """
+    """Which rank works on which pair of a query and a key, for {way: the rank of each token}."""
     ranks = 1 + max(max(owners) for owners in assignments.values())
-    if ranks > len(RANKS):
-        raise ValueError(f"{ranks} ranks, and there are colours for {len(RANKS)}")
     keys = [Key(OpStyle(RANKS[rank], "", f"query of rank {rank}")) for rank in range(ranks)]
     keys.append(Key(OpStyle(_HIDDEN, "", "not visible")))
     columns = len(assignments)
@@ -112,7 +101,6 @@ def exposed_times(
     """Exposed seconds of one attention over the sequence length, both axes logarithmic.
 
     Args:
-        lengths: tokens of a sequence.
         predicted: {way: seconds for each length}, lines.
         replayed: {way: seconds for each of `dots_at`}, dots.
         quartiles: {way: (low, high) for each of `dots_at`}, upright bars; dots and bars of different ways
@@ -147,7 +135,9 @@ def exposed_times(
         ax.vlines(beside[way], low, high, color=look[way].color, linewidth=1.6, zorder=3)
     if marked is not None:
         rule(ax, marked, "sequence")
-    ax.xaxis.set_major_locator(_powers(lengths))
+    first, last = (int(np.log2(length)) for length in (min(lengths), max(lengths)))
+    powers = [2.0**k for k in range(first, last + 1, 1 + (last - first) // 8)]
+    ax.xaxis.set_major_locator(FixedLocator(powers))
     ax.xaxis.set_major_formatter(lambda value, _: count(value))
     ax.xaxis.set_minor_formatter(lambda *_: "")
     values = [value for curve in series for value in curve.y]
@@ -156,42 +146,47 @@ def exposed_times(
     return fig
 
 
-def _powers(lengths: Sequence[float]) -> FixedLocator:
-    low, high = (int(np.log2(length)) for length in (min(lengths), max(lengths)))
-    return FixedLocator([2.0**k for k in range(low, high + 1, 1 + (high - low) // 8)])
-
-
 def _seconds(value: float) -> str:
     scale, unit = time_unit(value)
     return f"{value / scale:g} {unit}"
 
 
-def losses_and_rows(
-    losses: Mapping[str, Sequence[float]], norms: Mapping[str, Sequence[float]], title: str = ""
+def losses_above(
+    losses: Mapping[str, Sequence[float]],
+    look: Mapping[str, Look],
+    lower: CurvePanel,
+    title: str,
+    more_keys: Sequence[Key],
 ) -> Figure:
-    """Losses over steps, above the gradient's norm of each row of the table of positions.
-
-    Args:
-        losses: {run: loss of each step}.
-        norms: {run: norm for each position}, 0 where nothing trains a row, which then has a cross in a strip
-            below the axis.
-    """
-    look = dict(zip(losses, (Look(*SERIES[k]) for k in (0, 1)), strict=True))
+    """{run: loss of each step} of two runs, whose dots can coincide, above another panel of the same runs."""
     upper = [
         Series(run, range(1, len(y) + 1), y, look[run], "line and dots", f"loss, {run},")
         for run, y in losses.items()
     ]
+    panels = [CurvePanel(upper, height=1.3, title="loss", xlabel="step"), lower]
+    fig = curves(panels, title=title, more_keys=more_keys, gap=0.75)
+    fig.axes[0].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    for size, line in zip((9, 4.5), fig.axes[0].get_lines(), strict=False):
+        line.set_markersize(size)
+    return fig
+
+
+def losses_and_rows(
+    losses: Mapping[str, Sequence[float]], norms: Mapping[str, Sequence[float]], title: str = ""
+) -> Figure:
+    """Losses over steps, above {run: the gradient's norm of each row of the table of positions}.
+
+    A row that nothing trains has norm 0, and a cross in a strip below the axis.
+    """
+    look = dict(zip(losses, (Look(*SERIES[k]) for k in (0, 1)), strict=True))
     rows = {run: [k for k, norm in enumerate(y) if norm > 0] for run, y in norms.items()}
     lower = [Series(run, rows[run], [y[k] for k in rows[run]], look[run], "dots",
                     label=f"gradient's norm, {run},") for run, y in norms.items()]  # fmt: skip
-    panels = [CurvePanel(upper, height=1.3, title="loss", xlabel="step"),
-              CurvePanel(lower, log="y", height=1.3, xlabel="position",
-                         title="norm of the gradient of each row of wpe")]  # fmt: skip
+    panel = CurvePanel(
+        lower, log="y", height=1.3, xlabel="position", title="norm of the gradient of each row of wpe"
+    )
     cross = Key(OpStyle(INK, "", "a row without a gradient, in the colour of its run"), "dot", marker="x")
-    fig = curves(panels, title=title, more_keys=[cross], gap=0.75)
-    fig.axes[0].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    for size, line in zip((9, 4.5), fig.axes[0].get_lines(), strict=False):  # where they coincide
-        line.set_markersize(size)
+    fig = losses_above(losses, look, panel, title, [cross])
     ax = fig.axes[1]
     sizes = [norm for curve in lower for norm in curve.y]
     decades = np.log10(max(sizes) / min(sizes))

@@ -19,17 +19,10 @@ _BAND, _UNIT = 0.1, "TFLOP/s per GPU"
 def calibration(
     points: Mapping[str, tuple[float, float]], fitted: str, title: str = "published and predicted"
 ) -> Figure:
-    """Published speeds of runs, in order, beside predicted ones, with a band around the predictions.
+    """{name: (published, predicted)} speeds of runs, with a band around the predictions.
 
-    Args:
-        points: {name: (published, predicted)}.
-        fitted: the name of the run that the prediction was fitted to, which proves nothing.
-
-    Raises:
-        ValueError: no such point.
+    The prediction was fitted to the run `fitted`, which proves nothing.
     """
-    if fitted not in points:
-        raise ValueError(f"{fitted!r} is no point; there are {', '.join(points)}")
     x = np.arange(len(points))
     published, predicted = (np.array([pair[i] for pair in points.values()]) for i in (0, 1))
     dots, hollow = (Look(SERIES[i][0], SERIES[i][1]) for i in (0, 1))
@@ -63,16 +56,9 @@ def goodput(
 
     Args:
         above: {name: (GPUs, share that trains)}, predicted exactly.
-        below: {name: (seconds between saves, share that trains)}.
-        simulated: the same as `below`, simulated failure by failure; names as there.
+        below, simulated: {name: (seconds between saves, share that trains)}, simulated failure by failure.
         marks: {name: seconds}, the formula's choice for each of `below`.
-        gpus: how many the lower panel is for, in words.
-
-    Raises:
-        ValueError: a name that is not in `below`.
     """
-    if strange := (set(simulated) | set(marks)) - set(below):
-        raise ValueError(f"{', '.join(sorted(strange))} is no curve below; there are {', '.join(below)}")
     look = {name: Look(style.color) for name, style in looks([*above, *below]).items()}
 
     def series(shares: Mapping[str, Curve], kind: str = "") -> list[Series]:
@@ -103,16 +89,13 @@ def goodput(
     return fig
 
 
-Cells = Mapping[tuple[int, int], tuple[float, bool]]
-"""{(pp, tp): (seconds of a step, whether it fits)}"""
-
 _FAST, _SLOW, _ABSENT = "#FFF3D6", "#8A3B12", "#FFFFFF"
 _WORST, _FAR = 2.0, 4.0  # times the best: whatever is slower has the darkest colour; _FAR where most are slow
 _ROW = 0.26  # inches
 
 
 def layout_map(
-    cells: Cells,
+    cells: Mapping[tuple[int, int], tuple[float, bool]],
     node: int,
     title: str = "seconds of a step",
     setting: str = "",
@@ -125,16 +108,12 @@ def layout_map(
     cells do not fit in memory. At the dashed line a node ends: right of it tp's rings go from node to node.
 
     Args:
+        cells: {(pp, tp): (seconds of a step, whether it fits)}.
         node: ranks of a node.
         setting: what holds for all cells, above them.
         tied: layouts that fit and take at most this share longer than the fastest have a thin frame.
         text: False leaves the numbers out, for a redraw that must be quick.
-
-    Raises:
-        ValueError: no cells.
     """
-    if not cells:
-        raise ValueError("a map of no layouts: nothing can be run")
     stages, widths = (sorted({at[i] for at in cells}) for i in (0, 1))
     fitting = {at: seconds for at, (seconds, fits) in cells.items() if fits}
     best = min(fitting, key=lambda at: fitting[at]) if fitting else None

@@ -28,16 +28,13 @@ _CLEAR = 0.92  # of all pairs of steps
 _LAUNCH_BOUND = 0.9  # of a time, spent in starting the work
 
 
-# --- the cost of a message ---------------------------------------------------------------------------
-
-
 def costs(
     sizes: Sequence[float],
     seconds: Sequence[float],
     fit: Curve | None = None,
     knee: float | None = None,
     more: Mapping[str, Curve] | None = None,
-    title: str | None = None,
+    title: str = "",
     *,
     label: str = "measured",
     text: bool = True,
@@ -48,7 +45,6 @@ def costs(
 
     Args:
         sizes, seconds: bytes and seconds of the dots; empty where `more` is all there is.
-        fit: (bytes, seconds) of a curve.
         knee: bytes at which latency and bandwidth cost the same.
         more: {name: (bytes, seconds)}, such as one curve for each algorithm.
         label: of the dots; "simulated" where nothing was timed.
@@ -60,9 +56,8 @@ def costs(
     series = [Series(name, *curve, look[name], "dots") for name, curve in dots.items()]
     series += [Series(name, *curve, look[name]) for name, curve in (more or {}).items()]
     series += [Series("fit", *fit, Look(INK))] if fit is not None else []
-    heading = title if title is not None else f"cost of a message: {', '.join(s.name for s in series)}"
     panel = CurvePanel(series, "time", "xy", 2.9, xlabel="size of the tensor")
-    fig = curves([panel], title=heading, right=0.5)  # half of the last tick is outside
+    fig = curves([panel], title=title, right=0.5)  # half of the last tick is outside
     (ax,) = fig.axes
     low, high = ax.get_ylim()  # powers of ten alone would leave one tick of a short axis, or none
     log_ticks(ax.xaxis, lambda value: _short(units.byte_count(value)))
@@ -89,55 +84,33 @@ def _short(words: str) -> str:
     return f"{float(value.replace(',', '')):g} {unit}"
 
 
-# --- who waits for whom ------------------------------------------------------------------------------
-
-
-def waits(tl: Timeline, title: str | None = None, steps: int = 1) -> Figure:
+def waits(tl: Timeline, title: str = "", steps: int = 1) -> Figure:
     """Where each rank's time went: a collective's time is split where the last rank arrives.
 
         wait = arrival of the last rank - this rank's arrival        move = end - arrival of the last rank
 
-    The straggler has the shortest collective: the others wait for it, and it waits for nobody.
-
-    Args:
-        tl: compute events, and either "wait" and "move" or all-reduces, which are then split by
-            `Timeline.split_waits`.
-        steps: that the timeline has; bars are the medians of their parts.
-
-    Raises:
-        ValueError: the timeline holds neither.
+    The straggler has the shortest collective: the others wait for it, and it waits for nobody. `tl` has
+    compute events, and all-reduces, split or not; of several `steps`, bars are the medians of their parts.
     """
-    split = tl if _is_split(tl) else tl.split_waits("all_reduce")
-    if not _is_split(split):
-        ops = ", ".join(sorted({e.op for e in tl.events})) or "nothing"
-        raise ValueError(f'waits needs "wait" and "move", or "all_reduce" to split; this timeline has {ops}')
+    split = tl if any(e.op == "wait" for e in tl.events) else tl.split_waits("all_reduce")
     spent = time_by_part(split, steps)
     straggler, verdict = find_straggler(spent)
     rows = {
         f"rank {rank}": [Bar(parts, words="◀ waits least" if rank == straggler else "")]
         for rank, parts in spent.items()
     }
-    heading = title if title is not None else f"waiting is not moving: all-reduce · {tl.source}"
     if steps > 1 and (moves := [e.duration for e in split.events if e.op == "move"]):  # too thin to read off
         verdict += f" The move takes {units.seconds(median(moves))}, the median of all ranks and steps."
     of = f" of a step, medians of {steps}" if steps > 1 else ""
     panel = BarPanel(rows, "s", f"time{of} ({{unit}})", inside="length")
     looks = {part: STYLE[part] for part in PARTS}
-    fig = bars([panel], looks, title=heading, caption=verdict, right=1.1)
+    fig = bars([panel], looks, title=title, caption=verdict, right=1.1)
     fig.set_label(verdict)
     return fig
 
 
-def _is_split(tl: Timeline) -> bool:
-    return any(e.op in ("wait", "move") for e in tl.events)
-
-
 def time_by_part(tl: Timeline, steps: int = 1) -> dict[int, dict[str, float]]:
-    """{rank: seconds of "compute", "wait" and "move"}; of several equal steps, the median of each part.
-
-    Raises:
-        ValueError: a part has more events than there are steps, so they cannot be told apart.
-    """
+    """{rank: seconds of "compute", "wait" and "move"}; of several equal steps, the median of each part."""
     times: dict[int, dict[str, list[float]]] = {rank: {part: [] for part in PARTS} for rank in tl.ranks}
     for e in tl.events:
         part = "compute" if e.is_compute else e.op
@@ -145,8 +118,6 @@ def time_by_part(tl: Timeline, steps: int = 1) -> dict[int, dict[str, float]]:
             times[e.rank][part].append(e.duration)
     if steps == 1:
         return {rank: {part: sum(t) for part, t in parts.items()} for rank, parts in times.items()}
-    if (most := max(len(t) for parts in times.values() for t in parts.values())) > steps:
-        raise ValueError(f"a rank has {most} events of one part in {steps} steps; record one of each a step")
     return {
         rank: {part: median([*t, *[0.0] * (steps - len(t))]) for part, t in parts.items()}
         for rank, parts in times.items()
@@ -154,9 +125,7 @@ def time_by_part(tl: Timeline, steps: int = 1) -> dict[int, dict[str, float]]:
 
 
 def compare_moves(steps: Timeline, others: Timeline, cause: str = "the pause") -> dict[str, float | str]:
-    """Whether an all-reduce moves longer in `others` than in `steps`: in how many pairs of steps, and words.
-
-    `cause` is what `others` have and `steps` have not.
+    """In how many pairs of steps an all-reduce moves longer in `others`, which have a `cause`, and in words.
 
     A step's move is the median of its ranks. If 23 of 25 pairs say the same, it is chance with a probability
     of 3 % (a rank-sum test of five steps each).
@@ -195,10 +164,8 @@ def describe_calls(
     """Seconds of one of a hundred calls, how they compare with latency, and what bounds them, in words.
 
     Args:
-        predicted: not read; the page gives it.
         measured: {name: seconds} of one call, then of a hundred with the same bytes together.
         started: seconds until the process had started all of the hundred.
-        card: whose latency the formula counts 2 (n - 1) times for a call.
     """
     _, together = measured.values()
     call, share = together / 100, started / together
@@ -252,43 +219,27 @@ def find_straggler(spent: dict[int, dict[str, float]]) -> tuple[int | None, str]
     return least, f"{words} The others wait up to {say(most, 'wait')}."
 
 
-# --- what each rank holds ----------------------------------------------------------------------------
-
-
 def tensors(
-    before: Rows, after: Rows, *more: Rows, names: Sequence[str] | None = None, title: str | None = None
+    before: Rows, after: Rows, *more: Rows, names: Sequence[str] = ("before", "after"), title: str = ""
 ) -> Figure:
     """What each rank holds before a collective and after it, a row of cells a rank, coloured by value.
 
     A number keeps its colour, so the eye finds where it went; a sum has a colour of its own.
-
-    Args:
-        before, after, more: one sequence of numbers a rank; they may differ in length, and be empty.
-        names: one for each of them; by default "before", "after", "after 2", ...
-
-    Raises:
-        ValueError: they have different numbers of ranks, or nobody holds anything.
     """
     stages = [[[float(v) for v in row] for row in stage] for stage in (before, after, *more)]
-    if len({len(stage) for stage in stages}) > 1 or not stages[0]:
-        counts = " and ".join(str(len(stage)) for stage in stages[1:])
-        raise ValueError(f"before has {len(stages[0])} ranks and after {counts}; give one row a rank to both")
     values = [v for stage in stages for row in stage for v in row]
-    if not values:
-        raise ValueError("no rank holds a number, before or after; there is nothing to draw")
-    titles = list(names) if names else ["before", "after", *(f"after {i}" for i in range(2, len(stages)))]
     order = {v: float(place) for place, v in enumerate(sorted(set(values)))}
     longest = max(len(row) for stage in stages for row in stage)
     ranks, columns = len(stages[0]), len(stages)
     between = 0.75 if columns < 4 else 0.45
     fig, axes = new_figure(
-        [0.4 * ranks], title=title or "", columns=columns, between=between, left=0.7, bottom=0.15, head=0.28
+        [0.4 * ranks], title=title, columns=columns, between=between, left=0.7, bottom=0.15, head=0.28
     )
     inches = (WIDTH - 0.7 - 0.2 - between * (columns - 1)) / columns
     cell = min(0.6, inches / longest)
     words = {v: f"{v:.4g}" for v in values}
     size = min(TEXT, TEXT * (cell - 0.06) / max(text_inches(w) for w in words.values()))
-    for place, (ax, rows, name) in enumerate(zip(axes, stages, titles, strict=True)):
+    for place, (ax, rows, name) in enumerate(zip(axes, stages, names, strict=True)):
         for rank, row in enumerate(rows):
             if not row:
                 _cell(ax, 0, rank, cell, CARD, "empty", edgecolor=RULE, linestyle="--")
@@ -310,7 +261,7 @@ def tensors(
             far, near = -0.8 * between / inches, -0.36 * between / inches
             ax.annotate("", (near, 0.5), (far, 0.5), "axes fraction", "axes fraction",
                         arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 1.6})  # fmt: skip
-    fig.set_label(" ".join(map(_in_words, titles, stages)))
+    fig.set_label(" ".join(map(_in_words, names, stages)))
     return fig
 
 

@@ -20,10 +20,11 @@ from hpnb.lesson.programs.step_timing import (
     measured_knee,
     subtract_rounds,
 )
+from hpnb.lesson.programs.vit_pipeline_words import listed
 from hpnb.models import ViTSize
 from hpnb.plot.bars import Bar, BarPanel, bars
 from hpnb.plot.canvas import SMALL, WIDTH, Key, text_inches
-from hpnb.plot.curves import CurvePanel, Series, count, curves, looks, rule, set_ticks
+from hpnb.plot.curves import CurvePanel, Series, count, curves, log_ticks, looks, rule, set_ticks
 from hpnb.plot.grammar import CARD, CATEGORY, INK, SOFT, STYLE, OpStyle
 from hpnb.plot.timeline import timeline
 from hpnb.plot.units import seconds as in_seconds
@@ -127,11 +128,8 @@ def _late_ranks(tls: Sequence[Timeline]) -> dict[str, object]:
 
 
 def describe_launches(launches: Sequence[Launch], device: str) -> dict[str, object]:
-    """Seconds of the fastest and the slowest of ranks with equal work, and what launching has to do with it.
-
-    Args:
-        launches: one for each rank, of a step without messages.
-        device: on a "cpu" the process computes itself.
+    """Seconds of the fastest and the slowest of ranks with equal work and no messages, and what launching has
+    to do with it; on a "cpu" the process computes itself.
     """
     rank = max(range(len(launches)), key=lambda rank: launches[rank].done)
     slowest = launches[rank]
@@ -165,13 +163,11 @@ def describe_ratio(measured: Spread, predicted: float) -> dict[str, float | str]
 def explain_step(
     causes: Mapping[str, Sequence[float]], last: float, measured: Spread
 ) -> dict[str, float | str | tuple[float, str]]:
-    """Whether causes and `last`, the seconds of the last bucket, explain the `measured` ratio of a step.
+    """Whether {ALONE or a cause: seconds of each round} and `last`, the seconds of the last bucket, explain
+    the `measured` ratio of a step.
 
     Each cause multiplies the time by a factor, the median of the ratios within rounds, and the last bucket
     adds its share of the step ALONE.
-
-    Args:
-        causes: {ALONE or a cause: seconds of each round}.
     """
     alone, others = causes[ALONE], [seconds for cause, seconds in causes.items() if cause != ALONE]
     share = last / median(alone)
@@ -207,16 +203,10 @@ def free_words(ratios: Mapping[int, Spread]) -> str:
     before = [tokens for tokens in sorted(ratios) if first_free is None or tokens < first_free]
     not_free = [tokens for tokens in before if ratios[tokens].low >= LIMIT]
     undecided = [tokens for tokens in before if tokens not in not_free]
-    words = [f"{verdict} at {_in_words(at)}" for verdict, at in
+    words = [f"{verdict} at {listed(at)}" for verdict, at in
              (("not free", not_free), ("undecided", undecided)) if at]  # fmt: skip
     words += [f"free from {first_free:,} on"] if first_free is not None else []
     return ", ".join(words)
-
-
-def _in_words(numbers: Sequence[int]) -> str:
-    """ "17, 68 and 272"."""
-    *first, last = (f"{number:,}" for number in numbers)
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 def law_words(law: float, ratios: Mapping[int, Spread]) -> str:
@@ -233,7 +223,7 @@ def verdict_words(ratios: Mapping[int, Spread]) -> str:
     """At which tokens a ratio is "faster", at which "slower", and at which undecided, in words."""
     verdicts = (("faster", "faster"), ("slower", "slower"), ("cannot tell", "undecided"))
     at = {word: [t for t in sorted(ratios) if ratios[t].verdict == verdict] for verdict, word in verdicts}
-    return ", ".join(f"{word} at {_in_words(tokens)}" for word, tokens in at.items() if tokens)
+    return ", ".join(f"{word} at {listed(tokens)}" for word, tokens in at.items() if tokens)
 
 
 def describe_sweep(
@@ -242,11 +232,7 @@ def describe_sweep(
     overlap: Mapping[int, Spread],
     law: Mapping[str, float],
 ) -> dict[str, str]:
-    """When steps are free and when overlap pays, in words.
-
-    Args:
-        law: from how many tokens on a step with overlap is free by the law, under "during".
-    """
+    """When steps are free, by the law from `law["during"]` tokens on, and when overlap pays, in words."""
     return {
         "during": free_words(during),
         "after": free_words(after),
@@ -263,7 +249,7 @@ def free_range(ratios: Mapping[int, Spread]) -> tuple[int, int]:
     """
     first_free = _surely_free(ratios)
     if first_free is None:
-        raise ValueError(f"no step is surely free at {_in_words(sorted(ratios))} tokens; measure longer ones")
+        raise ValueError(f"no step is surely free at {listed(sorted(ratios))} tokens; measure longer ones")
     return _surely_not_free(ratios), first_free
 
 
@@ -331,20 +317,13 @@ def step_ratios(
     """Tokens per rank against the time of a step over the time of the same step without communication.
 
     Args:
-        after, during: {tokens: ratio} of steps that reduce after and during the backward: dots with bars.
+        after, during: {tokens: ratio} of steps that reduce after and during the backward: dots with bars, a
+            little to the left and right of their tokens, so that none covers another.
         law_knee: tokens at which the backward takes as long as the all-reduce; it decides the two lines.
         free: {what says so: the tokens from which on a step is free}, a rule for each; None is left out.
-        title: begins with a capital on the figure.
-
-    Markers of the two are drawn a little to the left and right of their tokens, so that none covers another.
-
-    Raises:
-        ValueError: nothing to draw, or a ratio that is not above 0.
     """
     measured, tokens = {AFTER: after, DURING: during}, sorted({*after, *during})
     ratios = [ratio for points in measured.values() for spread in points.values() for ratio in spread]
-    if not ratios or min(ratios) <= 0:
-        raise ValueError(f"step_ratios() needs ratios above 0 and has {sorted(ratios)[:1] or 'none'}")
     knees = {words: tokens for words, tokens in free.items() if tokens is not None}
     low = min(tokens[0], law_knee / 2) / 1.2
     high = 1.3 * max([tokens[-1], 1.5 * law_knee, *knees.values()])
@@ -386,21 +365,11 @@ def step_ratios(
                 zorder=6, ha="right" if at_right else "left", transform=ax.get_xaxis_transform(),
                 bbox={"facecolor": CARD, "edgecolor": "none", "pad": 1.0})  # fmt: skip
     fig.set_label("; ".join(labels))
-    inches = ax.get_position().width * WIDTH
-    sizes = tokens if _have_room(tokens, low, high, inches) else _fitting_ticks(low, high, inches)
-    set_ticks(ax.xaxis, sizes, count)
+    if _have_room(tokens, low, high, ax.get_position().width * WIDTH):
+        set_ticks(ax.xaxis, tokens, count)
+    else:
+        log_ticks(ax.xaxis, count)
     return fig
-
-
-def _fitting_ticks(low: float, high: float, inches: float) -> list[float]:
-    """1, 2, 5, 10, ... between the two, or the powers of ten alone, or every second one: what has room."""
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    every = [step * 10.0**k for k in decades for step in (1, 2, 5)]
-    for thinned in (every, *(every[:: 3 * n] for n in range(1, len(decades)))):
-        ticks = [tick for tick in thinned if low <= tick <= high]
-        if _have_room(ticks, low, high, inches):
-            return ticks
-    return []
 
 
 def _have_room(ticks: Sequence[float], low: float, high: float, inches: float) -> bool:
@@ -413,17 +382,9 @@ def _have_room(ticks: Sequence[float], low: float, high: float, inches: float) -
 Kept = Mapping[str, Mapping[str, float]]  # {name: {category: bytes}}
 
 
-def states(predicted: Kept, measured: Kept, title: str | None = None) -> Figure:
-    """What a rank keeps, by category: for each ZeRO stage a predicted bar over a measured one.
-
-    Raises:
-        ValueError: the two do not have the same names, have none, or name a category that does not exist.
-    """
-    if set(predicted) != set(measured):
-        odd = ", ".join(sorted(set(predicted) ^ set(measured)))
-        raise ValueError(f"predicted and measured must have the same names; only one has {odd}")
+def states(predicted: Kept, measured: Kept, title: str = "") -> Figure:
+    """What a rank keeps, by category: for each ZeRO stage a predicted bar over a measured one."""
     rows = {name: [Bar(predicted[name], True), Bar(measured[name])] for name in predicted}
     outline = Key(OpStyle(STYLE["compute"].color, "", "predicted (filled: measured)"), "hollow")
-    heading = title if title is not None else "what a rank keeps"
     panel = BarPanel(rows, "B", "bytes on one rank ({unit})", row_inches=0.52)
-    return bars([panel], CATEGORY, title=heading, more_keys=[outline], right=0.65)
+    return bars([panel], CATEGORY, title=title, more_keys=[outline], right=0.65)

@@ -10,6 +10,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
 from hpnb.lesson import tables
+from hpnb.lesson.programs.rank_traffic import RankTraffic, bytes_between_nodes
 from hpnb.lesson.programs.vit_hybrid import RankParts
 from hpnb.mesh import AXES, Layout
 from hpnb.placement import Placement
@@ -18,8 +19,6 @@ from hpnb.plot.curves import CurvePanel, Look, Series, curves, set_ticks
 from hpnb.plot.grammar import AXIS, CARD, CATEGORY, INK, SOFT, STYLE, OpStyle, axis_style, ink_on, mix
 from hpnb.plot.units import byte_count, number, time_unit
 
-RankTraffic = Mapping[tuple[int, int], Mapping[str, float]]
-"""{(sender, receiver): {axis: bytes}}"""
 BETWEEN = OpStyle("#E4E8ED", "", "between nodes")
 PARTS: dict[str, OpStyle] = {
     "compute": STYLE["compute"],
@@ -37,7 +36,7 @@ def atlas(
     panels: Mapping[str, RankTraffic],
     node: int,
     parts: Mapping[str, Mapping[str, float]] | None = None,
-    title: str | None = None,
+    title: str = "",
     *,
     text: bool = True,
 ) -> Figure:
@@ -52,18 +51,8 @@ def atlas(
         node: consecutive ranks of each node.
         parts: {words: seconds of a step, of some of PARTS}; bars beneath, in one scale. What is under half a
             per cent of the longest step is left out.
-        text: write into squares which axis they are.
-
-    Raises:
-        ValueError: no panel or more than three, nothing sent, a node of no ranks, or an unknown part.
     """
-    if not 1 <= len(panels) <= 3 or not all(panels.values()):
-        raise ValueError(f"an atlas has one to three panels of bytes that were sent, not {len(panels)}")
-    if node < 1:
-        raise ValueError(f"node={node} is no count of ranks; use 8 for nodes with 8 GPUs")
     steps = list((parts or {}).values())
-    if strange := [name for step in steps for name in step if name not in PARTS]:
-        raise ValueError(f"a step has no part {strange[0]!r}; there are {', '.join(PARTS)}")
     sizes = {name: 1 + max(max(pair) for pair in traffic) for name, traffic in panels.items()}
     amounts = [sum(by.values()) for traffic in panels.values() for by in traffic.values()]
     low, high = math.log(max(min(amounts), _CONTROL)), math.log(max(*amounts, 2 * _CONTROL))
@@ -79,7 +68,7 @@ def atlas(
     side = min(2.5, (WIDTH - 0.75 - between * (columns - 1)) / columns)
     right = WIDTH - 0.55 - side * columns - between * (columns - 1)
     fig, axes = new_figure(
-        [side], title=title if title is not None else "who sends to whom", legend=keys, columns=columns,
+        [side], title=title, legend=keys, columns=columns,
         left=0.55, right=right, head=0.32, between=between,
         bottom=0.62 + 0.6 * len(steps) + 0.08 * bool(steps),
     )  # fmt: skip
@@ -88,8 +77,7 @@ def atlas(
         _squares(ax, traffic, low, high, text and sizes[name] <= MOST_WITH_WORDS)
         _frame(ax, sizes[name], node, 16 if columns == 1 else 8)
         ax.annotate(name, (0, 1), (0, 5), "axes fraction", "offset points", size=SMALL + 0.5, color=INK)
-        crossing = sum(sum(by.values()) for (a, b), by in traffic.items() if a // node != b // node)
-        summary = f"{byte_count(crossing)} between nodes"
+        summary = f"{byte_count(bytes_between_nodes(traffic, node))} between nodes"
         ax.set_xlabel(f"receiver\n{summary}", size=SMALL + 0.5)
         words.append(f"{name}: {summary}")
     axes[0].set_ylabel("sender", size=SMALL + 0.5)
@@ -150,19 +138,12 @@ def _step_bar(
     ax.annotate(caption, (0, 0), (0, -4), "axes fraction", "offset points", size=SMALL, color=INK, va="top")
 
 
-def orders(steps: Mapping[str, Mapping[str, float]], goal: float, title: str, *, most: float = 1.6) -> Figure:
-    """A lying bar for each order of the axes: a step, part by part, over its compute, all in one scale.
+def orders(steps: Mapping[str, Mapping[str, float]], goal: float, title: str) -> Figure:
+    """A lying bar for each order of the axes: {part of PARTS: seconds} over its compute, all in one scale.
 
-    Args:
-        steps: {order: seconds of a step, of some of PARTS, with "compute"}.
-        goal: a line, in units of compute.
-        most: where the axis ends; a longer bar is cut there, and its value is written all the same.
-
-    Raises:
-        ValueError: no step, or one that does not compute.
+    A bar longer than 1.6 is cut there, and its value is written all the same. `goal` is a line.
     """
-    if not steps or not all(parts.get("compute", 0.0) > 0 for parts in steps.values()):
-        raise ValueError('a bar of a step needs its compute; give seconds of each order under "compute"')
+    most = 1.6
     heights = {name: sum(parts.values()) / parts["compute"] for name, parts in steps.items()}
     large = [name for name in PARTS
              if any(parts.get(name, 0.0) > 0.005 * parts["compute"] for parts in steps.values())]  # fmt: skip
@@ -196,23 +177,21 @@ def slower_link(
     slower: Sequence[float],
     steps: Mapping[str, Sequence[float]],
     measured: Mapping[str, float],
-    title: str | None = None,
+    title: str = "",
     source: str = "measured",
 ) -> Figure:
-    """A step of each axis over how many times slower the link is, both logarithmic.
+    """A step of each axis over how many times slower the link is, 1 and up, both logarithmic.
 
     Measured steps are dots in a strip left of the curves, beside each other. A curve need not begin at its
     dot, because its messages take as long as the link says.
 
     Args:
-        slower: 1 and up, ascending.
         steps: {axis: simulated seconds, one for each of `slower`}.
-        measured: {axis: seconds} of the steps as they ran, at 1.
-        source: what they are, "measured" or "replayed".
+        measured: {axis: seconds} of the steps as they ran, at 1, of which `source` says how.
     """
     values = [v for axis in steps.values() for v in axis] + list(measured.values())
-    scale, unit = time_unit(max(values, default=1.0))
-    series, keys, strip = [], [], slower[0] * 0.42 if slower else 0.0
+    scale, unit = time_unit(max(values))
+    series, keys, strip = [], [], slower[0] * 0.42
     for place, (axis, seconds) in enumerate(steps.items()):
         look = Look(axis_style(axis).color, "o", axis_style(axis).line)
         series.append(Series(axis, slower, [s / scale for s in seconds], look))
@@ -221,12 +200,11 @@ def slower_link(
         series.append(Series(axis, beside, [measured[axis] / scale], look, "dots", f"{axis} {source}"))
     for words in (f"dots: {source}", "lines: simulated", "right: added on the slowest link"):
         keys.append(Key(OpStyle(SOFT, "", words), "words"))
-    heading = title if title is not None else "a step on a slower link"
     across = "bandwidth of the link between ranks"
     panel = CurvePanel(series, f"step ({unit}), log scale", "xy", 2.5, xlabel=across)
     longer = {a: f"{a}  +{tables.number(seconds[-1] - seconds[0], 's')}" for a, seconds in steps.items()}
-    right = 0.35 + max((text_inches(words, TEXT, "bold") for words in longer.values()), default=0.0)
-    fig = curves([panel], title=heading, keys=keys, right=right)
+    right = 0.35 + max(text_inches(words, TEXT, "bold") for words in longer.values())
+    fig = curves([panel], title=title, keys=keys, right=right)
     (ax,) = fig.axes
     low, high = min(values) / scale / 1.25, max(values) / scale * 1.25
     ax.set(xlim=(0.2 * slower[0], slower[-1]), ylim=(low, high))
@@ -266,20 +244,12 @@ _COLUMNS = {  # {a parameter's name without its block: what a column calls it}
 }
 
 
-def held_parts(ranks: Sequence[RankParts], layout: Layout, title: str | None = None) -> Figure:
-    """A row for each rank, a box for each weight of a ViT: filled is what the rank holds of it.
+def held_parts(ranks: Sequence[RankParts], layout: Layout, title: str = "") -> Figure:
+    """A row for each rank of `layout`, a box for each weight of a ViT: filled is what the rank holds of it.
 
     A matrix is drawn as in x A, inputs down and outputs across; a norm is a line. Biases are left out, and a
     number right of the row counts all elements that the rank holds.
-
-    Args:
-        ranks: of each rank of `layout`, in order.
-
-    Raises:
-        ValueError: there are not as many as `layout` has ranks.
     """
-    if len(ranks) != layout.world_size:
-        raise ValueError(f"{layout} has {layout.world_size} ranks, and {len(ranks)} say what they hold")
     names = list(dict.fromkeys(p.name for rank in ranks for p in rank.placements))
     blocks = sorted({name.split(".")[2] for name in names if name.startswith("vit.layers.")}, key=int)
     groups = {"": ["samples"], "embeddings": [n for n in _COLUMNS if n.startswith("vit.embeddings")]}
@@ -298,7 +268,7 @@ def held_parts(ranks: Sequence[RankParts], layout: Layout, title: str | None = N
     left, right = 1.62, 0.74
     unit = (WIDTH - left - right) / x
     fig, (ax,) = new_figure(
-        [unit * (tops[-1] + pitch)], title=title if title is not None else "what each rank holds",
+        [unit * (tops[-1] + pitch)], title=title,
         legend=keys, left=left, right=right, head=0.84, bottom=0.12,
     )  # fmt: skip
     filled: dict[str, list[Box]] = {style.label: [] for style in (ELSEWHERE, SAMPLES, IN_FULL, SHARDED)}

@@ -27,23 +27,19 @@ def u_curve(
     choices: Sequence[int],
     parts: Mapping[str, Sequence[float]],
     predicted: Sequence[float],
-    title: str | None = None,
+    title: str = "",
     source: str = "measured",
     graphs: Mapping[str, Sequence[float]] | None = None,
 ) -> Figure:
     """A trade-off: a stacked bar of a step for each choice, and the predicted step as a line.
 
     Args:
-        choices: such as 1, 2, 4, 8 microbatches.
         parts: {part of PARTS: seconds, one for each choice}, from the first of PARTS up.
         predicted: seconds of the step by the formula, whose T and c come from the work in the first
             and in the last bar.
-        source: where the bars come from: "measured", or "replayed".
         graphs: the parts of the same steps with CUDA graphs, for a panel below with an axis of its own.
     """
     both = [parts] if graphs is None else [parts, graphs]
-    if strange := [part for one in both for part in one if part not in PARTS]:
-        raise ValueError(f"there is no part {strange[0]!r}; there are {', '.join(PARTS)}")
     present = [part for part in PARTS if any(any(one.get(part, ())) for one in both)]
     totals = [_totals(one, len(choices)) for one in both]
     scale, unit = time_unit(min(total for one in totals for total in one))  # as prose has the best step
@@ -51,7 +47,6 @@ def u_curve(
     formula = f"formula; T and c from the work at m = {choices[0]} and {choices[-1]}"
     line = Series(formula, places, [p / scale for p in predicted], looks([formula])[formula],
                   "line and hollow")  # fmt: skip
-    heading = title if title is not None else "a step, and what it is made of"
     keys = [*(Key(PARTS[part]) for part in present), line.key]
     ylabel, xlabel = f"{source} step ({unit})", "number of microbatches"
     panels = [CurvePanel([line], ylabel, height=2.7, xlabel=xlabel)]
@@ -60,7 +55,7 @@ def u_curve(
             replace(panels[0], title="kernels launched from Python"),
             CurvePanel([], ylabel, height=2.2, title="the same steps with CUDA graphs", xlabel=xlabel),
         ]
-    fig = curves(panels, title=heading, keys=keys, left=0.72, gap=0.85)
+    fig = curves(panels, title=title, keys=keys, left=0.72, gap=0.85)
     ends = []
     for ax, one, steps in zip(fig.axes, both, totals, strict=True):
         _stack_bars(ax, choices, {part: one.get(part, [0.0] * len(choices)) for part in present}, scale)

@@ -17,8 +17,6 @@ from hpnb.plot.canvas import SMALL, TITLE, WIDTH, Key, boxes, new_figure, text_i
 from hpnb.plot.curves import CurvePanel, Series, count, curves, looks, rule, set_ticks
 from hpnb.plot.grammar import ALARM, CARD, INK, RULE, SERIES, SOFT, OpStyle, mix
 
-# --- where a gradient goes wrong ---------------------------------------------------------------------
-
 FOOT = 1e-17  # below any error that float64 can have but 0
 EDGE = 1e-9  # halfway, in logarithms, between rounding and an error of everything
 _LEFT, _RIGHT = 0.75, 0.2
@@ -26,7 +24,7 @@ _LONGEST = 1.0  # inches of a name
 _LEAST = 0.125  # inches from one name to the next
 
 
-def gradient_cliff(errors: Mapping[str, Mapping[str, float]], title: str | None = None) -> Figure:
+def gradient_cliff(errors: Mapping[str, Mapping[str, float]], title: str = "") -> Figure:
     """Modules in the order in which the backward reaches them, over the relative error of their gradients.
 
         error = || g - g_right || / || g_right ||        of all parameters of a module, in float64
@@ -39,14 +37,8 @@ def gradient_cliff(errors: Mapping[str, Mapping[str, float]], title: str | None 
         errors: {run: {module: relative error}}, modules by their full names from the loss down to the input,
             the same in every run. The foot of the logarithmic axis stands for 0. A run with an error above
             EDGE, which is no rounding, has its cliff marked.
-
-    Raises:
-        ValueError: nothing to draw, or runs over different modules.
     """
-    orders = {name: list(run) for name, run in errors.items()}
-    modules = next(iter(orders.values()), [])
-    if not modules or any(order != modules for order in orders.values()):
-        raise ValueError(f"the runs {', '.join(errors)} must be of the same modules, in one order")
+    modules = list(next(iter(errors.values())))
     names, blocks = shorten(modules)
     room = (WIDTH - _LEFT - _RIGHT) / (len(modules) + 1)
     longest = max(text_inches(name, SMALL) for name in names) if room >= _LEAST else 0.0
@@ -56,8 +48,7 @@ def gradient_cliff(errors: Mapping[str, Mapping[str, float]], title: str | None 
         heights = [max(error, FOOT) for error in by_module.values()]
         series.append(Series(run, range(len(modules)), heights, look[run], "line and dots"))
     panel = CurvePanel(series, "relative error of the gradient", "y", xlabel="from the loss  →  to the input")
-    heading = title if title is not None else "gradients from the loss down: where do they go wrong?"
-    fig = curves([panel], title=heading, left=_LEFT, right=_RIGHT, head=0.3,
+    fig = curves([panel], title=title, left=_LEFT, right=_RIGHT, head=0.3,
                  bottom=0.4 + (longest + 0.06 if longest else 0.0))  # fmt: skip
     (ax,) = fig.axes
     for i, line in enumerate(reversed(ax.get_lines())):
@@ -129,8 +120,6 @@ def _name_modules(ax: Axes, names: Sequence[str], blocks: Sequence[tuple[str, in
                         "offset points", size=SMALL, color=SOFT, ha="center")  # fmt: skip
 
 
-# --- the cheapest mode -------------------------------------------------------------------------------
-
 MODES = ("1d", "2d", "2.5d", "3d")
 COLORS = {mode: color for mode, (color, *_) in zip(MODES, SERIES, strict=False)}
 AREAS = {mode: OpStyle(mix(color, CARD, 0.72), "", mode) for mode, color in COLORS.items()}
@@ -148,32 +137,20 @@ def cheapest_mode(
     tokens: Sequence[float],
     hidden: Sequence[float],
     modes: Sequence[Sequence[str]],
-    title: str | None = None,
+    title: str = "",
     ranks: int = 0,
 ) -> Figure:
     """Which mode of tensor parallelism is the cheapest: a map of tokens a rank over hidden size.
 
-    Regions are predicted, and named where they lie; along a border two modes cost the same.
-
-    Args:
-        tokens, hidden: of the cells' middles, both ascending.
-        modes: one row for each of `hidden`, as `hpnb.theory.cheapest_modes` gives them.
-        ranks: how many, for the name of the axis.
-
-    Raises:
-        ValueError: a map of another size, or a mode that is not in MODES.
+    Regions are predicted, and named where they lie; along a border two modes cost the same. `tokens` and
+    `hidden` are of the cells' middles, both ascending; `modes` has a row for each of `hidden`.
     """
-    if len(modes) != len(hidden) or any(len(row) != len(tokens) for row in modes):
-        raise ValueError(f"modes needs {len(hidden)} rows of {len(tokens)}, a row for each hidden size")
-    if strange := {m for row in modes for m in row} - set(MODES):
-        raise ValueError(f"no mode {', '.join(sorted(strange))}; there are {', '.join(MODES)}")
     table = np.array([[MODES.index(mode) for mode in row] for row in modes])  # (hidden, tokens)
     x, y = _edges(tokens), _edges(hidden)
     share = {mode: float(np.mean(table == i)) for i, mode in enumerate(MODES)}
     named = [mode for mode in MODES if share[mode] > _NAMED]
     keys = [Key(AREAS[m], "flat", f"{m.upper()} predicted") for m in MODES if share[m] and m not in named]
-    heading = title if title is not None else "the cheapest mode of tensor parallelism"
-    fig, (ax,) = new_figure([_TALL], title=heading, legend=keys, left=0.8, right=0.3, head=0.28)
+    fig, (ax,) = new_figure([_TALL], title=title, legend=keys, left=0.8, right=0.3, head=0.28)
     for i, mode in enumerate(MODES):
         cells = [(x[c], y[r], x[c + 1] - x[c], y[r + 1] - y[r]) for r, c in np.argwhere(table == i)]
         if cells:
@@ -183,7 +160,13 @@ def cheapest_mode(
         if mode in named:
             ax.text(*_place(table == i, x, y), mode.upper(), size=TITLE + 1, weight="bold",
                     color=mix(COLORS[mode], INK, 0.35), ha="center", va="center", zorder=3)  # fmt: skip
-    _axes(ax, (x[0], x[-1]), (y[0], y[-1]), f"tokens of the batch / {ranks}" if ranks else "tokens a rank")
+    xlabel = f"tokens of the batch / {ranks}" if ranks else "tokens a rank"
+    ax.set(xscale="log", yscale="log", xlim=(x[0], x[-1]), ylim=(y[0], y[-1]), xlabel=xlabel)
+    for axis, edges, most in ((ax.xaxis, x, 12), (ax.yaxis, y, 9)):
+        low, high = math.ceil(math.log2(edges[0])), math.floor(math.log2(edges[-1]))
+        powers = [2.0**k for k in range(low, high + 1)]
+        set_ticks(axis, powers[:: max(1, -(-len(powers) // most))], count)
+    ax.set_ylabel("hidden size", size=SMALL + 1)
     return fig
 
 
@@ -225,11 +208,3 @@ def _place(region: NDArray[np.bool_], x: NDArray[np.float64], y: NDArray[np.floa
     best = np.argwhere(room >= 0.999 * room.max())  # of equals the one in their middle
     row, column = best[np.abs(best - best.mean(0)).sum(1).argmin()]
     return float(middles[0][column]), float(middles[1][row])
-
-
-def _axes(ax: Axes, x: tuple[float, float], y: tuple[float, float], xlabel: str) -> None:
-    ax.set(xscale="log", yscale="log", xlim=x, ylim=y, xlabel=xlabel)
-    for axis, (low, high), most in ((ax.xaxis, x, 12), (ax.yaxis, y, 9)):
-        powers = [2.0**k for k in range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)]
-        set_ticks(axis, powers[:: max(1, -(-len(powers) // most))], count)
-    ax.set_ylabel("hidden size", size=SMALL + 1)

@@ -1,21 +1,18 @@
 """Where the seconds of a recorded step went: of a Timeline of all ranks, or replayed from times of actions.
 
-    split_step(timeline)                             {"computing": ..., "bubble": ..., ...}
-    replay_step(records, layout, schedule, link)     and a timeline, where ranks share cores or a GPU
-
-Both give seconds by `hpnb.theory.STEP_PARTS`, mean over the ranks, which add up to the step. "exposed dp" has
-all sums of gradients: over replicas, and of a tied weight over the stages that have it.
+Seconds are by `hpnb.theory.STEP_PARTS`, mean over the ranks, and add up to the step. "exposed dp" has all
+sums of gradients: over replicas, and of a tied weight over the stages that have it.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hpnb.mesh import ParallelLayout
 from hpnb.pipeline_parallel import Action, Schedule
-from hpnb.record import Event, Message, Timeline, ring_bytes
+from hpnb.record import Message, Timeline, ring_bytes
 from hpnb.theory import STEP_PARTS, Link, seconds
 
 
@@ -28,7 +25,6 @@ class RankRecord:
         collectives: CPU seconds of each step's collectives of tp, where ranks share cores.
         timelines: of each step, where they do not share cores or a GPU.
         messages, peak: of one step; bytes.
-        losses: of all steps, on ranks that have them.
     """
 
     coordinates: dict[str, int]
@@ -43,19 +39,20 @@ class RankRecord:
 
 def split_step(tl: Timeline) -> dict[str, float]:
     """A recorded step of all ranks by STEP_PARTS: what computing does not cover is tp's, dp's, or idle."""
+    from hpnb.plot.lanes import exposed_parts
+
+    working, stepping = tl.select("FIWB"), tl.select(["optimizer"])
+    both = tl.select([*"FIWB", "optimizer"])
+    busy = tl.select([*"FIWB", "optimizer", "compute"])  # packing of messages, too
     parts = dict.fromkeys(STEP_PARTS, 0.0)
-    for on_rank in tl.by_rank.values():
-        working = [e for e in on_rank if e.op in "FIWB"]
-        stepping = [e for e in on_rank if e.op == "optimizer"]
-        packing = [e for e in on_rank if e.op == "compute"]
-        busy = _union(working + stepping + packing)
-        tp = _without(_union(e for e in on_rank if e.axis.startswith("tp")), busy)
-        sums = (e for e in on_rank if e.axis.startswith("dp") or (e.axis, e.op) == ("pp", "all_reduce"))
-        dp = _without(_without(_union(sums), busy), tp)
-        parts["computing"] += _length(_union(working))
-        parts["optimizer"] += _length(_union(stepping))
-        parts["exposed tp"] += _length(tp)
-        parts["exposed dp"] += _length(dp) + _length(_without(_union(packing), _union(working + stepping)))
+    for rank, on_rank in tl.by_rank.items():
+        tp = [e for e in on_rank if e.axis.startswith("tp")]
+        sums = [e for e in on_rank if e.axis.startswith("dp") or (e.axis, e.op) == ("pp", "all_reduce")]
+        for e, start, end in exposed_parts([*busy.by_rank.get(rank, ()), *tp, *sums]):
+            parts["exposed tp" if e.axis.startswith("tp") else "exposed dp"] += end - start
+        parts["computing"] += working.work(rank)
+        parts["optimizer"] += stepping.work(rank)
+        parts["exposed dp"] += busy.work(rank) - both.work(rank)
     mean = {part: took / len(tl.ranks) for part, took in parts.items()}
     return {**mean, "bubble": max(0.0, tl.makespan - sum(mean.values()))}
 
@@ -123,37 +120,3 @@ def _exposed_dp(record: RankRecord, layout: ParallelLayout, backward: float, lin
         # units are reduced when the backward has ended
         return reduced + gathered / count + max(0.0, gathered - 1.5 * backward)
     return max(reduced / count, reduced - (count - 1) * backward / count) + gathered
-
-
-# --- spans -----------------------------------------------------------------------------------------------
-
-Spans = list[tuple[float, float]]
-
-
-def _union(events: Iterable[Event]) -> Spans:
-    spans: Spans = []
-    for start, end in sorted((e.start, e.end) for e in events):
-        if spans and start <= spans[-1][1]:
-            spans[-1] = spans[-1][0], max(spans[-1][1], end)
-        else:
-            spans.append((start, end))
-    return spans
-
-
-def _without(spans: Spans, others: Spans) -> Spans:
-    """What of `spans` no other covers; both as `_union` returns them."""
-    uncovered: Spans = []
-    for start, end in spans:
-        for a, b in others:
-            if b <= start or a >= end:
-                continue
-            if a > start:
-                uncovered.append((start, a))
-            start = max(start, b)
-        if start < end:
-            uncovered.append((start, end))
-    return uncovered
-
-
-def _length(spans: Spans) -> float:
-    return sum(end - start for start, end in spans)

@@ -1,8 +1,5 @@
 """Seconds of single layers on the ranks of a page, and of calls that take turns.
 
-    times = pool.run(time_layers, SIZE, 2, torch.float32)[0]     # LayerTimes
-    times.step(schedule, counts)                                 # simulated Timeline
-
 Where ranks share cores all times are CPU times, as those of actions are (see `hpnb.Pipeline`).
 """
 
@@ -42,7 +39,6 @@ class LayerTimes:
     """Seconds of each layer for one microbatch: embedding, block, block, ..., head.
 
     Attributes:
-        kinds: of each layer.
         forward, backward: of each layer; the head's include the loss's.
         loss: how many seconds of the head's are the loss's.
     """
@@ -78,9 +74,8 @@ class LayerTimes:
         return max(abs(blocks / flops - 1) for blocks in (matmuls, self.head))
 
     def chunks_in_words(self, stages: int) -> dict[str, float | str]:
-        """How many blocks each of `stages` "equal" stages would take, and in "words" beside it the head.
-
-        The "limit" is the `best_speedup` of any cut.
+        """How many blocks each of `stages` "equal" stages would take, in "words" beside it the head, and the
+        "limit", the `best_speedup` of any cut.
         """
         equal = sum(self.smooth) / (stages * self.block)
         words = "no more than that, so two stages a rank can be nearly equal"
@@ -106,9 +101,6 @@ class LayerTimes:
     def padded(self, odd: Sequence[float], padded: Sequence[float]) -> dict[str, Any]:
         """For prose: how many times as long the head's matmuls take with an odd vocabulary ("gain"), how that
         compares with the "spread", and the "head" and loss in blocks if its matmuls gained as much.
-
-        Args:
-            odd, padded: seconds of each repeat.
         """
         gain = statistics.median(odd) / statistics.median(padded)
         head = ((self.costs[-1] - self.loss) / gain + self.loss) / self.block
@@ -131,9 +123,8 @@ def token_loss(outputs: Any, inputs: Batch) -> torch.Tensor:
 
 
 def time_layers(size: GPT2Size, rows: int, dtype: torch.dtype, repeats: int = 7) -> LayerTimes:
-    """Time each layer of a microbatch of `rows`, as medians of `repeats`.
-
-    Every rank calls it and measures, so that they share cores and memory as they will in a step.
+    """Time each layer of a microbatch of `rows`, as medians of `repeats`. Every rank calls it and measures,
+    so that they share cores and memory as they will in a step.
     """
     batch, hidden = random_tokens(size, rows), None
     warmup = warmup_steps()
@@ -181,21 +172,23 @@ def _time_layer(layer: Layer, hidden: torch.Tensor | None, batch: Batch) -> dict
     return cpu if contended() else {e.op: e.duration for e in recorder.events()}
 
 
-def time_in_turn(calls: Mapping[Any, Callable[[], object]], repeats: int = 7) -> dict[Any, list[float]]:
-    """{name: seconds of each repeat, ascending} of calls that take turns: A B C A B C ...
+def seconds_alone(call: Callable[[], object]) -> float:
+    """Seconds of a call on this rank's device; CPU time where ranks share cores."""
+    with hpnb.record.timeline() as recorder:
+        began = time.thread_time()
+        with recorder.span("F"):
+            call()
+        cpu = time.thread_time() - began
+    return cpu if contended() else recorder.events()[0].duration
 
-    Every rank calls it and measures, so that they share cores and memory as they will in a step.
-    """
+
+def time_in_turn(calls: Mapping[Any, Callable[[], object]], repeats: int = 7) -> dict[Any, list[float]]:
+    """{name: seconds of each repeat, ascending} of calls that take turns: A B C A B C ..."""
     seconds: dict[Any, list[float]] = {name: [] for name in calls}
     warmup = warmup_steps()
     for repeat in range(warmup + repeats):
         for name, call in calls.items():
-            with hpnb.record.timeline() as recorder:
-                began = time.thread_time()
-                with recorder.span("F"):
-                    call()
-                cpu = time.thread_time() - began
-            (event,) = recorder.events()
+            took = seconds_alone(call)
             if repeat >= warmup:
-                seconds[name].append(cpu if contended() else event.duration)
+                seconds[name].append(took)
     return {name: sorted(times) for name, times in seconds.items()}

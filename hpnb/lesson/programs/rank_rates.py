@@ -1,17 +1,12 @@
 """What one rank alone takes, for the predictions of notebook 08: layers, the optimizer, and what tp adds.
 
-    rates = pool.run(rank_rates.measure_rates, SIZE, 2, 4, torch.float32)[0]
-    task = rank_rates.layout_task(SIZE, 16, torch.float32, rates, link)
-    theory.layout_parts(task, layout)
-
 All ranks measure at the same time, so that each has its share of the machine.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,10 +15,9 @@ import torch.nn.functional as F
 
 import hpnb
 from hpnb.lesson.programs.device_timing import timing_gpt2
-from hpnb.lesson.programs.layer_times import time_in_turn, time_layers
+from hpnb.lesson.programs.layer_times import seconds_alone, time_in_turn, time_layers
 from hpnb.mesh import ParallelLayout
 from hpnb.models import GPT2Size
-from hpnb.pipeline_parallel.executor import contended
 from hpnb.theory import LayerCost, LayoutTask, Link
 
 MIN_BUCKETS = 4  # of a gradient: a single bucket could not overlap with anything
@@ -32,12 +26,8 @@ _MLP_PRODUCTS = 9  # of the MLP's first product: the FLOPs of a block's matmuls,
 
 @dataclass(frozen=True)
 class RankRates:
-    """What one rank alone takes, while the others do the same: see `hpnb.theory.LayoutTask`.
-
-    Attributes:
-        block, ends: forward and backward of a block, and of embedding, head and loss.
-        parameter: seconds of AdamW for one parameter.
-        matmul: FLOP/s of a block's largest product.
+    """What one rank alone takes, while the others do the same: forward and backward of a `block` and of
+    embedding, head and loss; seconds of AdamW for a `parameter`; FLOP/s of a block's largest `matmul`.
     """
 
     block: LayerCost
@@ -68,14 +58,14 @@ def _optimizer_seconds(size: GPT2Size, dtype: torch.dtype) -> float:
     optimizer = torch.optim.AdamW(block.parameters(), lr=1e-4, fused=True)
     if dtype.itemsize == 2:
         hpnb.precision.Masters(optimizer)
-    took = [_time_alone(optimizer.step) for _ in range(6)][1:]
+    took = [seconds_alone(optimizer.step) for _ in range(6)][1:]
     return statistics.median(took) / sum(int(p.numel()) for p in block.parameters())
 
 
 def _matmul_rate(size: GPT2Size, samples: int, dtype: torch.dtype) -> float:
     m, k, n = samples * size.length, size.hidden, size.mlp
     a, b = (torch.randn(*shape, device=hpnb.device()).to(dtype) for shape in ((m, k), (k, n)))
-    took = [_time_alone(lambda: a @ b) for _ in range(12)][2:]
+    took = [seconds_alone(lambda: a @ b) for _ in range(12)][2:]
     return 2 * m * k * n / min(took)
 
 
@@ -84,10 +74,8 @@ def time_undivided(
 ) -> dict[str, float]:
     """What tp may add to a rank's computing, besides collectives, in seconds of a step of `samples` samples.
 
-    Returns:
-        "norms": the norms and residual additions that each rank of tp computes for all tokens, less its
-        share; "thin matmuls": what products with a t-th of the columns take more than a t-th of the time.
-        Less than 0 if they are faster.
+    "norms" are the norms and residual additions that each rank of tp computes for all tokens, less its share;
+    "thin matmuls" what products with a t-th of the columns take more than a t-th of the time, or less.
     """
     m, t = layout.count_microbatches(samples // layout.dp), layout.tp
     took = pool.run(_time_undivided, size, samples // layout.dp // m, dtype, t)
@@ -114,17 +102,6 @@ def _time_undivided(
     }, repeats=9)  # fmt: skip
     norm, whole, part = (statistics.median(times) for times in took.values())
     return norm, whole, part
-
-
-def _time_alone(work: Callable[[], Any]) -> float:
-    """Seconds on this rank's device; CPU time where ranks share cores."""
-    if contended():
-        began = time.thread_time()
-        work()
-        return time.thread_time() - began
-    with hpnb.record.timeline() as recorder, recorder.span():
-        work()
-    return recorder.events()[0].duration
 
 
 def layout_task(size: GPT2Size, batch: int, dtype: torch.dtype, rates: RankRates, link: Link) -> LayoutTask:

@@ -147,7 +147,7 @@ def test_a_step_over_its_budget_is_stopped_once_with_its_state_named() -> None:
 
 def _peaks(configs: list[ZeroConfig], rows: int) -> list[tuple[int, MemorySample]]:
     profiles = [
-        gpt2_zero.measure_step(SIZE, rows, torch.float32, config, 0.25, repeats=0).profile
+        gpt2_zero.measure_step(SIZE, rows, torch.float32, config, 0.25, repeats=1).profile
         for config in configs
     ]
     return [(p.peak, p.samples[-1]) for p in profiles]

@@ -346,7 +346,9 @@ def test_recorded_steps_say_who_computes_longer_and_where_the_link_is_from(
     card: Any = SimpleNamespace(latency=1e-5, bandwidth=1e9)
     assert vit_hybrid.record_steps(card, steps) == dict.fromkeys(AXES, 3.0)
     assert recorded["04.source"] == ("measured" if source == "measured" else "replayed")
-    assert recorded["04.link.from"] == ("measured as in notebook 00" if source == "measured" else "assumed")
+    assert recorded["04.link"]["from"] == (
+        "measured as in notebook 00" if source == "measured" else "assumed"
+    )
 
 
 def test_what_each_rank_holds_is_drawn_as_it_is_placed() -> None:

@@ -1,12 +1,4 @@
-"""What notebook 09 plans with: a planner fitted to one published run, clusters by name, benchmarked runs.
-
-fitted_cluster()                   DGX A100s whose matmul rate explains the smallest published run
-cluster(512, network)              so many of these GPUs, with a network of NETWORKS
-benchmarked_runs()                 {layout: predicted twice, and measured} of GPT-2 XL on two H200s
-halve_field(cluster, "inside")     the cluster with half of one number; of a link its bandwidth
-double_latency(cluster, "inside")  the cluster with twice the latency of one link
-best_layouts(models)               the best layout of each model on clusters of each size
-"""
+"""What notebook 09 plans with: a planner fitted to one published run, clusters by name, benchmarked runs."""
 
 from __future__ import annotations
 
@@ -36,8 +28,6 @@ NETWORKS = {FAST: (HDR, 1.0), "Ethernet 100 Gb, one NIC per GPU": (ETHERNET, 1.0
 MODELS = {known.name: known.run for known in MEGATRON}
 FIELDS = {"matmuls": "share", "memory": "memory_bandwidth", "inside": "inside", "between": "between"}
 """{what can be half as fast: its field of a Cluster; of a link its bandwidth}"""
-LATENCIES = ("inside", "between")
-"""Links of a Cluster, whose latency can double."""
 
 
 @lru_cache(maxsize=1)
@@ -79,7 +69,7 @@ def double_latencies(
     """What the latencies matter, each doubled alone, in %: the worst "error" of `fitted` on the ten published
     runs of MEGATRON, and how much "longer" a step of `plan` takes on `planned`, at most."""
     errors, longer = [], []
-    for what in LATENCIES:
+    for what in ("inside", "between"):
         late, slow = (double_latency(nodes, what) for nodes in (fitted, planned))
         for known in MEGATRON:
             reached = tflops(known.run, replace(late, gpus=known.gpus), known.plan)
@@ -107,9 +97,6 @@ def best_layouts(
         words = f"{plan.dp} x {plan.pp} x {plan.tp}: {100 * used:.0f} %" if fits else "too large"
         table.setdefault(f"{gpus:,} GPUs", {})[model] = words
     return table
-
-
-# --- this library's benchmarked runs ------------------------------------------------------------------
 
 
 class BenchmarkedRun(NamedTuple):

@@ -1,7 +1,5 @@
-"""Models and batches for timing.
-
-Values hardly matter for timing. So weights are drawn on the device, which takes no time even for a large
-model.
+"""Models and batches for timing. Weights are drawn on the device, which takes no time even for a large model:
+values hardly matter for timing.
 """
 
 from __future__ import annotations
@@ -62,9 +60,6 @@ def matmul_workspace() -> int:
     return torch.cuda.memory_allocated(device) - before
 
 
-# --- models ------------------------------------------------------------------------------------------
-
-
 def draw_weights(model: torch.nn.Module) -> None:
     """Fill a model on its device: biases 0, norms 1, matrices from a normal distribution."""
     with torch.no_grad():
@@ -89,10 +84,10 @@ def vit_and_batch(size: ViTSize, images: int, dtype: torch.dtype, classes: int =
 
 
 def vit_and_loss(
-    size: ViTSize, images: int, dtype: torch.dtype, classes: int = 3
+    size: ViTSize, images: int, dtype: torch.dtype
 ) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:
     """A ViT on this rank's device, and a function from it (or from what wraps it) to the loss of `images`."""
-    model, batch = vit_and_batch(size, images, dtype, classes)
+    model, batch = vit_and_batch(size, images, dtype)
 
     def loss(wrapped: torch.nn.Module) -> torch.Tensor:
         value: torch.Tensor = wrapped(**batch).loss

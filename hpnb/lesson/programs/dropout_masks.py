@@ -11,9 +11,6 @@ A policy is what the ranks' random generators do:
 "As many" depends on the device. A CPU's generator advances with every number. A GPU's (Philox) advances by
 the rounds that all its threads need for a tensor, so tensors of one round leave equal states whatever their
 size.
-
-`record_masks` looks at two places of the first block: the attention's probabilities, sharded by heads in
-every layout, and the MLP's output, which is replicated, or sharded along tokens with sequence parallelism.
 """
 
 from __future__ import annotations

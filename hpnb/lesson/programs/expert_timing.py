@@ -1,17 +1,11 @@
 """How long a layer of experts computes on unequal ranks, for notebook 11: sizes, rows, and times of them.
 
-    routed_rows                     which experts each token is for
-    experts_call                    experts in a size at which computing takes time
-    seconds_of_ranks, sorted_rows   how long unequal ranks compute, and how unequal they are
-    wait_for_slowest                what they wait for each other
-
 Every rank calls what is here, except `sorted_rows` and `wait_for_slowest`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -25,24 +19,9 @@ from hpnb.record import Event, Timeline
 Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (r, h), (r,) expert of this rank -> (r, h)
 
 
-@dataclass(frozen=True)
-class LayerSize:
-    """One layer of experts, each of two matrices.
-
-    Attributes:
-        rows: of one rank, if loads are even.
-        hidden, width: of a token, and inside an expert.
-    """
-
-    rows: int
-    hidden: int
-    width: int
-    dtype: torch.dtype
-
-
-# On a GPU, large enough that launches take a small part of the time.
-_TIMED = {"cpu": LayerSize(1024, 192, 384, torch.float32),
-          "cuda": LayerSize(8192, 4096, 14336, torch.bfloat16)}  # fmt: skip
+# Rows of a rank if loads are even, numbers of a token, and inside an expert; on a GPU, large enough that
+# launches take a small part of the time.
+_TIMED = {"cpu": (1024, 192, 384, torch.float32), "cuda": (8192, 4096, 14336, torch.bfloat16)}
 
 
 def expert_axis() -> Axis:
@@ -52,10 +31,8 @@ def expert_axis() -> Axis:
 
 
 def routed_rows(tokens: int, num_experts: int, k: int, popular: float = 1.0, seed: int = 0) -> torch.Tensor:
-    """(tokens, k) different experts of each token, drawn at random, on the CPU.
-
-    Args:
-        popular: how much likelier expert 2 is than each of the others.
+    """(tokens, k) different experts of each token, drawn at random, on the CPU; expert 2 is `popular` times
+    as likely as each of the others.
     """
     weights = torch.ones(num_experts)
     weights[min(2, num_experts - 1)] = popular
@@ -69,11 +46,11 @@ def experts_call(rows: int, local: int) -> Callable[[], None]:
     All memory is reserved before: with fresh memory, the time of the rank with most rows differed by half
     between runs.
     """
-    size, device = _TIMED[hpnb.device().type], hpnb.device()
-    like = partial(torch.randn, device=device, dtype=size.dtype)
-    up, down = like(local, size.hidden, size.width), like(local, size.width, size.hidden)
-    of_experts = like(rows, size.hidden).tensor_split(local)
-    inside = like(max(map(len, of_experts)), size.width)
+    _, hidden, width, dtype = _TIMED[hpnb.device().type]
+    like = partial(torch.randn, device=hpnb.device(), dtype=dtype)
+    up, down = like(local, hidden, width), like(local, width, hidden)
+    of_experts = like(rows, hidden).tensor_split(local)
+    inside = like(max(map(len, of_experts)), width)
     results = [torch.empty_like(x) for x in of_experts]
 
     def compute() -> None:
@@ -86,17 +63,15 @@ def experts_call(rows: int, local: int) -> Callable[[], None]:
 
 
 def seconds_of_ranks(rows_of_ranks: Mapping[str, Sequence[float]], local: int) -> dict[str, list[float]]:
-    """{name: seconds of each rank} to compute so many rows, if each rank has a processor to itself.
+    """{name: seconds of each rank} to compute {name: rows of each rank}, if each has a processor to itself.
 
-    All rows are scaled by one factor, which makes their mean the timed size's. A rank's time is the least of
-    fifteen turns: on shared cores other work only adds to it.
-
-    Args:
-        rows_of_ranks: {name: rows of each rank}, with the same mean for all names.
-        local: experts of a rank, among which its rows are shared equally.
+    All rows are scaled by one factor, which makes their mean the timed size's; the `local` experts of a rank
+    share its rows equally. A rank's time is the least of fifteen turns: on shared cores other work only adds
+    to it.
     """
-    size, device, axis = _TIMED[hpnb.device().type], hpnb.device(), expert_axis()
-    calls = {name: experts_call(round(rows[axis.rank] * size.rows * axis.size / sum(rows)), local)
+    device, axis = hpnb.device(), expert_axis()
+    mean = _TIMED[device.type][0]
+    calls = {name: experts_call(round(rows[axis.rank] * mean * axis.size / sum(rows)), local)
              for name, rows in rows_of_ranks.items()}  # fmt: skip
     with torch.no_grad():
         took = time_in_turn(calls, repeats=15)
@@ -115,11 +90,7 @@ def wait_for_slowest(seconds: Sequence[float]) -> Timeline:
 
 
 def sorted_rows(steps: Sequence[Mapping[str, torch.Tensor]], ranks: int) -> list[float]:
-    """Rows of the busiest rank, of the next one, and so on: means over steps and layers.
-
-    Args:
-        steps: {layer: rows of each expert (E,)} of each step, as `ExpertLoads.steps`.
-    """
+    """Rows of the busiest rank, of the next one, and so on: means over layers and the `ExpertLoads.steps`."""
     loads = [load.view(ranks, -1).sum(1) for step in steps for load in step.values()]
     means: list[float] = torch.stack(loads).sort(descending=True).values.double().mean(0).tolist()
     return means

@@ -1,11 +1,5 @@
 """What notebook 11 runs on its ranks: a small mixture of experts, and a layer beside one process's.
 
-    compare_layer                   a layer of experts on ranks equals one process, and what it sends
-    mixture, loss_within_capacity   a small DeepSeek-V3 that is trained, and what dropping rows costs it
-    busiest_experts                 the loads of its two busiest experts, block by block
-    probe_experts                   the gradients of experts that got no token
-    deepseek_v3_layer, pipeline_losses  two microbatches at once: what a layer takes, and a step that is run
-
 Every rank calls what is here. How long a layer computes is in `expert_timing`.
 """
 
@@ -37,12 +31,8 @@ KeepRows = Callable[[torch.Tensor, int], torch.Tensor]  # (n, k) experts, capaci
 
 
 def training_steps(device: str) -> tuple[int, int]:
-    """Steps of the training with three ways to balance, and of that with right and wrong reductions: fewer
-    on a CPU."""
+    """Steps of the training with three ways to balance, and with right and wrong reductions."""
     return _STEPS[device]
-
-
-# --- one process ------------------------------------------------------------------------------------
 
 
 def transformers_block(
@@ -70,18 +60,11 @@ def transformers_block(
     return block, block.gate.weight, [partial(feed_forward, expert) for expert in range(num_experts)]
 
 
-# --- beside one process -----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ComparedLayer:
-    """A layer of experts on ranks beside one process's.
-
-    Attributes:
-        distances: {"output", "gradient of tokens" or "gradient of experts": relative distance on the rank
-            where it is largest}.
-        sent: bytes that left this rank, in forward and backward.
-        there, back: rows that this rank sent to other ranks' experts, and received from other ranks.
+    """A layer of experts on ranks beside one process's: {"output", "gradient of tokens" or "gradient of
+    experts": relative distance on the rank where it is largest}, bytes that left this rank, and rows that it
+    sent to other ranks' experts ("there") and received from other ranks ("back").
     """
 
     distances: dict[str, float]
@@ -93,9 +76,7 @@ class ComparedLayer:
 def compare_layer(layer: ExpertLayer, num_experts: int, k: int, tokens: int = 16) -> ComparedLayer:
     """Run `layer` on this rank's tokens, and one process on those of all ranks, in float64.
 
-    Args:
-        layer: (tokens (n, h), chosen (n, k), weights (n, k), compute, axis) -> (n, h), where
-            `compute` is a `LocalExperts`.
+    It takes tokens (n, h), chosen (n, k), weights (n, k), a `LocalExperts` and the axis, and returns (n, h).
     """
     axis, hidden, device = expert_axis(), 8, hpnb.device()
     x = [random_values(tokens, hidden, seed=r).requires_grad_() for r in range(axis.size)]
@@ -132,12 +113,7 @@ def compare_layer(layer: ExpertLayer, num_experts: int, k: int, tokens: int = 16
 
 @dataclass(frozen=True)
 class LocalExperts:
-    """This rank's experts of one matrix each.
-
-    Attributes:
-        matrices: (E / p, h, h).
-        num_experts: E, on all ranks of the axis together.
-    """
+    """This rank's experts of one matrix each, (E / p, h, h); `num_experts` is E, on all ranks of the axis."""
 
     matrices: torch.Tensor
     num_experts: int
@@ -155,9 +131,6 @@ def _apply(matrices: torch.Tensor, rows: torch.Tensor, experts: torch.Tensor) ->
 def this_rank(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The one of this rank, on its device."""
     return tensors[hpnb.rank()].to(hpnb.device())
-
-
-# --- a model that is trained --------------------------------------------------------------------------
 
 
 def mixture(num_experts: int = 8, k: int = 2, layers: int = 2) -> Any:
@@ -208,7 +181,6 @@ def loss_within_capacity(
 
     Args:
         states: {model: weights of a `mixture`}.
-        keep: which rows an expert of limited capacity takes.
         factors: of capacity over the mean load of a batch; infinity drops nothing.
     """
     axis, points = expert_axis(), {}
@@ -246,12 +218,8 @@ def _drop(
 def busiest_experts(
     state: Batch, batches: Sequence[Batch], num_experts: int, k: int
 ) -> dict[str, dict[str, float]]:
-    """{"busiest" or "second busiest": {"block 1": its load over the mean load}}, a mean over batches.
-
-    One process runs it.
-
-    Args:
-        state: weights of a `mixture`.
+    """{"busiest" or "second busiest": {"block 1": its load over the mean load}}, a mean over batches, in one
+    process; `state` has the weights of a `mixture`.
     """
     model = mixture(num_experts, k).eval()
     model.load_state_dict(state)
@@ -270,17 +238,10 @@ def busiest_experts(
             for place, name in enumerate(("busiest", "second busiest"))}  # fmt: skip
 
 
-# --- gradients of experts -----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ProbedExperts:
-    """What each expert of the last layer got from a few tokens.
-
-    Attributes:
-        tokens: rows of each expert, (E,) counted on all ranks.
-        norms: of each expert's gradient, after the reduction, (E,).
-        distance: of all experts' gradients from those of one process.
+    """What each expert of the last layer got from a few tokens: rows, counted on all ranks, and the norm of
+    its gradient after the reduction, (E,) both; and the distance of all these gradients from one process's.
     """
 
     tokens: list[int]
@@ -296,14 +257,12 @@ class ProbedExperts:
 def probe_experts(
     model: Any, reduce: Callable[[], None], expert_axis: Axis, ranks: int, ids: torch.Tensor
 ) -> ProbedExperts:
-    """Send the same few tokens through `model` on every rank, and look at the experts' gradients.
+    """Send the same few tokens, `ids` (1, s), through `model` on every rank, for the experts' gradients.
 
     Args:
-        model: a `mixture` with sharded experts.
+        model: a `mixture` with experts that are sharded over `expert_axis`.
         reduce: what the training loop does to all gradients after a backward.
-        expert_axis: over which the experts are sharded.
         ranks: of dp; each has these tokens, so means over them are those of one process.
-        ids: (1, s): tokens.
     """
     ids = ids.to(hpnb.device())
     chosen: list[torch.Tensor] = []
@@ -325,19 +284,12 @@ def probe_experts(
     return ProbedExperts(tokens.tolist(), norms.sqrt().tolist(), distance)
 
 
-# --- two microbatches at once -------------------------------------------------------------------------
-
-
 def deepseek_v3_layer(tokens: int, ranks: int, rate: float, link: theory.Link) -> dict[str, float]:
     """{"attention", "experts" or "all-to-all": seconds of one forward} of a layer of DeepSeek-V3, predicted.
 
-    8 of 256 experts of width 2,048 and one shared expert, on tokens of 7,168 values in 16 bits. Every token
-    is taken to cross the link 8 times; DeepSeek-V3 limits that to 4 nodes.
-
-    Args:
-        tokens: of a microbatch on one rank, one sequence.
-        ranks: of the expert axis.
-        rate: FLOP/s of a rank.
+    8 of 256 experts of width 2,048 and one shared expert, on one sequence of tokens of 7,168 values in 16
+    bits, at `rate` FLOP/s of a rank. Every token is taken to cross the link 8 times; DeepSeek-V3 limits that
+    to 4 nodes.
     """
     hidden, width, chosen, heads = 7168, 2048, 8, 128
     query = hidden * 1536 + 1536 * heads * 192
@@ -349,13 +301,10 @@ def deepseek_v3_layer(tokens: int, ranks: int, rate: float, link: theory.Link) -
     return {"attention": attention / rate, "experts": experts / rate, "all-to-all": message}
 
 
-def pipeline_losses(options: Mapping[str, Any], batches: Sequence[Batch], k: int = 2) -> list[float]:
-    """The loss of each step of a `mixture` of four blocks under the plugin with these options.
-
-    A rank that has no loss, because it is not of the last stage, takes it from the others.
-    """
+def pipeline_losses(options: Mapping[str, Any], batches: Sequence[Batch]) -> list[float]:
+    """The loss of each step of a `mixture` of four blocks under a plugin with these options."""
     booster = hpnb.Booster(plugin=hpnb.HybridParallelPlugin(precision="fp32", **options))
-    model = mixture(k=k, layers=4)
+    model = mixture(layers=4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     boosted, optimizer, *_ = booster.boost(model, optimizer)
     losses = []

@@ -3,11 +3,9 @@
     rates = pool.run(gpt2_hybrid.measure_rates, SIZE, 2, 4, torch.float32)[0]     what one rank alone takes
     task = gpt2_hybrid.layout_task(SIZE, 16, torch.float32, rates, link)          for predictions
     run = gpt2_hybrid.run_layout(pool, SIZE, 16, torch.float32, layout, link)     a LayoutRun
-    run.parts, run.parts_on(other_link)
 
 With a GPU, or a core, for each rank the parts are read off a recorded step (`step_breakdown`). With fewer,
-the step is replayed: the time of each action is measured alone, and every message that it sent is modelled on
-a link.
+the step is replayed from the time of each action alone and of every message on a link.
 """
 
 from __future__ import annotations
@@ -56,11 +54,8 @@ _COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 class LayoutRun:
     """A training step of all ranks on one layout.
 
-    Attributes:
-        records: of all ranks.
-        link: on which messages are modelled where the step is replayed.
-        bytes: that a rank sends, mean over the ranks, in messages of 1 kB or more.
-        peak: bytes, of the fullest rank.
+    `bytes` that a rank sends are a mean over the ranks, in messages of 1 kB or more; `peak` is of the fullest
+    rank. Where the step is replayed, messages are modelled on `link`.
     """
 
     layout: ParallelLayout
@@ -125,9 +120,6 @@ class LayoutRun:
         if self.records[0].timelines:
             return split_step(theory.replay(self.timeline, link))
         return replay_step(self.records, self.layout, self.schedule, link)[0]
-
-
-# --- a layout, on a rank -------------------------------------------------------------------------------
 
 
 class PluginWithSchedule(HybridParallelPlugin):
@@ -260,9 +252,6 @@ def _seconds_of_turn(work: Callable[[], Any]) -> float:
     return time.thread_time() - began
 
 
-# --- a layout, on all ranks ----------------------------------------------------------------------------
-
-
 def run_layout(
     pool: hpnb.Ranks,
     size: GPT2Size,
@@ -290,9 +279,6 @@ def run_layout(
     v, m = layout.chunks_per_rank, layout.count_microbatches(samples // layout.dp)
     ran = schedule or schedules.make(layout.schedule, layout.pp * v, m, v)
     return LayoutRun(layout, records, ran, link, sent, peak)
-
-
-# --- a step by hand, checked ---------------------------------------------------------------------------
 
 
 def compare_with_library(

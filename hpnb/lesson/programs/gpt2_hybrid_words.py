@@ -1,8 +1,4 @@
-"""What notebook 08 decides from the runs of gpt2_hybrid.py: which layout wins, on which link, and in words.
-
-gpt2_hybrid_words.ties(runs, took, ranking)                           what a race decides: 08.ties
-gpt2_hybrid_words.replay_on_links(runs, task, (10, 1, 0.1), rules)    columns of a table
-"""
+"""What notebook 08 decides from the runs of gpt2_hybrid.py: which layout wins, and on which link."""
 
 from __future__ import annotations
 
@@ -23,11 +19,8 @@ def clock_in_words(device: str) -> str:
 
 
 def pairs_in_order(ranking: Sequence[str], took: Mapping[str, float]) -> tuple[int, int, float]:
-    """How well a predicted ranking orders layouts.
-
-    Returns:
-        (pairs in the right order, all pairs, by what share the layout that is put first takes longer in the
-        worst of the other pairs).
+    """How well a predicted ranking orders layouts: (pairs in the right order, all pairs, by what share the
+    layout that is put first takes longer in the worst of the other pairs).
     """
     gaps = [took[first] / took[second] - 1 for first, second in combinations(ranking, 2)]
     wrong = [gap for gap in gaps if gap > 0]
@@ -37,16 +30,10 @@ def pairs_in_order(ranking: Sequence[str], took: Mapping[str, float]) -> tuple[i
 def ties(
     runs: Mapping[str, LayoutRun], took: Mapping[str, float], ranking: Sequence[str]
 ) -> dict[str, float | str | tuple[float, str]]:
-    """What a race decides. Steps are tied that differ by no more than the repeats of one layout do.
+    """What a race decides: steps are tied that differ by no more than repeats of one layout do.
 
-    Args:
-        took: seconds of a step.
-        ranking: the layouts in the predicted order.
-
-    Returns:
-        For `lesson.record`: by what share repeats of one layout differ at most ("spread"), how many are tied
-        for the first place in words ("first"), and of the pairs that are not tied ("decided") how many the
-        ranking has in "order".
+    "spread" is by what share these differ at most, "first" how many are tied for the first place, in words;
+    of the pairs that are not tied, "decided", the ranking has "order" in the predicted order.
     """
     spread = max(max(run.repeats) / min(run.repeats) - 1 for run in runs.values())
     first = sum(seconds <= (1 + spread) * min(took.values()) for seconds in took.values())
@@ -70,13 +57,8 @@ def replay_on_links(
 ) -> dict[str, dict[str, Any]]:
     """The runs with the bandwidth multiplied by each factor: columns of a table with a row a factor.
 
-    Args:
-        task: for predictions, on the link of the runs.
-        rules: {name of a rule of thumb: the layout that it chooses}.
-
-    Returns:
-        The fastest layout, replayed and predicted, and what the choice of the prediction and of each rule
-        costs over the fastest, in %.
+    They are the fastest layout, replayed and predicted, and what the choice of the prediction and of each
+    rule, {its name: the layout that it chooses}, costs over the fastest, in %.
     """
     first = next(iter(runs.values()))
     table: dict[str, dict[str, Any]] = {}

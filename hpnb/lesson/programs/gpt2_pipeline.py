@@ -1,8 +1,5 @@
 """What notebook 06 measures on its ranks, and how it says what came out.
 
-    steps = pool.run(...)                       # StepRepeats: a step of each cut or schedule, several times
-    fastest_in_words(steps)                     # for prose: what the repeats decide
-
 `layer_times.py` times single layers, from which a step is simulated.
 """
 
@@ -23,6 +20,7 @@ from hpnb.lesson.programs.layer_times import LayerTimes, overlap, spread_words, 
 from hpnb.lesson.programs.layer_times import time_in_turn as time_in_turn  # notebook 06 finds these two here
 from hpnb.lesson.programs.layer_times import time_layers as time_layers
 from hpnb.lesson.programs.step_timing import median_by
+from hpnb.lesson.programs.vit_tensor import mean_seconds
 from hpnb.lesson.tables import present
 from hpnb.lesson.values import claim
 from hpnb.models import GPT2Size
@@ -40,11 +38,7 @@ FEW_TOKENS = "A block of few tokens takes longer to launch than to compute on a 
 
 @dataclass(frozen=True)
 class StepRepeats:
-    """Repeats of one step, each with the makespan that it took.
-
-    Attributes:
-        timelines: one of each repeat, one or more.
-    """
+    """One or more repeats of a step, with their makespans in seconds."""
 
     timelines: Sequence[Timeline]
 
@@ -65,12 +59,10 @@ class StepRepeats:
 
     @property
     def fastest(self) -> float:
-        """Seconds."""
         return self.seconds[0]
 
     @property
     def slowest(self) -> float:
-        """Seconds."""
         return self.seconds[-1]
 
     def overlaps(self, other: StepRepeats) -> bool:
@@ -89,16 +81,11 @@ def fastest_of(runs: Mapping[Any, StepRepeats]) -> list[Any]:
     return [best, *(name for name in others if runs[name].overlaps(runs[best]))]
 
 
-def overlap_words(others: Sequence[str]) -> str:
-    """For prose: which others overlap with the repeats of the fastest."""
-    whose = "the repeats of " + " and ".join(others) if others else "no other repeats"
-    return f"{whose} overlap with its own"
-
-
 def fastest_in_words(runs: Mapping[str, StepRepeats]) -> dict[str, str]:
     """For prose: the name of the run with the least median step ("first"), and which "others" overlap."""
     first, *others = fastest_of(runs)
-    return {"first": first, "others": overlap_words(others)}
+    whose = f"the repeats of {' and '.join(others)}" if others else "no other repeats"
+    return {"first": first, "others": f"{whose} overlap with its own"}
 
 
 def claim_order(
@@ -175,15 +162,9 @@ def beside(base: float, **values: float) -> dict[str, str]:
 
 
 def last_cut_in_words(positions: Mapping[int, StepRepeats], beside: int) -> dict[str, Any]:
-    """For prose: the number of blocks beside the head that is fastest by the median ("first"), and how the
-    cut by time compares with it ("by-time").
-
-    Beside them the "most" blocks, and how many times as long their fastest repeat takes as the slowest one
-    of "first" ("by").
-
-    Args:
-        positions: {blocks beside the head: repeats of the step}.
-        beside: how many blocks the cut by time leaves there.
+    """For prose: how many blocks beside the head are fastest by the median ("first"), how the cut by time,
+    which leaves `beside` there, compares with that ("by-time"), the "most" blocks, and how many times as long
+    their fastest repeat takes as the slowest one of "first" ("by").
     """
     first, most = fastest_of(positions)[0], max(positions)
     ratio = positions[beside].median.makespan / positions[first].median.makespan
@@ -198,11 +179,7 @@ def last_cut_in_words(positions: Mapping[int, StepRepeats], beside: int) -> dict
 
 
 def cuts_in_words(same: bool, versus: Mapping[str, Any]) -> str:
-    """For prose: how the step cut by FLOPs compares with the one cut by time; equal cuts are one run.
-
-    Args:
-        versus: as `compare` gives it.
-    """
+    """For prose: how the step cut by FLOPs `compare`s with the one cut by time; equal cuts are one run."""
     if same:
         return "it is one cut, which ran once, so the run cannot tell the two apart"
     return f"the step cut by FLOPs takes {versus['run']:.2f} times as long, a difference {versus['spread']}"
@@ -226,10 +203,6 @@ def slowest_stages(
     The columns are the seconds of the slowest stage of the cut by FLOPs and of the cut by time, and their
     ratio. Of the largest difference there are the "ratio" and the "excess" in blocks, and `error_in_blocks`,
     of which the "ends" are never less than the excess.
-
-    Args:
-        flops: of each layer.
-        times: for the cut by time and for the stages of both.
     """
     columns: dict[str, dict[str, float]] = {}
     for way, weights in {"by flops": flops, "by time": times.smooth}.items():
@@ -256,18 +229,13 @@ def slide_last_cut(
     times: LayerTimes,
     schedule: Schedule,
     marked: Mapping[int, Sequence[int]],
-    clearly: float = 1.6,
-    most: int = 8,
 ) -> dict[int, tuple[int, ...]]:
     """{blocks beside the head, ascending: layers of each stage}: those of `marked`, and others around them.
 
-    The largest number is the first one above `marked` whose simulated step takes `clearly` times as long as
-    the shortest, so that the spread of repeats does not bury the difference. Below the smallest of `marked`
-    there are three more, and one above, because the fastest may be there.
-
-    Args:
-        marked: cuts that are there in any case, by the blocks that they leave beside the head.
-        most: about how many numbers; if there are more between the ends, some at the upper end are left out.
+    The largest number is the first one above `marked` whose simulated step takes 1.6 times as long as the
+    shortest, so that the spread of repeats does not bury the difference. Below the smallest of `marked` there
+    are three more, and one above, because the fastest may be there. If there are more than about eight, some
+    at the upper end are left out.
     """
     blocks, stages = times.kinds.count("block"), schedule.stages
     low, near, last = max(0, min(marked) - 3), min(marked) + 1, blocks - stages + 1
@@ -277,8 +245,8 @@ def slide_last_cut(
 
     shortest = min(seconds(beside) for beside in range(low, max(marked) + 1))
     above = range(max(marked) + 1, last + 1)
-    high = next((beside for beside in above if seconds(beside) >= clearly * shortest), last)
-    stride = max(1, -(-(high - near) // (most - 4)))
+    high = next((beside for beside in above if seconds(beside) >= 1.6 * shortest), last)
+    stride = max(1, -(-(high - near) // 4))
     numbers = (*range(low, near), *range(near, high, stride), high)
     slid = {beside: cut_by_last(blocks, stages, beside) for beside in numbers}
     return dict(sorted((slid | {beside: tuple(counts) for beside, counts in marked.items()}).items()))
@@ -289,9 +257,6 @@ def error_in_blocks(flops: Sequence[float], times: LayerTimes) -> dict[str, floa
     together ("ends"), which is the most by which their cut's slowest stage can exceed the best one.
 
     Also in "word" whether they "overrate" or "underrate" the head.
-
-    Args:
-        flops: of each layer; of the blocks in between it is the same.
     """
     head = flops[-1] / flops[1] - times.head
     embedding = flops[0] / flops[1] - times.costs[0] / times.block
@@ -328,10 +293,7 @@ def memory_columns(
 ) -> dict[str, dict[str, float]]:
     """Columns of a table: bytes kept and microbatches in flight, at the peak of the first and the last rank.
 
-    Args:
-        peaks: {schedule: bytes of each rank}.
-        steps: {schedule: its step}.
-        chunks: {schedule: stages per rank}; in flight on one of two stages counts as half.
+    A microbatch in flight on one of two stages of a rank, as `chunks` has them, counts as half.
     """
     columns: dict[str, dict[str, float]] = {}
     ends = {rank for step in steps.values() for rank in (min(step.ranks), max(step.ranks))}
@@ -345,24 +307,17 @@ def memory_columns(
 
 def w_over_i(steps: Mapping[str, Timeline]) -> dict[str, float]:
     """{schedule: the duration of all its W over that of all its I}, of those that split the backward."""
-    ratios = {}
-    for name, step in steps.items():
-        took = {op: sum(e.duration for e in step.events if e.op == op) for op in "IW"}
-        if took["W"] > 0:
-            ratios[name] = took["W"] / took["I"]
-    return ratios
+    split = {name: step for name, step in steps.items() if any(e.op == "W" for e in step.events)}
+    return {name: 1 / vit_pipeline.input_over_weight(step) for name, step in split.items()}
 
 
 def seconds_per_rank(steps: Mapping[str, Timeline], ops: str) -> dict[str, float]:
     """{schedule: how long the actions of `ops` take, mean over the ranks}."""
-    return {
-        name: sum(e.duration for e in step.events if e.op in ops) / len(step.ranks)
-        for name, step in steps.items()
-    }
+    return {name: mean_seconds(step, ops) for name, step in steps.items()}
 
 
 def add_to_ledger(model: str, predicted: Mapping[str, float], steps: Mapping[str, Timeline]) -> None:
-    """Add a row to the ledger for each schedule: its predicted step in seconds, and the step that was run."""
+    """`vit_pipeline.add_to_ledger` of notebook 06."""
     vit_pipeline.add_to_ledger(model, predicted, steps, notebook="06")
 
 
@@ -377,9 +332,8 @@ def peaks_by_run(
 
 
 def share_weights(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy that computes with the memory of the model's weights, and has gradients of its own.
-
-    So pipelines that take turns need one model's memory, as long as they only read the weights.
+    """A copy that computes with the memory of the model's weights, and has gradients of its own: pipelines
+    that take turns need one model's memory, as long as they only read the weights.
     """
     shared: dict[int, torch.Tensor] = {id(buffer): buffer for buffer in model.buffers()}
     for parameter in model.parameters():
@@ -388,17 +342,12 @@ def share_weights(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def peak_activations(size: GPT2Size, rows: int, dtype: torch.dtype, run: PartitionedSchedule) -> float:
-    """Bytes that this rank holds at the peak of a step, besides weights and gradients.
-
-    They are what autograd keeps for the backward, and what I has put aside for W.
+    """Bytes that this rank holds at the peak of a step, besides weights and gradients: what autograd keeps
+    for the backward, and what I has put aside for W.
     """
-    pipe, batch = _pipeline(size, dtype, run), random_tokens(size, rows)
+    (schedule, counts), batch = run, random_tokens(size, rows)
+    pipe = hpnb.Pipeline(timing_gpt2(size, dtype), all_ranks("pp"), schedule, token_loss, cut=counts)
     pipe.step(batch, return_outputs=False, record=False)
     with hpnb.record.memory(pipe.module) as recorder:
         pipe.step(batch, return_outputs=False, record=False)
     return float(max(now.activations + now.temporary for now in recorder.profile().samples))
-
-
-def _pipeline(size: GPT2Size, dtype: torch.dtype, run: PartitionedSchedule) -> hpnb.Pipeline:
-    schedule, counts = run
-    return hpnb.Pipeline(timing_gpt2(size, dtype), all_ranks("pp"), schedule, token_loss, cut=counts)

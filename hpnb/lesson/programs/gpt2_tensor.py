@@ -1,7 +1,4 @@
-"""What notebook 07 runs on its ranks: an attention of heads, sharded tokens, bytes sent, recomputed FLOPs.
-
-Every rank calls what is here.
-"""
+"""What notebook 07 runs on its ranks: an attention of heads, sharded tokens, bytes sent, recomputed FLOPs."""
 
 from __future__ import annotations
 
@@ -36,10 +33,8 @@ def cpu_ranks(pool: hpnb.Ranks, ranks: int = 4) -> hpnb.Ranks:
 
 
 def nearer_in_words(fullest: float, formula: float, repeats: Mapping[str, Sequence[float]]) -> str:
-    """For prose: whether the fullest rank over the mean is nearer to the formula or to 1.
-
-    Args:
-        repeats: {heads: seconds}; where they overlap, the run decides neither.
+    """For prose: whether the fullest rank over the mean is nearer to the formula or to 1; where the repeats
+    overlap, {heads: seconds}, the run decides neither.
     """
     if any(overlap(a, b) for a, b in combinations(repeats.values(), 2)):
         return "Here the repeats overlap, so this run doesn't decide whether a head more costs time"
@@ -49,12 +44,7 @@ def nearer_in_words(fullest: float, formula: float, repeats: Mapping[str, Sequen
 
 
 def fullest_range(split: Sequence[int], repeats: Mapping[str, Sequence[float]]) -> tuple[float, float]:
-    """The least and the most that the fullest rank over the mean can be with any repeats of each rank.
-
-    Args:
-        split: heads of each rank.
-        repeats: {"7 heads": seconds}.
-    """
+    """The least and the most that the fullest rank over the mean can be, with any repeats of heads."""
     most, low, high = max(split), 0.0, 0.0
     for heads in split:
         others, fullest = repeats[f"{heads} heads"], repeats[f"{most} heads"]
@@ -86,9 +76,7 @@ def compare_with_serial(
 ) -> tuple[float, float]:
     """(the output's or the input gradient's distance to one process's, bytes sent both ways).
 
-    Args:
-        layer: an attention of this rank's tokens, called with x (s/t, h), qkv, out, heads and axis.
-        x: (s, h), equal on all ranks, as are the weights qkv (h, 3 h) and out (h, h).
+    `layer` is called with x (s/t, h), qkv (h, 3 h), out (h, h), heads and axis; `x` has all tokens, (s, h).
     """
     full = x.clone().requires_grad_()
     right = attention(full @ qkv, heads) @ out
@@ -107,21 +95,18 @@ def compare_with_serial(
     return float(off), traffic.total
 
 
-def compare_attentions(
-    layers: Sequence[Layer], heads: int = 24, tokens: int = 64, width: int = 8
-) -> dict[str, tuple[float, float]]:
-    """{layer's name: what `compare_with_serial` says of it}, with heads `width` wide, in float64."""
-    h = heads * width
-    shapes = (tokens, h), (h, 3 * h), (h, h)
+def compare_attentions(layers: Sequence[Layer]) -> dict[str, tuple[float, float]]:
+    """{layer's name: what `compare_with_serial` says of it}, for 64 tokens and 24 heads of 8, in float64."""
+    heads, h = 24, 192
+    shapes = (64, h), (h, 3 * h), (h, h)
     x, qkv, out = (random_values(*shape, seed=sum(shape)) / h**0.5 for shape in shapes)
     axis = all_ranks("tp")
     return {layer.__name__: compare_with_serial(layer, x, qkv, out, heads, axis) for layer in layers}
 
 
 def attention_bytes(way: str, tokens: int, hidden: int, ranks: int, bytes_per_value: int) -> float:
-    """Bytes that leave a rank in forward and backward of an attention: "megatron", "ulysses" or "ring".
-
-    The ring is that of `hpnb.context_parallel`, which sends keys and values again in the backward.
+    """Bytes that leave a rank in forward and backward of an attention: "megatron", "ulysses" or "ring", which
+    sends keys and values again in the backward.
     """
     names = {name.lower(): name for name in theory.SEQUENCE_WAYS}
     sent = theory.sequence_bytes(names[way], tokens, hidden, ranks, bytes_per_value)
@@ -131,10 +116,7 @@ def attention_bytes(way: str, tokens: int, hidden: int, ranks: int, bytes_per_va
 def compare_gpt2(ids: torch.Tensor) -> dict[str, float]:
     """Distances of a sharded GPT-2 from one process's: gradients, and weights after a step; float64.
 
-    The "laptop" size, whose heads and vocabulary do not divide.
-
-    Args:
-        ids: (b, s), equal on all ranks.
+    The "laptop" size, whose heads and vocabulary do not divide. `ids` (b, s) are equal on all ranks.
     """
     ids = ids.to(hpnb.device())
     serial, sharded = (build_gpt2("laptop", dtype=torch.float64, device=hpnb.device()) for _ in range(2))
@@ -148,9 +130,8 @@ def compare_gpt2(ids: torch.Tensor) -> dict[str, float]:
 
 
 def bytes_around_blocks(size: GPT2Size, batch: int, dtype: torch.dtype) -> float:
-    """Bytes that leave this rank in forward and backward for what lies around the blocks.
-
-    Twice a GPT-2 of one block less one of two: what blocks send cancels.
+    """Bytes that leave this rank in forward and backward for what lies around the blocks: twice a GPT-2 of
+    one block less one of two, so what blocks send cancels.
     """
     inputs, sent = random_tokens(size, batch), []
     for layers in (1, 2):

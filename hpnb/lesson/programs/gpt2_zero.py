@@ -1,11 +1,7 @@
 """What notebook 05 measures on its ranks: steps of a GPT-2 under each ZeRO stage, in seconds and bytes.
 
-    program = gpt2_zero.build_program(SIZE, 2, torch.float32, ZeroConfig(3))       on a rank
-    runs, alone = gpt2_zero.measure_in_turn(pool, SIZE, 2, torch.float32, configs, 25.0)
-
-gpt2_zero_predictions.py predicts the same; the page finds its functions here, too. What its prose says of
-the steps is recorded by gpt2_zero_words.py.
-Tokens are random, because bytes and seconds hardly depend on them.
+gpt2_zero_predictions.py predicts the same; the page finds its functions here, too. Tokens are random, because
+bytes and seconds hardly depend on them.
 """
 
 from __future__ import annotations
@@ -33,11 +29,7 @@ from hpnb.lesson.programs.device_timing import (
     warmup_steps,
 )
 from hpnb.lesson.programs.gpt2_zero_predictions import BANDWIDTHS as BANDWIDTHS
-from hpnb.lesson.programs.gpt2_zero_predictions import (
-    ZeroConfig,
-    communication_parts,
-    predict_memory,
-)
+from hpnb.lesson.programs.gpt2_zero_predictions import ZeroConfig, communication_parts, predict_memory
 from hpnb.lesson.programs.gpt2_zero_predictions import exposed_by_bandwidth as exposed_by_bandwidth
 from hpnb.lesson.programs.gpt2_zero_predictions import gather_bandwidth as gather_bandwidth
 from hpnb.lesson.programs.gpt2_zero_predictions import predict_memories as predict_memories
@@ -60,7 +52,6 @@ class StepMeasurement:
     Attributes:
         steps: the timed steps, the fastest first, each as seconds by part: "forward", "backward" and "update"
             compute; "exposed" and "exposed after the update" are communication that nothing overlaps with.
-        profile: the memory of a step, if it was recorded.
         source: of the seconds, "measured"; or "replayed" where ranks share a GPU: then computing is measured
             by turns, and communication is predicted for `theory.REPLAY_LINK`.
     """
@@ -198,27 +189,21 @@ def measure_step(
     repeats: int = 2,
     memory: bool = True,
 ) -> StepMeasurement:
-    """Seconds of some steps, and the memory of another. Every rank calls it.
-
-    Args:
-        repeats: steps that are timed, after the warm-up; 0 records memory alone.
-        memory: whether memory is recorded.
-    """
+    """Seconds of `repeats` steps after the warm-up, and the memory of another. Every rank calls it."""
     program = build_program(size, rows, dtype, config, bucket_mb)
-    if not repeats:
-        program.step()
-    steps = time_steps(program, repeats) if repeats else []
+    steps = time_steps(program, repeats)
     profile = MemoryProfile(())
     if memory:
         with program.recording() as recorder:
             program.step()
         profile = recorder.profile()
-    if not steps:
-        return StepMeasurement((), profile)
     source = "replayed" if steps[0].source == "measured by turns" else "measured"
     parts = [step_parts(step) for step in steps]
     if source == "replayed":
-        parts = [_with_communication(one, size, dtype, config, bucket_mb) for one in parts]
+        for one in parts:  # computing alone was measured
+            alone = one["forward"], one["backward"]
+            ranks = hpnb.world_size()
+            one |= communication_parts(size, dtype, config, alone, ranks, REPLAY_LINK, bucket_mb)
     return StepMeasurement(_fastest_first(parts), profile, source)
 
 
@@ -229,40 +214,32 @@ def measure_in_turn(
     dtype: torch.dtype,
     configs: Sequence[ZeroConfig],
     bucket_mb: float,
-    rounds: int | None = None,
 ) -> tuple[dict[ZeroConfig, StepMeasurement], tuple[float, float, float]]:
     """Measure four steps of each configuration; on a CPU in two rounds, so that a busy moment hits several.
 
-    Memory is the same each time, and recorded in the first round. Each round also has a step that sends
-    nothing: a machine's speed changes in minutes, and predictions are made of that step.
-
-    A second round builds all models again, which takes long on GPUs. There one round has four steps. Two are
-    enough where an optimizer is offloaded, whose steps are the slowest, and where ranks share a GPU and
-    compute by turns, which nothing disturbs.
-
-    Args:
-        rounds: by default two on a CPU, and one on GPUs.
+    Memory is recorded in the first round. Each round also has a step that sends nothing: a machine's speed
+    changes in minutes, and predictions are made of that step. On GPUs, where it takes long to build the
+    models again, one round has four steps; two where an optimizer is offloaded, whose steps are the slowest,
+    and where ranks share a GPU and compute by turns, which nothing disturbs.
 
     Returns:
         ({configuration: its steps}, seconds of forward, backward and update without messages).
     """
     choice = pool.choice
-    rounds = rounds or (2 if choice.device == "cpu" else 1)
+    rounds = 2 if choice.device == "cpu" else 1
     most = 2 if choice.device == "cpu" or choice.shares_gpus else 4
 
     def measure(config: ZeroConfig, first: bool) -> StepMeasurement:
         repeats = 2 if config.offload else most
         return pool.run(measure_step, size, rows, dtype, config, bucket_mb, repeats, first)[0]
 
-    def time_alone() -> tuple[float, float, float]:
-        seconds: tuple[float, float, float] = pool.run(time_serial_step, size, rows, dtype, 3)[0]
-        return seconds
-
-    runs = {config: measure(config, True) for config in configs}
-    alone = [time_alone()]
-    for _ in range(rounds - 1):
-        runs = {config: run.joined(measure(config, False)) for config, run in runs.items()}
-        alone.append(time_alone())
+    runs: dict[ZeroConfig, StepMeasurement] = {}
+    alone: list[tuple[float, float, float]] = []
+    for k in range(rounds):
+        for config in configs:
+            run = measure(config, k == 0)
+            runs[config] = runs[config].joined(run) if k else run
+        alone.append(pool.run(time_serial_step, size, rows, dtype, 3)[0])
     forward, backward, update = (mean(values) for values in zip(*alone, strict=True))
     return runs, (forward, backward, update)
 
@@ -300,25 +277,18 @@ def step_parts(step: Timeline) -> dict[str, float]:
     return max(by_rank, key=lambda parts: sum(parts.values()))
 
 
-def _with_communication(
-    parts: Mapping[str, float], size: GPT2Size, dtype: torch.dtype, config: ZeroConfig, bucket_mb: float
-) -> dict[str, float]:
-    """Computing measured by turns, and the exposed communication that theory predicts beside it."""
-    exposed = communication_parts(
-        size, dtype, config, (parts["forward"], parts["backward"]), hpnb.world_size(), REPLAY_LINK, bucket_mb
-    )
-    return {**parts, **exposed}
-
-
 def peak_of_second_step(
     size: GPT2Size, rows: int, dtype: torch.dtype, config: ZeroConfig, bucket_mb: float
 ) -> float:
     """The peak of a step when all states exist, in bytes. Every rank calls it.
 
-    No step is stopped at a budget: peaks of GPUs differ a little, and a rank that stopped alone would leave
-    the others waiting.
+    No step is stopped at a budget: a rank that stopped alone would leave the others waiting.
     """
-    return measure_step(size, rows, dtype, config, bucket_mb, repeats=0).profile.peak
+    program = build_program(size, rows, dtype, config, bucket_mb)
+    program.step()
+    with program.recording() as recorder:
+        program.step()
+    return recorder.profile().peak
 
 
 def time_serial_step(
@@ -331,9 +301,6 @@ def time_serial_step(
     steps = [step_parts(step) for step in time_steps(serial_program(size, rows, dtype), repeats)]
     forward, backward, update = (median(s[name] for s in steps) for name in _PHASES.values())
     return forward, backward, update
-
-
-# --- the largest model -----------------------------------------------------------------------------
 
 
 def deepest_models(

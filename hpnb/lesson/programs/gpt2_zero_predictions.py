@@ -1,16 +1,9 @@
-"""What notebook 05 predicts for a step of a GPT-2 under each ZeRO stage, in seconds and bytes, by `theory`.
-
-    predict_memory(SIZE, 2, torch.float32, ZeroConfig(3), ranks=2).peak       bytes of a rank
-    predict_parts(SIZE, torch.float32, ZeroConfig(3), card, alone, 25.0)      seconds by part
-
-gpt2_zero.py measures the same.
-"""
+"""What notebook 05 predicts for a step of a GPT-2 under each ZeRO stage, by `theory`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -22,17 +15,16 @@ from hpnb.record import Event, Timeline
 from hpnb.theory import Link, StepMemory
 
 CPU_MEMORY_RATE = 100e9  # bytes/s, of which Adam moves 28 a parameter
+CPU_LINK = 25e9  # bytes/s each way between GPU and CPU, for what is offloaded
+FLOPS = 400e12  # FLOP/s of a GPU in simulated steps
 BANDWIDTHS = [10 ** (9 + k / 48) for k in range(3 * 48 + 1)]  # bytes/s, 48 a decade: 1 GB/s to 1 TB/s
 
 
 @dataclass(frozen=True)
 class ZeroConfig:
-    """How states and activations are kept.
-
-    Attributes:
-        stage: of ZeRO; 0 is plain data parallelism.
-        recompute: blocks that are recomputed in the backward; -1 is all of them.
-        offload: shards are in CPU memory (ZeRO stage 1 or higher, on a GPU).
+    """How states and activations are kept: the ZeRO stage, where 0 is plain data parallelism; how many blocks
+    are recomputed in the backward, -1 for all; whether shards are in CPU memory (stage 1 or higher, on a
+    GPU).
     """
 
     stage: int = 0
@@ -58,10 +50,8 @@ def predict_memory(
     bucket_mb: float = 25.0,
     workspace: float = 0.0,
 ) -> StepMemory:
-    """What a step holds at its fullest on each of `ranks` ranks, by `theory.step_memory`.
-
-    Args:
-        workspace: bytes that a GPU holds at every moment beside tensors (`device_timing.matmul_workspace`).
+    """What a step holds at its fullest on each of `ranks` ranks, by `theory.step_memory`; `workspace` is what
+    `device_timing.matmul_workspace` returns.
     """
     block = size.block(rows, None, dtype.itemsize)
     step = theory.step_memory(
@@ -77,29 +67,11 @@ def predict_memories(
     dtype: torch.dtype,
     configs: Iterable[ZeroConfig],
     ranks: int,
-    bucket_mb: float = 25.0,
-    workspace: float = 0.0,
+    bucket_mb: float,
+    workspace: float,
 ) -> dict[ZeroConfig, StepMemory]:
     """{configuration: what `predict_memory` says of it}."""
     return {c: predict_memory(size, rows, dtype, c, ranks, bucket_mb, workspace) for c in configs}
-
-
-def _step_seconds(
-    size: GPT2Size,
-    dtype: torch.dtype,
-    config: ZeroConfig,
-    alone: tuple[float, float, float],
-    ranks: int,
-    link: Link,
-    bucket_mb: float,
-    **options: Any,
-) -> Mapping[str, float]:
-    block = dtype.itemsize * size.block().parameters
-    return theory.zero_step_seconds(
-        *alone, block_bytes=block, root_bytes=dtype.itemsize * size.parameters() - size.layers * block,
-        layers=size.layers, ranks=ranks, stage=config.stage, link=link, bucket_bytes=bucket_mb * 2**20,
-        **options,
-    )  # fmt: skip
 
 
 def communication_parts(
@@ -114,12 +86,13 @@ def communication_parts(
 ) -> dict[str, float]:
     """{"exposed": .., "exposed after the update": ..} of a step, predicted for `link`.
 
-    Args:
-        alone: seconds of forward and backward, recomputation included.
-        overlap: see `theory.zero_step_seconds`.
+    `alone` has seconds of forward and backward, recomputation included.
     """
-    seconds = _step_seconds(size, dtype, config, (*alone, 0.0), ranks, link, bucket_mb, overlap=overlap)
-    nbytes = dtype.itemsize * size.parameters()
+    block, nbytes = dtype.itemsize * size.block().parameters, dtype.itemsize * size.parameters()
+    seconds = theory.zero_step_seconds(
+        *alone, 0.0, block_bytes=block, root_bytes=nbytes - size.layers * block, layers=size.layers,
+        ranks=ranks, stage=config.stage, link=link, bucket_bytes=bucket_mb * 2**20, overlap=overlap,
+    )  # fmt: skip
     after = theory.seconds("all_gather", nbytes, ranks, link) if config.stage in (1, 2) else 0.0
     return {"exposed": max(0.0, seconds["exposed"] - after), "exposed after the update": after}
 
@@ -131,14 +104,8 @@ def predict_parts(
     card: MachineCard,
     alone: tuple[float, float, float],
     bucket_mb: float,
-    cpu_link: float = 25e9,
 ) -> dict[str, float]:
-    """The parts of a `StepMeasurement` from what one rank alone takes and the card's link.
-
-    Args:
-        alone: what `time_serial_step` returned.
-        cpu_link: bytes/s between GPU and CPU, for what is offloaded.
-    """
+    """The parts of a `StepMeasurement` from the card's link and `alone`, what `time_serial_step` returned."""
     forward, backward, update = alone
     backward += forward * config.recomputed_blocks(size) / size.layers
     share = 1 / card.ranks if config.stage else 1.0
@@ -149,22 +116,17 @@ def predict_parts(
     if config.offload:
         moved = dtype.itemsize * size.parameters() * share * (4 if config.stage == 3 else 2)
         parts["update"] = 28.0 * size.parameters() * share / CPU_MEMORY_RATE
-        parts["exposed"] += moved / cpu_link
+        parts["exposed"] += moved / CPU_LINK
     return parts
 
 
 def price_of_bytes(
     peaks: Mapping[ZeroConfig, float], spread: Mapping[ZeroConfig, tuple[float, float, float]]
 ) -> dict[str, Mapping[str, float]]:
-    """Columns of a table: bytes that a change of configuration saves, and seconds that it adds to a step.
+    """Columns of a table, a row such as "ZeRO-0 to ZeRO-3": bytes that a change saves, seconds that it adds.
 
-    Args:
-        peaks: bytes of every configuration.
-        spread: seconds of its fastest, its median and its slowest step.
-
-    Returns:
-        {heading: {"ZeRO-0 to ZeRO-3": number}}; seconds are differences of medians, and ranges of two
-        configurations overlap if some step of the one that saves was as fast as one of the other.
+    Seconds are differences of medians. Ranges of two configurations overlap if some step of the one that
+    saves was as fast as one of the other. `spread` has the fastest, the median and the slowest step.
     """
     sharded = [(ZeroConfig(0), ZeroConfig(stage)) for stage in (1, 2, 3)]
     recomputed = [(ZeroConfig(stage), ZeroConfig(stage, -1)) for stage in (0, 3)]
@@ -196,36 +158,25 @@ def exposed_seconds(
     )
 
 
-def exposed_by_bandwidth(
-    size: GPT2Size,
-    rows: int,
-    stage: int,
-    ranks: int,
-    bandwidths: Sequence[float] = BANDWIDTHS,
-    flops: float = 400e12,
-) -> list[float]:
-    """`exposed_seconds` in bfloat16 for each bandwidth, on GPUs that compute `flops` a second.
+def exposed_by_bandwidth(size: GPT2Size, rows: int, stage: int, ranks: int) -> list[float]:
+    """`exposed_seconds` in bfloat16 for each of BANDWIDTHS.
 
     A backward takes twice its forward, and buckets have 25 MB.
     """
-    forward = size.layers * size.block(rows).forward_flops / flops
+    forward = size.layers * size.block(rows).forward_flops / FLOPS
     alone = forward, 2 * forward, 0.0
-    return [exposed_seconds(size, torch.bfloat16, stage, alone, ranks, b, 25.0) for b in bandwidths]
+    return [exposed_seconds(size, torch.bfloat16, stage, alone, ranks, b, 25.0) for b in BANDWIDTHS]
 
 
-def gather_bandwidth(size: GPT2Size, rows: int, ranks: int, flops: float = 400e12) -> float:
+def gather_bandwidth(size: GPT2Size, rows: int, ranks: int) -> float:
     """Bytes/s at which an all-gather of a block's bfloat16 weights takes as long as the block's forward."""
     block = size.block(rows)
-    return 2 * block.parameters * (ranks - 1) / ranks * flops / block.forward_flops
+    return 2 * block.parameters * (ranks - 1) / ranks * FLOPS / block.forward_flops
 
 
 def record_links(bandwidths: Sequence[float], exposed: Mapping[str, Sequence[float]], fast: float) -> None:
     """Record under 05.link bytes/s at which ZeRO-3 begins to expose less than ZeRO-2, "crossing", and ZeRO-2
-    to expose over 5 % more than ZeRO-0, "apart".
-
-    Args:
-        exposed: {ZeRO stage: seconds at each bandwidth}, of the stages 0, 2 and 3.
-        fast: what `gather_bandwidth` returned.
+    to expose over 5 % more than ZeRO-0, "apart"; and `fast`, what `gather_bandwidth` returned.
     """
     rows = list(zip(bandwidths, *exposed.values(), strict=True))
     crossing = next(bandwidth for bandwidth, _, two, three in rows if two > three)
@@ -233,14 +184,12 @@ def record_links(bandwidths: Sequence[float], exposed: Mapping[str, Sequence[flo
     record("05.link", {"crossing": crossing, "apart": apart, "fast": fast}, "B/s")
 
 
-def record_prices(size: GPT2Size, rows: int, ranks: int, link: Link, flops: float = 400e12) -> None:
-    """Record under 05.xl-price what sharding, recomputation and offloading save and add: simulated, in
-    bfloat16.
+def record_prices(size: GPT2Size, rows: int, ranks: int, link: Link) -> None:
+    """Record under 05.xl-price what three ways to save memory save and add, simulated in bfloat16.
 
-    ZeRO-3 in place of ZeRO-0, ZeRO-3 with and without recomputation, and the optimizer state of one GPU in
-    CPU memory, over 25 GB/s each way.
+    They are ZeRO-3 instead of ZeRO-0, recomputation, and the optimizer state in CPU memory.
     """
-    forward = size.layers * size.block(rows).forward_flops / flops
+    forward = size.layers * size.block(rows).forward_flops / FLOPS
     alone = forward, 2 * forward, 0.0
     stored, sharded, recomputed = (
         predict_memory(size, rows, torch.bfloat16, c, ranks).peak
@@ -250,7 +199,7 @@ def record_prices(size: GPT2Size, rows: int, ranks: int, link: Link, flops: floa
         exposed_seconds(size, torch.bfloat16, z, alone, ranks, link.bandwidth, 25.0) for z in (0, 3)
     )
     parameters = size.parameters()
-    offloaded = 4 * parameters / 25e9 + 28 * parameters / CPU_MEMORY_RATE
+    offloaded = 4 * parameters / CPU_LINK + 28 * parameters / CPU_MEMORY_RATE
     prices = {
         "shard": (stored - sharded, zero_3 - zero_0),
         "recompute": (sharded - recomputed, forward),

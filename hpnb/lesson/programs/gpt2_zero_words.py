@@ -1,8 +1,4 @@
-"""What notebook 05 says of the steps that gpt2_zero.py measures: numbers and words for its prose.
-
-gpt2_zero_words.record_steps(runs, parts)       05.off, 05.recompute, 05.ranges, ..
-gpt2_zero_words.record_depths(SIZE, 2, torch.float32, plan, depth, 2, 25.0, 0.0)
-"""
+"""What notebook 05 says of the steps that gpt2_zero.py measures: numbers and words for its prose."""
 
 from __future__ import annotations
 
@@ -23,9 +19,8 @@ def record_steps(
 ) -> None:
     """Record what the page says of measured steps beside the `parts` that are predicted of them.
 
-    Of their ratios 05.off; of median steps what recomputation adds in the stage where it adds least and most,
-    05.recompute; whether the ranges of ZeRO-0 and ZeRO-3 overlap, in words, 05.ranges; seconds of the update
-    and of communication after it, 05.update and 05.after; and what offloading adds, in words, 05.offload.
+    Ratios of both (05.off), what recomputation adds (05.recompute), whether ZeRO-0 and ZeRO-3 overlap
+    (05.ranges), seconds of and after the update (05.update, 05.after), and what offloading adds (05.offload).
     """
     medians = {c: run.seconds[1] for c, run in runs.items()}
     totals = {c: sum(part.values()) for c, part in parts.items()}
@@ -65,13 +60,10 @@ def record_shape(size: GPT2Size, dtype: torch.dtype) -> None:
 
 
 def limit_in_words(floor: float, step: float) -> dict[str, str]:
-    """For prose: whether "computing" or "launching" sets the time of a step, in "word".
+    """For prose: whether "computing" or "launching", `floor` seconds, sets the time of a step, in "word".
 
     Where it is launching, the step does not show how long computing takes. So both are "equal" not at "about"
     the tokens that the step suggests, but at "more than" these.
-
-    Args:
-        floor: seconds to launch a step, however few its tokens.
     """
     computes = step > 2 * floor
     return {
@@ -91,10 +83,7 @@ def record_depths(
     workspace: float,
 ) -> None:
     """Record million parameters of the measured depths, 05.millions, and when steps of the predicted depths
-    are fullest, 05.fullest.
-
-    Args:
-        predicted, measured: what `deepest_models` returned.
+    are fullest, 05.fullest; both depths are what `deepest_models` returned.
     """
     block = size.block().parameters
     for config, layers in predicted.items():

@@ -1,7 +1,5 @@
 """A small GPT-2 trained to a test loss with some batch size: what notebook 05 runs to see what a batch buys.
 
-    run = gradient_noise.train_to_loss(SIZE, rows, test, batch=8, target=5.0)      on a rank: .steps .model
-
 AdamW with a learning rate that grows with the square root of the batch: Malladi et al. 2022 (2205.10287).
 """
 
@@ -25,11 +23,7 @@ TEST_EVERY = 5  # steps
 
 
 class TrainedModel(NamedTuple):
-    """A model on this rank, and how many steps it took.
-
-    Attributes:
-        reached: whether the test loss is below the target.
-    """
+    """A model on this rank, how many steps it took, and whether its test loss is below the target."""
 
     model: Any
     steps: int
@@ -54,12 +48,9 @@ def train_to_loss(
     seed: int = 1,
     max_steps: int = 400,
 ) -> TrainedModel:
-    """Train until the loss of `test` is below `target`. Every rank calls it, with equal arguments.
+    """Train until the loss of `test` (n, s) is below `target`. Every rank calls it, with equal arguments.
 
-    Args:
-        rows, test: (n, s) tokens.
-        batch: rows over all ranks; each rank takes its share.
-        seed: of the order of rows.
+    A batch has rows over all ranks; each rank takes its share. `seed` is of the order of rows.
     """
     axis, device = all_ranks("dp"), hpnb.device()
     model = seeded_gpt2(size)
@@ -116,11 +107,7 @@ def record_doublings(
 ) -> None:
     """Record under 05.doublings by what doubled batches divide the steps, the last also by `theory.steps_at`;
     and in words whether the last one saves less than all others. 05.repeats is how many runs a batch had
-    at most, and 05.fitted the noise scale.
-
-    Args:
-        steps: {batch: steps}, each batch twice the one before; at least two doublings.
-        repeats: {batch: runs}.
+    at most, and 05.fitted the noise scale. There must be at least two doublings.
     """
     saved = [steps[a] / steps[b] for a, b in pairwise(steps)]
     *_, before, last = steps

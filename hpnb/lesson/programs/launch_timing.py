@@ -32,14 +32,12 @@ def vit_launches(size: ViTSize, images: int, dtype: torch.dtype, repeats: int = 
     device, steps = hpnb.device(), []
     model, loss = device_timing.vit_and_loss(size, images, dtype)
     for _ in range(repeats + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        step_timing.wait_for_device(device)
         dist.barrier()
         begin = time.perf_counter()
         step_timing.forward_and_backward(model, loss)
         launched = time.perf_counter() - begin
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        step_timing.wait_for_device(device)
         steps.append(Launch(launched, time.perf_counter() - begin))
     middle = step_timing.median_by(steps[1:], lambda step: step.done)
     everyone = [middle] * hpnb.world_size()

@@ -1,8 +1,5 @@
 """What one layer of GPT-2 keeps for its backward: predicted in parts, and measured.
 
-    pool.run(layer_memory.kept_bytes, SIZE, 1, row)[0]     bytes on the first rank, of a row of the table
-    layer_memory.predicted_parts(row, SIZE.block(1), N)    {part: bytes} of the same
-
 Measured is what a forward of three layers leaves in memory and one of two does not: every storage that lives,
 whoever holds it. So a layer's input counts once, as the output of the layer before, and weights not at all.
 """
@@ -29,10 +26,8 @@ if TYPE_CHECKING:  # hpnb.lesson is there at once, without transformers
 def predicted_parts(
     row: ActivationRow, block: theory.Block, ranks: int, device: str = "cuda"
 ) -> dict[str, float]:
-    """{part: bytes} that the first of `ranks` ranks keeps: the published formula, and what is beyond it.
-
-    Args:
-        device: "cuda" or "cpu", for a fused GELU and an attention that is matmul by matmul.
+    """{part: bytes} that the first of `ranks` ranks keeps: the published formula, and what is beyond it on a
+    "cuda" or a "cpu", for a fused GELU and an attention that is matmul by matmul.
     """
     count = ranks if row.parallel else 1
     heads_ratio = theory.imbalance(block.heads, count)  # the formula wants heads that divide
@@ -50,19 +45,19 @@ def kept_bytes(
 ) -> int:
     """Bytes that a layer in bfloat16 with dropout keeps on this rank. Every rank calls it.
 
-    Args:
-        size: its layers and vocabulary do not count; all of its length is used.
-        row: on all ranks if it is parallel.
-        fused_attention: scaled_dot_product_attention. On a CPU its flash kernel takes no dropout, which is
-            then left out of the attention alone.
-        fused_gelu: nn.GELU instead of gelu_new.
+    Layers and vocabulary of `size` do not count; all of its length is used. On a CPU the flash kernel of a
+    fused attention takes no dropout, which is then left out of the attention alone.
     """
     size = replace(size, vocab_size=64)
-    two, three = (_held(replace(size, layers=n), batch, row, fused_attention, fused_gelu) for n in (2, 3))
+    two, three = (
+        _live_bytes(replace(size, layers=n), batch, row, fused_attention, fused_gelu) for n in (2, 3)
+    )
     return three - two
 
 
-def _held(size: GPT2Size, batch: int, row: ActivationRow, fused_attention: bool, fused_gelu: bool) -> int:
+def _live_bytes(
+    size: GPT2Size, batch: int, row: ActivationRow, fused_attention: bool, fused_gelu: bool
+) -> int:
     """Bytes that live after a forward, parameters aside."""
     from hpnb import models
     from hpnb.hybrid import recompute

@@ -12,9 +12,8 @@ _ADAM_SECONDS = 28 / 3e12  # for each parameter: bytes over the memory's bandwid
 def gpt2_xl_task(samples: int, between: str = "") -> LayoutTask:
     """GPT-2 XL at 400 TFLOP/s a rank; a layer's kernels take 0.1 ms a microbatch whatever its samples.
 
-    Args:
-        samples: of a batch, 1,024 tokens each.
-        between: a link of `hpnb.theory.LINKS` between nodes, whose ranks have NVLink 4; "" is one node.
+    A sample has 1,024 tokens. `between` nodes, whose ranks have NVLink 4, is a link of `hpnb.theory.LINKS`;
+    "" is one node.
     """
     size = GPT2_SIZES["1.5b"]
     block = size.block()

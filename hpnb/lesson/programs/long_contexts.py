@@ -23,6 +23,7 @@ from hpnb.lesson.programs.device_timing import Batch
 from hpnb.lesson.programs.gpt2_tensor import random_values
 from hpnb.lesson.programs.layer_times import time_in_turn
 from hpnb.lesson.programs.step_timing import relative_distance, rounds_in_turn
+from hpnb.lesson.programs.vit_pipeline_words import listed
 from hpnb.mesh import Axis
 from hpnb.models import GPT2Size
 from hpnb.precision import best_16_bit, policy
@@ -70,16 +71,10 @@ def random_qkv(
     return tuple(random_values(1, n, sequence, head_size, seed=i) for i, n in enumerate(counts))
 
 
-# --- beside one process -----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Compared:
-    """An attention of sharded tokens beside one process's.
-
-    Attributes:
-        distances: {"output" or "gradients of q, k, v": relative distance on the rank where it is largest}.
-        sent: bytes that left this rank, in forward and backward.
+    """An attention of sharded tokens beside one process's: {"output" or "gradients of q, k, v": relative
+    distance on the rank where it is largest}, and bytes that left this rank.
     """
 
     distances: dict[str, float]
@@ -116,12 +111,8 @@ def compare_with_full(
 
 
 def reloaded_distance(model: torch.nn.Module, context: ContextParallel, batch: Batch, shard: Batch) -> float:
-    """How far logits of this rank's tokens are from those of one process that loads the model's weights.
-
-    Args:
-        model: a GPT-2 of size "laptop" under context parallelism.
-        batch: of all tokens; positions count from 0.
-        shard: this rank's part, as the model was trained on it.
+    """How far logits of this rank's tokens are from those of one process that loads the weights of `model`, a
+    "laptop" GPT-2 under context parallelism that was trained on `shard`, this rank's part of `batch`.
     """
     alone = hpnb.models.gpt2("laptop").to(hpnb.device())
     alone.load_state_dict(model.state_dict())
@@ -135,8 +126,7 @@ def reloaded_distance(model: torch.nn.Module, context: ContextParallel, batch: B
 def least_variation(norms: Mapping[str, Sequence[Sequence[float]]], steps: int) -> float:
     """The largest over the smallest norm of row 0 in the last steps, of the run where it is least.
 
-    Args:
-        norms: {run: for each step, the norm of each row's gradient}.
+    `norms` are {run: for each step, the norm of each row's gradient}.
     """
     first = ([rows[0] for rows in run[-steps:]] for run in norms.values())
     return min(max(sizes) / min(sizes) for sizes in first)
@@ -148,9 +138,6 @@ def largest_gap(losses: Sequence[float], others: Sequence[float]) -> dict[str, f
     return {"most": max(gaps), "step": 1 + gaps.index(max(gaps))}
 
 
-# --- times --------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Replayed:
     """Exposed seconds of one attention, forward and backward, put together from what was timed alone.
@@ -160,7 +147,7 @@ class Replayed:
         messages: of the ring, seconds of all its messages, exposed or not.
         last: of the ring's last message, which brings gradients home and is always exposed.
         parts: what this was put together from, named as in `predict_parts`.
-        sources: {part: "timed" or "the card"}, which says where its seconds come from.
+        timed: whether messages were timed, and do not take what the card says.
         quartiles: {way: (low, high)} of exposed seconds: low with the lower quartile of the messages' rounds
             and the upper quartile of the computing's, high the other way round.
     """
@@ -171,7 +158,7 @@ class Replayed:
     messages: float
     last: float
     parts: dict[str, float]
-    sources: dict[str, str]
+    timed: bool
     quartiles: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
@@ -219,13 +206,12 @@ def wins_in_words(seconds: Mapping[str, Sequence[float]], lengths: Sequence[int]
     )
     if not packed and not plain:
         return "the ring exposes least at every length"
-    at = [f"at {_listed(wins)}" if wins else "at no length" for wins in (packed, plain)]
+    at = [f"at {listed(wins)}" if wins else "at no length" for wins in (packed, plain)]
     return f"packed Ulysses exposes less than the ring {at[0]} tokens, and unpacked Ulysses {at[1]}"
 
 
 def touching_in_words(replayed: Sequence[Replayed], lengths: Sequence[int]) -> str:
-    """For prose: at which lengths the bars of the ring and of packed Ulysses, from quartile to quartile,
-    overlap."""
+    """For prose: at which lengths the quartiles of the ring and of packed Ulysses overlap."""
     at = []
     for length, times in zip(lengths, replayed, strict=True):
         (ring_low, ring_high), (low, high) = (times.quartiles[way] for way in ("ring", "Ulysses, packed"))
@@ -235,13 +221,12 @@ def touching_in_words(replayed: Sequence[Replayed], lengths: Sequence[int]) -> s
         return "The bars of the two touch at no length"
     if len(at) == len(lengths):
         return "The bars of the two touch at every length, so this run can't say which is faster"
-    return f"The bars of the two touch at {_listed(at)} tokens; there, this run can't say which is faster"
+    return f"The bars of the two touch at {listed(at)} tokens; there, this run can't say which is faster"
 
 
 def source_in_words(replayed: Replayed) -> str:
     """For a title: where the seconds of messages come from."""
-    timed = replayed.sources["all-to-all"] == "timed"
-    return "computing and messages were timed" if timed else "messages take what the card says"
+    return "computing and messages were timed" if replayed.timed else "messages take what the card says"
 
 
 def covers_in_words(replayed: Sequence[Replayed], lengths: Sequence[int]) -> str:
@@ -254,12 +239,7 @@ def covers_in_words(replayed: Sequence[Replayed], lengths: Sequence[int]) -> str
         return "at every length" if count else "at none of these lengths"
     if all(covers[-count:]):
         return f"from {lengths[-count]:,} tokens on"
-    return f"at {_listed([n for n, covered in zip(lengths, covers, strict=True) if covered])} tokens"
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    words = [f"{n:,}" for n in numbers]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    return f"at {listed([n for n, covered in zip(lengths, covers, strict=True) if covered])} tokens"
 
 
 def parts_over_card(
@@ -275,9 +255,7 @@ def parts_over_card(
 
 def replay_exposed(shapes: Sequence[Attention], dtype: torch.dtype, link: theory.Link) -> list[Replayed]:
     """For each shape: a ring step's computing and each message are timed alone, and `theory.context` puts
-    them together.
-
-    Ranks that share a GPU can't time messages between GPUs; there, messages take what `link` says.
+    them together. Ranks that share a GPU can't time messages; these take what `link` says.
     """
     axis = context_axis()
     assumed = choose_device("auto", axis.size).shares_gpus
@@ -315,12 +293,9 @@ def replay_exposed(shapes: Sequence[Attention], dtype: torch.dtype, link: theory
             theory.context.ring_exposed(shape, axis.size, links[1], computed).total
             for computed in (_NOTHING, _FOREVER)
         )
-        sources = {
-            part: "the card" if assumed and not part.startswith("computing") else "timed" for part in parts
-        }
         quartiles = {"ring": (low, high), "Ulysses": (ulysses[0], ulysses[2]),
                      "Ulysses, packed": (packed[0], packed[2])}  # fmt: skip
-        replayed.append(Replayed(ring, ulysses[1], packed[1], messages, last, parts, sources, quartiles))
+        replayed.append(Replayed(ring, ulysses[1], packed[1], messages, last, parts, not assumed, quartiles))
     return replayed
 
 
@@ -335,11 +310,10 @@ class RingStep:
 
     Attributes:
         source: the rank that the block's keys and values come from.
-        q, dout: this rank's queries and the gradient of its output, (B, H, s / cp, d).
-        block: keys and values, (2, B, H_kv, s / cp, d).
-        out, lse: of the keys so far, (B, H, s / cp, d) and (B, H, s / cp), in float32 or wider.
-        dq: the gradient of q so far, as wide as `out`.
-        sent: the block's gradient so far, which the rank before has sent; as wide as `out`.
+        q, dout, dq: this rank's queries and the gradients of its output and of q so far, (B, H, s / cp, d).
+        block, sent: keys and values, and their gradient so far, which the rank before has sent,
+            (2, B, H_kv, s / cp, d).
+        out, lse: of the keys so far, (B, H, s / cp, d) and (B, H, s / cp); as dq and sent, float32 or wider.
     """
 
     ring: Ring
@@ -359,11 +333,7 @@ class RingStep:
             merge_pair(self.attention, pair, self.q, self.block, self.out, self.lse)
 
     def backward(self, output: torch.Tensor) -> torch.Tensor:
-        """Add to dq, and return the block's gradient so far, given lse and the output over all keys.
-
-        Args:
-            output: (B, H, s / cp, d) in the dtype of q.
-        """
+        """Add to dq, and return the block's gradient so far, given the output (B, H, s / cp, d)."""
         inputs, local = (self.dout, self.q, self.block, output, self.lse), torch.zeros_like(self.sent)
         for pair in self._pairs():
             add_gradients(self.attention, pair, *inputs, self.dq, local)

@@ -1,10 +1,7 @@
 """What notebook 08 fine-tunes: a GPT-2 that recognises paraphrases, and hooks that log its run and kill it.
 
-    recipe = paraphrases.training_recipe()       pretrained GPT-2 and MRPC where both are at hand, on a GPU
-    print(recipe)                                else a small GPT-2 on composed pairs, and why
-    model, collate = recipe.build()              the same on every rank
-
-The training loop stands on the page; `StepLog` and `KillRankHook` are its hooks.
+recipe = paraphrases.training_recipe()       pretrained GPT-2 and MRPC where both are at hand, on a GPU
+model, collate = recipe.build()              the same on every rank
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ import torch.distributed as dist
 
 import hpnb
 from hpnb.data import Dataset
-from hpnb.hybrid.training import hooks
 from hpnb.models import GPT2Size
 
 VOCAB_SIZE = 1009
@@ -31,15 +27,12 @@ SMALL = GPT2Size(hidden=40, layers=2, heads=5, mlp=160, vocab_size=VOCAB_SIZE, l
 
 @dataclass(frozen=True)
 class ParaphraseRecipe:
-    """What is trained, whatever the layout.
+    """What is trained, whatever the layout: pairs of sentences, for so many epochs.
 
     Attributes:
-        train, test: pairs of sentences.
         weights: name or folder of pretrained weights; "" trains `SMALL` from scratch, in float64.
         merges: the byte-level BPE of `SMALL`.
-        batch: samples of a step that one process was tuned for, with
-        lr: the highest learning rate.
-        epochs: of the whole run.
+        batch, lr: samples of a step that one process was tuned for, with the highest learning rate.
     """
 
     train: Dataset
@@ -91,11 +84,7 @@ class ParaphraseRecipe:
 def training_recipe(
     pairs: int = 720, test: int = 408, weights: str = "gpt2", device: str = "cpu"
 ) -> ParaphraseRecipe:
-    """Fine-tuning of `weights` on MRPC if both are on this machine, with a GPU; else the small stand-in.
-
-    Args:
-        pairs, test: how many pairs of sentences the stand-in takes.
-    """
+    """Fine-tuning of `weights` on MRPC if both are on this machine, with a GPU; else a small stand-in."""
     train = hpnb.data.mrpc("train")
     if device == "cuda" and train.source.kind == "real" and _at_hand(weights):
         return ParaphraseRecipe(train, hpnb.data.mrpc("validation"), weights, batch=16, lr=2e-5)
@@ -125,14 +114,9 @@ def _pretrained_tokenizer(weights: str) -> Any:
     return tokenizer
 
 
-# --- hooks -------------------------------------------------------------------------------------------------
-
-
-class StepLog(hooks.Hook):
-    """Keeps loss, learning rate and samples of each step, and writes losses to a file that survives the rank.
-
-    Attributes:
-        losses, lrs, samples: of each step; samples of all replicas. Losses are empty on ranks without them.
+class StepLog(hpnb.Hook):
+    """Keeps loss, learning rate and samples of each step of all replicas, and writes losses to a file that
+    survives the rank. Losses are empty on ranks without them.
     """
 
     def __init__(self, folder: str = "") -> None:
@@ -158,13 +142,8 @@ class StepLog(hooks.Hook):
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """What a rank reports of a run.
-
-    Attributes:
-        losses: of each step; empty on ranks that have none.
-        lr: the highest learning rate.
-        samples: of a step, on all replicas.
-        last: the last epoch's row of the history.
+    """What a rank reports of a run: losses of each step, if it has them, the highest learning rate, samples
+    of a step on all replicas, and the last epoch's row of the history.
     """
 
     losses: tuple[float, ...]
@@ -184,7 +163,7 @@ def with_losses(ranks: Iterable[LoggedRun]) -> LoggedRun:
     return max(ranks, key=lambda run: len(run.losses))
 
 
-class KillRankHook(hooks.Hook):
+class KillRankHook(hpnb.Hook):
     """Kills one rank after a step, as a machine that goes away does: no exception, no cleanup."""
 
     def __init__(self, step: int) -> None:

@@ -1,13 +1,9 @@
 """Layouts on nodes: who sends to whom, what is sent between nodes, and how long a step would take.
 
-    recorded_traffic(messages)                     {(sender, receiver): {axis: bytes}}
-    predicted_traffic(layout, task.sent(layout))   the same, predicted
-    bytes_between_nodes(traffic, node=8)           bytes
-
-**From a rank's bytes to pairs of ranks.** `hpnb.record.traffic` knows what left a rank and who took part. A
-send goes to its peer. In a collective a rank passes everything to the next rank of its group, and the last
-one to the first: that is the ring in which the bytes are counted. Two ranks have no other way; with more, a
-library may take another, and then these pairs are the ring's and not the network's.
+`hpnb.record.traffic` knows what left a rank and who took part. A send goes to its peer. In a collective a
+rank passes everything to the next rank of its group, and the last one to the first: that is the ring in which
+the bytes are counted. Two ranks have no other way; with more, a library may take another, and then these
+pairs are the ring's and not the network's.
 """
 
 from __future__ import annotations
@@ -23,15 +19,10 @@ RankTraffic = dict[tuple[int, int], dict[str, float]]
 """{(sender, receiver): {axis: bytes}}"""
 
 
-# --- who sends to whom ------------------------------------------------------------------------------
-
-
 def recorded_traffic(messages: Sequence[Sequence[Message]], least: float = 0.0) -> RankTraffic:
     """Bytes from rank to rank, by axis; those of a collective go along its ring.
 
-    Args:
-        messages: `Traffic.messages` of each rank, 0 up.
-        least: messages of fewer bytes are left out, such as a loss or shapes.
+    `messages` are `Traffic.messages` of each rank, 0 up; those of fewer than `least` bytes are left out.
     """
     traffic: RankTraffic = {}
     for rank, sent in enumerate(messages):
@@ -45,11 +36,8 @@ def recorded_traffic(messages: Sequence[Sequence[Message]], least: float = 0.0) 
 
 
 def predicted_traffic(layout: Layout, sent: Mapping[str, float]) -> RankTraffic:
-    """Bytes from rank to rank of any layout.
-
-    Args:
-        sent: {axis: bytes}. Along dp and tp, what leaves a rank for the next of its group, and the last rank
-            for the first; along pp, what crosses each cut, in either direction.
+    """Bytes from rank to rank of any layout, of {axis: bytes}: along dp and tp, what leaves a rank for the
+    next of its group, and the last rank for the first; along pp, what crosses each cut, in either direction.
     """
     traffic: RankTraffic = {}
     for axis in AXES:
@@ -64,31 +52,17 @@ def predicted_traffic(layout: Layout, sent: Mapping[str, float]) -> RankTraffic:
     return traffic
 
 
-def bytes_between_nodes(traffic: RankTraffic, node: int, axis: str | None = None) -> float:
-    """Bytes between ranks of different nodes, `node` consecutive ranks each; of one axis, or of all."""
-    return sum(
-        nbytes
-        for (a, b), by_axis in traffic.items()
-        if a // node != b // node
-        for name, nbytes in by_axis.items()
-        if axis in (None, name)
-    )
-
-
-# --- a step on a mesh, in theory --------------------------------------------------------------------
+def bytes_between_nodes(traffic: RankTraffic, node: int) -> float:
+    """Bytes between ranks of different nodes, `node` consecutive ranks each."""
+    return sum(sum(by_axis.values()) for (a, b), by_axis in traffic.items() if a // node != b // node)
 
 
 @dataclass(frozen=True)
 class TransformerOnNodes:
-    """A transformer to be trained by a layout on nodes.
+    """A transformer of 12 layers hidden^2 parameters, 2 bytes each, to be trained by a layout on nodes.
 
-    Attributes:
-        layers, hidden: 12 layers hidden^2 parameters, values of 2 bytes.
-        tokens: of a whole batch.
-        microbatches: of each pipeline.
-        rate: matmul FLOP/s of a rank.
-        node: ranks of a node.
-        inside, between: the link from a rank to another one of its node, and of another node.
+    `tokens` are of a whole batch, `microbatches` of each pipeline, `rate` is matmul FLOP/s of a rank, `node`
+    ranks of a node, and a rank has a link `inside` its node, and `between` nodes.
     """
 
     layers: int

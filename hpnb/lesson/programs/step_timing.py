@@ -1,10 +1,8 @@
 """A training step in pieces of time: what was computed when, when each bucket was ready, what was exposed.
 
-    alone = time_backward(model, loss, bucket_mb=25)    on a rank: nothing is sent
-    alone.on(link, ranks)                               the same step on any link, as a Timeline
-    record_step(model, loss)                            a step that does send, as a Timeline of all ranks
-
-Of several repeats the one with the median duration counts. Nothing here imports matplotlib before it draws.
+alone = time_backward(model, loss, bucket_mb=25)    on a rank: nothing is sent
+alone.on(link, ranks)                               the same step on any link, as a Timeline
+record_step(model, loss)                            a step that does send, as a Timeline of all ranks
 """
 
 from __future__ import annotations
@@ -35,13 +33,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Backward:
-    """One step of one rank in which nothing was sent. Seconds from its start, bytes.
-
-    Attributes:
-        forward: when the forward ended.
-        end: when the backward ended.
-        ready: when each bucket of gradients was full, in the order in which they are sent.
-        nbytes: of each bucket.
+    """One step of one rank in which nothing was sent: when its forward and its backward ended and each bucket
+    of gradients was full, in seconds from its start, and bytes of each bucket, in the order of sending.
     """
 
     forward: float
@@ -64,10 +57,8 @@ class Backward:
         return Backward(other.forward, other.end, tuple(at * longer for at in self.ready), self.nbytes)
 
     def on(self, link: Link, ranks: int, during: bool = True) -> Timeline:
-        """The step on `link`, as any one of `ranks` equal ranks would have it; "simulated".
-
-        Args:
-            during: send a bucket when it is full; else all of them after the backward.
+        """The step on `link`, as any one of `ranks` equal ranks would have it; "simulated". A bucket is sent
+        `during` the backward when it is full, or all of them are sent after it.
         """
         sent = overlap(self._send_times(during), self.nbytes, ranks, link, self.end)
         group = tuple(range(ranks))
@@ -128,9 +119,8 @@ def record_step(module: torch.nn.Module, loss: Loss, repeats: int = 5) -> Timeli
 def record_in_turn(
     steps: Mapping[str, tuple[torch.nn.Module, Loss]], repeats: int = 5
 ) -> dict[str, list[Timeline]]:
-    """{name: the Timeline of all ranks in each round}, of steps that take turns: A B C A B C ...
-
-    Every rank calls it, and all ranks begin a step together. A first round warms up. Gradients are dropped.
+    """{name: the Timeline of all ranks in each round}, of steps that take turns: A B C A B C ... Every rank
+    calls it, and all ranks begin a step together. A first round warms up. Gradients are dropped.
     """
     timelines: dict[str, list[Timeline]] = {name: [] for name in steps}
     for module, loss in steps.values():  # not recorded: ranks that share a GPU would take turns
@@ -138,7 +128,7 @@ def record_in_turn(
         module.zero_grad(set_to_none=True)
     for _ in range(repeats):
         for name, (module, loss) in steps.items():
-            _wait_for_device(hpnb.device())
+            wait_for_device(hpnb.device())
             dist.barrier()
             with hpnb.record.timeline() as recorder:
                 _forward_and_backward(loss, recorder)
@@ -148,7 +138,6 @@ def record_in_turn(
 
 
 def _forward_and_backward(loss: Loss, recorder: Recorder) -> None:
-    """One forward, "F", and one backward, "B"."""
     with recorder.span("F"):
         value = loss()
     with recorder.span("B"):
@@ -187,17 +176,16 @@ def relative_distance(tensors: Iterable[torch.Tensor], others: Iterable[torch.Te
 
 
 def rounds_in_turn(steps: Mapping[str, Callable[[], object]], repeats: int = 5) -> dict[str, list[float]]:
-    """{name: seconds of each round on the slowest rank}. Every rank calls it.
+    """{name: seconds of each round on the slowest rank}, of steps that take turns. Every rank calls it.
 
-    All ranks begin a step together, and the steps take turns, so that a busy moment of the machine does not
-    fall on one of them. If a step returns a `dist.Work`, it is waited for after the clock has stopped. A
-    first round warms up.
+    All ranks begin a step together. If a step returns a `dist.Work`, it is waited for after the clock has
+    stopped. A first round warms up.
     """
     device = hpnb.device()
     rounds: dict[str, list[float]] = {name: [] for name in steps}
     for repeat in range(repeats + 1):
         for name, step in steps.items():
-            _wait_for_device(device)
+            wait_for_device(device)
             dist.barrier()
             begin = time.perf_counter()
             pending = step()
@@ -255,12 +243,9 @@ def subtract_rounds(seconds: Sequence[float], others: Sequence[float]) -> Spread
     return Spread.of_rounds(a - b for a, b in zip(seconds, others, strict=True))
 
 
-def _wait_for_device(device: torch.device) -> None:
+def wait_for_device(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-# --- steps that a page compares ----------------------------------------------------------------------
 
 
 def forward_and_backward(module: torch.nn.Module, loss: Callable[[torch.nn.Module], torch.Tensor]) -> None:
@@ -274,8 +259,7 @@ def beside_all_reduce(
 ) -> Callable[[], dist.Work | None]:
     """`forward_and_backward` with an unrelated all-reduce of as many bytes as the gradients have.
 
-    It starts before the backward and is returned: `rounds_in_turn` stops its clock when the backward is done,
-    and waits for the all-reduce afterwards.
+    It starts before the backward and is returned, so that `rounds_in_turn` does not time its end.
     """
     first = next(module.parameters())
     message = torch.zeros(sum(p.numel() for p in module.parameters()), dtype=first.dtype, device=first.device)

@@ -1,9 +1,5 @@
 """Bytes that this process sends over its TCP connections, as the operating system counts them.
 
-    with tcp_traffic() as tcp:
-        dist.all_reduce(x)     # gloo sends over TCP; between ranks of one machine over its loopback interface
-    tcp.bytes
-
 What is counted is what the process hands to its connections: tensors, and the headers that gloo puts before
 its messages. The headers of TCP and IP come on top, and so does what TCP must send twice. Linux alone counts
 by connection; elsewhere `bytes` is NaN. Other transports (NVLink, InfiniBand, shared memory) are not seen.

@@ -1,7 +1,5 @@
-"""What notebook 06 measures of a tied weight: the distance of its copies, and what a checkpoint is worth.
-
-The embedding of a GPT-2 is on a pipeline's first rank and, as the head, on its last. Every rank calls what
-takes a pipeline.
+"""What notebook 06 measures of a tied weight: the distance of its copies on a pipeline's first and last rank,
+and what a checkpoint is worth.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"
 def tied_distance(pipe: hpnb.Pipeline, axis: Axis, shape: Sequence[int]) -> float:
     """How far the last rank's copy is from the first rank's: || head - embedding || / || embedding ||.
 
-    Args:
-        shape: of the weight, (V, h), which the ranks between do not know.
+    The ranks between do not know the shape of the weight, (V, h).
     """
     parameters = dict(pipe.module.named_parameters(remove_duplicate=False))
     copies = []

@@ -12,11 +12,11 @@ import torch
 import hpnb
 from hpnb import comm
 from hpnb.data import Dataset, ImageTransform, Loader
-from hpnb.hybrid.training import hooks
 from hpnb.lesson import field_guide, ledger
 from hpnb.lesson.machine_card import MachineCard
 from hpnb.lesson.programs import vit_pipeline, vit_tensor
 from hpnb.lesson.programs.device_timing import all_ranks, one_axis, vit_and_batch, vit_and_loss
+from hpnb.lesson.programs.paraphrases import StepLog
 from hpnb.lesson.programs.step_timing import (
     Backward,
     median_by,
@@ -37,9 +37,6 @@ SMALL = ViTSize(hidden=48, layers=2, heads=4, mlp=192, patch=8, image=32)  # tra
 _ROUNDS = 3
 
 
-# --- one axis at a time -----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class AxisSteps:
     """Training steps of the same batch, with all ranks along dp, pp and tp in turn.
@@ -49,8 +46,7 @@ class AxisSteps:
             `theory.REPLAY_LINK`, and tp's is "measured by turns".
         alone: forward and backward of one rank's share of the batch, in which nothing is sent.
         sent: {axis: bytes that leave a rank in a step, mean over the ranks}.
-        schedule: of the pipeline.
-        message: bytes of the hidden states of one of its microbatches.
+        message: bytes of the hidden states of one microbatch of the pipeline.
     """
 
     timelines: Mapping[str, Timeline]
@@ -85,10 +81,8 @@ def record_axes(
 ) -> AxisSteps:
     """Record a step of `images` along each axis. Axes take turns, so that a busy machine slows all of them.
 
-    Args:
-        images: of the whole batch, a multiple of ranks and microbatches.
-        schedule: of the pipeline, with a stage for each rank.
-        buckets: of the gradient under data parallelism, about equally large.
+    `images` is a multiple of ranks and microbatches, and `schedule` has a stage for each rank. The gradient
+    has about equally large `buckets` under data parallelism.
     """
     n = len(pool.members)
     bucket_mb = dtype.itemsize * size.parameters(classes=3) / buckets / 2**20
@@ -127,11 +121,8 @@ def add_to_ledger(
 
 
 def record_added(simulated: Mapping[str, Sequence[float]]) -> tuple[dict[str, float], ...]:
-    """Record and return by how many seconds slower links prolong each axis's step.
-
-    They are: simulated on the slowest link less simulated on the first (04.added; 04.added-least is the axis
-    with the least), and on the middle link less on the first (04.tenth-added). What else a recorded step
-    spends time on is in neither.
+    """Record and return by how many seconds slower links prolong each axis's step: simulated on the slowest
+    link less simulated on the first (04.added), and on the middle link less on the first (04.tenth-added).
 
     Args:
         simulated: {axis: seconds on each link}, the measured one first and the slowest last.
@@ -147,11 +138,7 @@ def record_added(simulated: Mapping[str, Sequence[float]]) -> tuple[dict[str, fl
 def record_ratios(
     predicted: Mapping[str, float], measured: Mapping[str, float], simulated: Mapping[str, Sequence[float]]
 ) -> tuple[dict[str, float], ...]:
-    """Record and return measured over predicted (04.ratio), and simulated here over measured (04.near).
-
-    Args:
-        simulated: as in `record_added`.
-    """
+    """Record and return measured over predicted (04.ratio), and simulated here over measured (04.near)."""
     ratio = {axis: measured[axis] / predicted[axis] for axis in simulated}
     near = {axis: seconds[0] / measured[axis] for axis, seconds in simulated.items()}
     for name, ratios in (("ratio", ratio), ("near", near)):
@@ -166,9 +153,8 @@ def record_steps(card: MachineCard, steps: AxisSteps) -> dict[str, float]:
     ranks = steps.timelines["tp"].ranks
     busy = {axis: max(map(tl.work, ranks)) for axis, tl in steps.timelines.items()}
     replayed = steps.source == "replayed"
-    record("04.link.from", "assumed" if replayed else "measured as in notebook 00")
-    record("04.link.latency", card.latency, "s")
-    record("04.link.bandwidth", card.bandwidth, "B/s")
+    link = {"latency": (card.latency, "s"), "bandwidth": (card.bandwidth, "B/s")}
+    record("04.link", {"from": "assumed" if replayed else "measured as in notebook 00", **link})
     record("04.source", steps.source)
     record("04.predicted", {"share": steps.alone.end}, "s")
     record("04.busy", busy, "s")
@@ -187,14 +173,9 @@ def record_rest(
     """Record under 04.rest a step along pp and along tp three times, and what is not compute of the busiest
     rank; return {axis: measured less predicted seconds of that}.
 
-    04.rest.signs says in words how compute and the rest differ from their predictions, and whether these
-    errors cancel.
-
     Args:
-        share: predicted seconds of this compute.
+        share, busy: predicted and recorded seconds of this compute; a simulated step has the recorded one.
         bubble: predicted seconds of pp's rest that a rank is idle.
-        busy: recorded seconds of the compute, which a simulated step has, too.
-        predicted, simulated, measured: as in `record_ratios`.
     """
     record("04.rest.bubble", bubble, "s")
     off = {}
@@ -211,7 +192,6 @@ def record_rest(
 
 
 def _errors_in_words(errors: Mapping[str, tuple[float, float]]) -> str:
-    """For prose: what differs from its prediction by how much, and where two errors partly cancel."""
     said = []
     for subject, which in (("Compute takes", 0), ("The rest takes", 1)):
         parts = []
@@ -265,15 +245,9 @@ def _count_bytes(size: ViTSize, images: int, dtype: torch.dtype, schedule: Sched
     return sent
 
 
-# --- steps on a mesh --------------------------------------------------------------------------------
-
-
 class RankParts(NamedTuple):
-    """What a rank of a mesh holds of the small ViT and of a batch.
-
-    Attributes:
-        samples: its first sample, the one after its last, and how many the batch has.
-        placements: of all parameters of its stage.
+    """What a rank of a mesh holds of the small ViT and of a batch: `samples` are its first sample, the one
+    after its last, and how many the batch has; `placements` are those of all parameters of its stage.
     """
 
     samples: tuple[int, int, int]
@@ -304,9 +278,6 @@ def gradient_distance(module: torch.nn.Module, serial: torch.nn.Module) -> float
     return relative_distance([p.grad for p in trained.values() if p.grad is not None], shards)
 
 
-# --- leaves -----------------------------------------------------------------------------------------
-
-
 def in_memory(leaves: Dataset) -> Dataset:
     """The same samples, drawn or decoded once. Otherwise each rank does it in each epoch."""
     return Dataset(list(leaves), leaves.source, leaves.classes, leaves.noun)
@@ -315,11 +286,8 @@ def in_memory(leaves: Dataset) -> Dataset:
 def leaf_batches(
     leaves: Dataset, samples: int, dp: hpnb.Axis | None = None, epochs: int = 1
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Batches in float64 on the CPU, shuffled in each epoch.
-
-    Args:
-        samples: of a batch of all replicas; what is left over at the end of an epoch is dropped.
-        dp: each of its ranks gets its share of the batch.
+    """Batches of `samples` for all replicas, in float64 on the CPU, shuffled in each epoch; each rank of `dp`
+    gets its share. What is left over at the end of an epoch is dropped.
     """
     share = samples // (1 if dp is None else dp.size)
     loader = Loader(leaves, share, dp, drop_last=True, transform=ImageTransform(32))
@@ -347,15 +315,7 @@ def record_guess(leaves: Dataset) -> float:
     return accuracy
 
 
-class LossLog(hooks.Hook):
-    """Keeps the loss of each step, on ranks that have it."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def after_step(self, trainer: Any) -> None:
-        if trainer.loss is not None:
-            self.losses.append(float(trainer.loss))
+LossLog = StepLog
 
 
 def add_to_field_guide() -> None:

@@ -1,8 +1,5 @@
 """Training steps of a ViT that is partitioned into stages: timed under schedules, activations measured.
 
-    pool.run(vit_pipeline.time_schedules, SIZE, 16, torch.float32, {"1f1b": schedule})[0]["1f1b"]   Timeline
-    pool.run(vit_pipeline.measure_activations, SIZE, 16, torch.float32, schedule)   [(peak bytes, ...), ...]
-
 Schedules that are compared run in turn, so that a machine that slows down slows all of them.
 """
 
@@ -12,9 +9,10 @@ import gc
 import statistics
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,12 +23,7 @@ import hpnb
 from hpnb.lesson import ledger
 from hpnb.lesson.machine_card import hardware_name
 from hpnb.lesson.programs.device_timing import Batch, all_ranks, vit_and_batch, warmup_steps
-from hpnb.lesson.programs.step_timing import (
-    compute_seconds,
-    median_by,
-    relative_distance,
-    rounds_in_turn,
-)
+from hpnb.lesson.programs.step_timing import compute_seconds, median_by, relative_distance, rounds_in_turn
 from hpnb.models import ViTSize
 from hpnb.pipeline_parallel import Action, Costs, Schedule, schedules
 from hpnb.pipeline_parallel.executor import contended
@@ -40,27 +33,12 @@ from hpnb.pipeline_parallel.partition import How, balanced, cut
 from hpnb.record import Timeline
 from hpnb.theory import Link, seconds
 
-__all__ = ["compute_seconds", "vit_and_batch"]
-
-
-@dataclass(frozen=True)
-class PublishedPipeline:
-    """One row of tables 5 and 9 of Qi et al. 2024 (arXiv 2401.10241), measured on A100s.
-
-    Milliseconds of a stage's F, I and W and of a send between stages; `rates` are their bubble rates:
-    (span - work) / span of the rank with the longest span.
-    """
-
-    model: str
-    stages: int
-    microbatches: int
-    costs: Costs
-    rates: Mapping[str, float]
-
-
-PUBLISHED = PublishedPipeline(
-    "6.2B", 8, 24, Costs(29.718, 29.444, 19.927, 0.527), {"1f1b": 0.2347, "zb-h1": 0.1323, "zb-h2": 0.0698}
-)
+PUBLISHED = SimpleNamespace(
+    model="6.2B", stages=8, microbatches=24, costs=Costs(29.718, 29.444, 19.927, 0.527),
+    rates={"1f1b": 0.2347, "zb-h1": 0.1323, "zb-h2": 0.0698},
+)  # fmt: skip
+"""One row of tables 5 and 9 of Qi et al. 2024 (arXiv 2401.10241), measured on A100s: costs of a stage in
+milliseconds, and {schedule: bubble rate}, (span - work) / span of the rank with the longest span."""
 
 
 # --- on a rank -------------------------------------------------------------------------------------
@@ -103,7 +81,7 @@ def distances_from(reference: torch.nn.Module, **models: torch.nn.Module) -> dic
 def time_schedules(
     size: ViTSize, images: int, dtype: torch.dtype, schedules: Mapping[str, Schedule], *args: Any, **kw: Any
 ) -> dict[str, Timeline]:
-    """{name: the median step of `time_rounds`}, which takes the same. Every rank calls it."""
+    """{name: the median step of `time_rounds`}."""
     return median_steps(time_rounds(size, images, dtype, schedules, *args, **kw), schedules)
 
 
@@ -117,12 +95,8 @@ def time_rounds(
 ) -> dict[Any, list[Timeline]]:
     """Train a few steps under each schedule in turn: {name: its steps, without communication events}.
 
-    Every rank calls it.
-
-    Args:
-        images: of the whole batch.
-        cuts: {name: how to partition the model}; "uniform" for names that are missing.
-        repeats: steps of each schedule that count, after the warm-up.
+    `images` are of the whole batch, and `cuts` partition the model, "uniform" for names that are missing;
+    `repeats` steps of each schedule count, after the warm-up.
     """
     gc.collect()  # what an earlier cell built may still be there
     pipes, timelines = {}, {}
@@ -145,10 +119,7 @@ def time_rounds(
 def time_graphs(
     size: ViTSize, images: int, dtype: torch.dtype, schedules: Mapping[Any, Schedule], repeats: int = 3
 ) -> tuple[dict[Any, list[Timeline]], list[str]]:
-    """({name: its steps with CUDA graphs}, which stages ran without graphs, and why).
-
-    Every rank calls it. There is no step on a CPU, which has no graphs.
-    """
+    """({name: its steps with CUDA graphs}, which stages ran without graphs, and why); no step on a CPU."""
     if hpnb.device().type == "cpu":
         return {}, []
     return time_captured(size, images, dtype, schedules, repeats)
@@ -187,10 +158,9 @@ def time_cuts(
 ) -> tuple[dict[str, list[Timeline]], dict[str, list[int]]]:
     """Steps of each partition, and of one balanced by time: ({name: steps}, {name: layers of each stage}).
 
-    Every rank calls it. Rank 0 measures forward and backward of a microbatch in each layer while the others
-    wait; the partition that balances these seconds is called "by time". Where ranks share cores, noise is
-    larger than what a partition gains: there every block counts as the median block, and one step of each
-    partition is simulated.
+    Rank 0 measures forward and backward of a microbatch in each layer; the partition that balances these
+    seconds is "by time". Where ranks share cores, noise is larger than what a partition gains: there every
+    block counts as the median block, and one step of each partition is simulated.
     """
     axis = all_ranks("pp")
     model, batch = vit_and_batch(size, images // schedule.microbatches, dtype)
@@ -295,8 +265,7 @@ def step_parts(
 ) -> dict[str, list[float]]:
     """Each of `steps` in parts: {part: its seconds in every step}.
 
-    Args:
-        ideal: the work of a rank if a microbatch cost nothing extra; at most what the rank works is taken.
+    `ideal` is the work of a rank if a microbatch cost nothing extra; at most what the rank works is taken.
     """
     parts: dict[str, list[float]] = {"ideal": [], "small kernels": [], "bubble": [], "host wait": []}
     for name, tl in steps.items():
@@ -321,14 +290,12 @@ def input_over_weight(tl: Timeline) -> float:
     return total["I"] / total["W"]
 
 
-def stage_costs(tl: Timeline, chunks: int = 1, transfer: float = 0.0) -> Costs:
-    """The recorded costs of stages, or of equal chunks of them; I and W take half a backward each.
+def stage_costs(tl: Timeline, chunks: int = 1) -> Costs:
+    """The recorded costs of stages, one a rank and backwards not split; I and W take half a backward each.
 
-    Args:
-        tl: one chunk a rank, backwards not split.
-        chunks: of a rank; with more than one, every chunk has the mean cost.
+    With more than one of a rank's `chunks`, every chunk has the mean cost.
     """
-    measured = Costs.measured(tl, transfer)
+    measured = Costs.measured(tl)
     assert isinstance(measured.forward, tuple)
     assert isinstance(measured.input_grad, tuple)
     forward, backward = list(measured.forward), list(measured.input_grad)
@@ -336,7 +303,7 @@ def stage_costs(tl: Timeline, chunks: int = 1, transfer: float = 0.0) -> Costs:
         count = chunks * len(forward)
         forward, backward = [sum(forward) / count] * count, [sum(backward) / count] * count
     half = [cost / 2 for cost in backward]
-    return Costs(forward, half, half, transfer)
+    return Costs(forward, half, half, 0.0)
 
 
 def stage_seconds(tl: Timeline) -> list[float]:
@@ -347,10 +314,7 @@ def stage_seconds(tl: Timeline) -> list[float]:
 
 
 def slowest_over_mean(tl: Timeline) -> float:
-    """The slowest forward plus the slowest backward, over forward and backward of the mean stage; by medians.
-
-    The two can be on different stages. Under GPipe both delay the step.
-    """
+    """The slowest forward plus the slowest backward, on any stages, over those of the mean stage."""
     costs, stages = Costs.measured(tl), range(1 + max(e.stage for e in tl.events))
     slowest = sum(max(costs.seconds(Action(s, op, 0)) for s in stages) for op in ("F", "B"))
     return slowest / statistics.mean(stage_seconds(tl))

@@ -1,10 +1,4 @@
-"""What notebook 02 says of the steps that vit_pipeline.py runs: decisions, and words for its prose.
-
-vit_pipeline_words.record_run(here, SHAPE, DTYPE)                 02.run
-vit_pipeline_words.record_race(NAME, predicted, steps, rounds)    02.race, 02.race.step, ..
-
-In a docstring, a sentence of the page stands in quotation marks; the words in brackets are filled in.
-"""
+"""What notebook 02 says of the steps that vit_pipeline.py runs: decisions, and words for its prose."""
 
 from __future__ import annotations
 
@@ -19,12 +13,7 @@ from hpnb.lesson.banner import Banner
 from hpnb.lesson.programs import gpt2_pipeline
 from hpnb.lesson.programs.gpt2_pipeline import StepRepeats
 from hpnb.lesson.programs.step_timing import compute_seconds, divide_rounds
-from hpnb.lesson.programs.vit_pipeline import (
-    IN_ONE_PIECE,
-    SPLIT,
-    add_to_ledger,
-    spread_of,
-)
+from hpnb.lesson.programs.vit_pipeline import IN_ONE_PIECE, SPLIT, add_to_ledger, spread_of
 from hpnb.lesson.tables import number
 from hpnb.lesson.values import record
 from hpnb.pipeline_parallel import Costs, Schedule
@@ -32,16 +21,7 @@ from hpnb.record import Timeline
 
 
 def record_run(here: Banner, shape: Sequence[int], dtype: torch.dtype) -> str:
-    """Record what kind of run this is, and return "measured" or "replayed".
-
-    Steps are "measured" where each rank has a GPU or a core. 02.run fills these sentences:
-
-    - "This run's steps are [kind]; [messages]", in the opening.
-    - "In this run b = [images], s = [tokens] and h = [hidden], and a number has [bytes] bytes", of a message.
-    - "We show [shown]", which of several steps, at the race and at the sweep.
-    - "The schedules run in turn, [repeats] times."
-    - "The race's predictions contain no messages; [in-race]."
-    """
+    """Record under 02.run what kind of run this is, and return it, "measured" or "replayed"."""
     kind = "measured" if here.timings_mean_something else "replayed"
     race = "its steps contain them, and also launches and waits, so the ratio of a step to its prediction "
     race += "does not show what messages cost"
@@ -81,12 +61,8 @@ def _repeats(rounds: Mapping[str, Sequence[Timeline]]) -> dict[str, StepRepeats]
 
 
 def record_beside_gpipe(steps: Mapping[str, Timeline], schedules: Mapping[str, Schedule]) -> None:
-    """Record the steps of "gpipe" and "1f1b", and how they would compare with the same times of stages.
-
-    02.ran fills "Timed again, beside 1F1B, GPipe's step takes [..] with a bubble of [..]. 1F1B's step takes
-    [..] with [..]". 02.by-medians fills "With the median times of GPipe's stages, 1F1B's step takes [..]
-    times as long as GPipe's": both are simulated with these medians, which need not be equal. 02.by-run is
-    the same factor of the steps that ran.
+    """Record the steps of "gpipe" and "1f1b" (02.ran), and 1F1B's over GPipe's: as they ran (02.by-run), and
+    both simulated with the median times of GPipe's stages (02.by-medians).
     """
     record("02.ran", dict(steps))
     costs = Costs.measured(steps["gpipe"])
@@ -101,21 +77,9 @@ def record_race(
     steps: Mapping[str, Timeline],
     rounds: Mapping[str, Sequence[Timeline]],
 ) -> None:
-    """Record what the race of schedules decides, and add all steps to the ledger.
+    """Record under 02.race what the race of schedules decides, and add all steps to the ledger.
 
-    02.race fills these sentences:
-
-    - "So [faster]. As to the bubble, [idle]."
-    - "The prediction puts [first.predicted] first; by medians, the run puts [first.run] first."
-    - "The four other schedules take [ratio.least] to [ratio.most] times as long as predicted."
-    - "In the race, work goes from [work]", a range.
-    - "In the 1F1B step of this run, half a backward takes [half-backward] times as long as a forward."
-
-    02.race.step gives 1F1B's seconds to the sentence that compares its steps of three cells.
-
-    Args:
-        steps: {schedule: its median step}, 1f1b first.
-        rounds: {schedule: all its steps}.
+    `steps` are {schedule: its median step}, 1f1b first, and `rounds` {schedule: all its steps}.
     """
     makespans = {schedule: tl.makespan for schedule, tl in steps.items()}
     first = {
@@ -133,25 +97,25 @@ def record_race(
     add_to_ledger(name, predicted, steps)
 
 
-def idle_words(rounds: Mapping[str, Sequence[Timeline]], base: str = "1f1b") -> str:
-    """The sentence "As to the bubble, [..]" after the race: which schedules' steps are all below `base`'s."""
+def idle_words(rounds: Mapping[str, Sequence[Timeline]]) -> str:
+    """In words, which schedules' bubbles are all below, or above, all of 1F1B's."""
     bubbles = {name: sorted(tl.bubble_fraction for tl in tls) for name, tls in rounds.items()}
-    of_base = bubbles.pop(base)
-    below = [name for name, shares in bubbles.items() if shares[-1] < of_base[0]]
-    above = [name for name, shares in bubbles.items() if shares[0] > of_base[-1]]
+    base = bubbles.pop("1f1b")
+    below = [name for name, shares in bubbles.items() if shares[-1] < base[0]]
+    above = [name for name, shares in bubbles.items() if shares[0] > base[-1]]
     undecided = [name for name in bubbles if name not in below + above]
     clauses = [
-        f"all steps of {listed(names)} are {side} all of {base}'s"
+        f"all steps of {listed(names)} are {side} all of 1f1b's"
         for side, names in (("below", below), ("above", above))
         if names
     ]
     if undecided:
-        clauses.append(f"those of {listed(undecided)} overlap with {base}'s, so the run does not decide")
+        clauses.append(f"those of {listed(undecided)} overlap with 1f1b's, so the run does not decide")
     return "; ".join(clauses)
 
 
 def work_words(steps: Mapping[str, Timeline]) -> str:
-    """The sentence "In the race, work goes from [..]": the least and the most, with their schedules."""
+    """In words, the least and the most work of a rank, with their schedules."""
     work = {name: compute_seconds(tl) for name, tl in steps.items()}
     ends = min(work, key=work.__getitem__), max(work, key=work.__getitem__)
     return " to ".join(f"{number(work[name], 's')} under {name}" for name in ends)
@@ -162,17 +126,10 @@ def record_cuts(
     steps: Mapping[str, Timeline],
     blocks: Mapping[str, Sequence[int]],
 ) -> None:
-    """Record what moving blocks between stages costs. Its values fill these sentences:
+    """Record the seconds of each partition (02.cut), whether balancing by time decides (02.cut.verdict), and
+    what rank 1 of the heavy one does over the median rank (02.heavy-work, 02.heavy-blocks).
 
-    - 02.cut: "The uniform partition takes [..], the heavy one [..]. Balancing by time gives [..] with the
-      partition [..]; [02.cut.verdict]."
-    - 02.heavy-work, 02.heavy-blocks: "rank 1 works [..] times as long as the median rank and has [..] times
-      as many blocks."
-
-    Args:
-        rounds: {"uniform", "heavy", "by time": steps}.
-        steps: {partition: its median step}.
-        blocks: {partition: blocks of each stage}.
+    `rounds` and median `steps` are of "uniform", "heavy" and "by time", `blocks` of each stage.
     """
     record("02.cut", {name: tl.makespan for name, tl in steps.items()}, "s")
     record("02.cut.verdict", balanced_words(rounds, blocks))
@@ -182,7 +139,7 @@ def record_cuts(
 
 
 def balanced_words(rounds: Mapping[str, Sequence[Timeline]], blocks: Mapping[str, Sequence[int]]) -> str:
-    """The sentence "Balancing by time gives [..]; [..]": whether its steps show that it is faster."""
+    """In words, whether the steps of the partition "by time" show that it is faster."""
     if list(blocks["by time"]) == list(blocks["uniform"]):
         return "this is the uniform partition"
     if rounds["uniform"][0].source == "simulated":
@@ -195,10 +152,7 @@ def balanced_words(rounds: Mapping[str, Sequence[Timeline]], blocks: Mapping[str
 
 
 def faster_pairs(steps: Mapping[str, float], spreads: Mapping[str, float]) -> list[str]:
-    """["c is faster than a and b"]: all pairs whose steps differ by more than the larger spread.
-
-    They are the clauses of `race_words`.
-    """
+    """["c is faster than a and b"]: all pairs whose steps differ by more than the larger spread."""
     shorter = {
         a: [b for b in steps if steps[b] - steps[a] > max(spreads[a], spreads[b])]
         for a in sorted(steps, key=steps.__getitem__)
@@ -207,7 +161,7 @@ def faster_pairs(steps: Mapping[str, float], spreads: Mapping[str, float]) -> li
 
 
 def race_words(steps: Mapping[str, float], spreads: Mapping[str, float]) -> str:
-    """The sentence "So [..]" after the race: the `faster_pairs`, and whether other pairs are undecided."""
+    """The `faster_pairs` in a sentence, and whether other pairs are undecided."""
     faster = faster_pairs(steps, spreads)
     if not faster:
         return "no schedule is shown to be faster than another: all pairs are undecided"
@@ -216,10 +170,7 @@ def race_words(steps: Mapping[str, float], spreads: Mapping[str, float]) -> str:
 
 
 def compare_split(rounds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float | str]]:
-    """Columns of a table with one row: how many times as long a step with split backwards takes.
-
-    The table, 02.split, fills "[factor] times as long, with the range [range] and the verdict [verdict]".
-    """
+    """Columns of a table with one row: how many times as long a step with split backwards takes."""
     row, ratio = "split / in one piece", divide_rounds(rounds[SPLIT], rounds[IN_ONE_PIECE])
     spread = f"{ratio.low:.3f} to {ratio.high:.3f}"  # two digits may leave the median outside
     return {"factor": {row: ratio.median}, "range": {row: spread}, "verdict": {row: ratio.verdict}}
@@ -228,14 +179,10 @@ def compare_split(rounds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, 
 def best_and_rivals(
     steps: Mapping[int, Timeline], rounds: Mapping[int, Sequence[Timeline]]
 ) -> tuple[int, list[int]]:
-    """(the choice with the shortest step, those that may be as good: not longer than it in every round).
+    """(the choice with the shortest median step, those that may be as good: not longer than it in every
+    round).
 
-    `sweep_title`, `record_graphs` and `record_sweep` put it in words: "m = 2 may be as good".
     Of two equally fast choices, one is longer in all of six rounds in 1 of 32 cases.
-
-    Args:
-        steps: {choice, such as a number of microbatches: its median step}.
-        rounds: {choice: its steps}.
     """
     best = min(steps, key=lambda m: steps[m].makespan)
     longer = {
@@ -264,7 +211,6 @@ def record_graphs(
     Args:
         steps, graphed: {number of microbatches: median step}, launched from Python and as graphs.
         rounds, graph_rounds: {number of microbatches: all its steps}, likewise.
-        notes: which stages ran without graphs.
         usual: the number of microbatches of the race, for which a sentence is added.
     """
     if not graphed:
@@ -280,10 +226,8 @@ def record_graphs(
 
 
 def launch_words(eager: Sequence[Timeline], graphed: Sequence[Timeline], usual: int) -> str:
-    """A sentence that says whether launches are a part of the race's steps, which have `usual` microbatches.
-
-    Args:
-        eager, graphed: the steps of 1F1B, launched from Python and as graphs.
+    """A sentence that says whether launches are a part of the race's steps, by steps of 1F1B with `usual`
+    microbatches, launched from Python and as graphs.
     """
     runs = StepRepeats(eager), StepRepeats(graphed)
     before, after = (number(run.median.makespan, "s") for run in runs)
@@ -299,13 +243,8 @@ def sweep_words(
     parts: Mapping[str, Sequence[float]],
     graph_parts: Mapping[str, Sequence[float]] | None = None,
 ) -> str:
-    """The sentence "Between the two, [..]": how parts of a step change from the best m to the largest.
-
-    If the bubble grows, a sentence says why: with graphs, from their bubble at the largest m.
-
-    Args:
-        choices: numbers of microbatches, in rising order.
-        parts, graph_parts: {part: its seconds at each choice}, launched from Python and as graphs.
+    """In words, how {part: seconds at each choice} change from the best m to the largest, and why the bubble
+    grows if it does; `choices` are in rising order.
     """
     if best == choices[-1]:
         return "nothing changes, because the largest m is the best: the sweep ends before fixed costs win"
@@ -340,16 +279,7 @@ def record_sweep(
     predicted: Sequence[float],
     usual: int,
 ) -> None:
-    """Record what the sweep over numbers of microbatches shows. Its values fill these sentences:
-
-    - 02.sweep.best, 02.sweep.verdict: "The shortest step has m = [best]; [verdict]".
-    - 02.sweep-bubble: "The bubble takes [best] in the shortest step and [most] at m = [02.sweep.most].
-      Between the two, [02.sweep.changes]."
-    - 02.sweep: the bars are "furthest from" the formula "at m = [furthest], where the step takes [over] times
-      as long as by the formula".
-    - 02.sweep-step, 02.sweep-share: "At m = 1 [..] that step, [alone] [..]. The shortest step without graphs
-      takes [best], which is [share] of that. At this m the ranks spend [work] in actions". The step of the
-      `usual` m is compared with those of two other cells.
+    """Record under 02.sweep what the sweep over numbers of microbatches shows.
 
     Args:
         steps: {number of microbatches: median step}, in rising order.
@@ -375,6 +305,6 @@ def record_sweep(
 
 
 def listed(names: Sequence[object]) -> str:
-    """Names in a sentence: "a", "a and b", "a, b and c"."""
-    *others, last = map(str, names)
+    """Names or numbers in a sentence: "a", "a and b", "17, 68 and 1,088"."""
+    *others, last = (f"{name:,}" if isinstance(name, int) else str(name) for name in names)
     return " and ".join([*([", ".join(others)] if others else []), last])

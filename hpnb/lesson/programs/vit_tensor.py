@@ -1,12 +1,7 @@
 """What notebook 03 runs on its ranks: a ViT in tensor parallelism, its gradients compared, its blocks timed.
 
-    pool.run(vit_tensor.record_block, SIZE, 16, torch.float32)[0]          F, I, W and what is sent
-    pool.run(vit_tensor.measure_block, SIZE, 16, torch.float32, "2d")[0]   bytes that a block sends and keeps
-    pool.run(vit_tensor.time_blocks, SIZE, 16, torch.float32, modes)[0]    seconds, modes taking turns
-
-In a Timeline from here I is all of the backward that an earlier layer waits for, and W is the weight
-gradients that were deferred (`hpnb.tensor_parallel.async_all_reduce`). What theory predicts for all of
-this is in `vit_tensor_predictions`.
+Every rank calls what is here. In a Timeline from here I is all of the backward that an earlier layer waits
+for, and W is the weight gradients that were deferred (`hpnb.tensor_parallel.async_all_reduce`).
 """
 
 from __future__ import annotations
@@ -42,9 +37,6 @@ def tensor_axis() -> Axis:
     return all_ranks("tp")
 
 
-# --- a step, recorded -------------------------------------------------------------------------------
-
-
 class ExclusiveRecorder(Recorder):
     """A recorder in which a span of computing ends where the rank itself carries a communication."""
 
@@ -76,9 +68,8 @@ def record_step(model: nn.Module, forward: Callable[[], torch.Tensor], repeats: 
 
 
 def close_gaps(tl: Timeline) -> Timeline:
-    """Compute after compute without a gap, where that is shorter than 1/300 of the makespan.
-
-    Between two spans a rank only reads the clock, and that is no waiting.
+    """Compute after compute without a gap, where that is shorter than 1/300 of the makespan: there a rank
+    only reads the clock, and does not wait.
     """
     events = []
     for on_rank in tl.by_rank.values():
@@ -112,13 +103,8 @@ def _weight_gradients(recorder: Recorder) -> Iterator[None]:
 def blocks(
     size: ViTSize, images: int, dtype: torch.dtype, mode: str = "1d"
 ) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
-    """A ViT split by `mode`, and the forward of its blocks alone on random hidden states.
-
-    Every rank calls it.
-
-    Args:
-        images: rows of the whole batch.
-        mode: "1d", "1d+sp" for sequence parallelism, "2d", ...
+    """A ViT split by `mode`, such as "1d", "1d+sp" for sequence parallelism, or "2d", and the forward of its
+    blocks alone on random hidden states of `images` of the whole batch.
     """
     model, _ = vit_and_batch(size, 1, dtype)
     parallelize(model, tensor_axis(), mode.removesuffix("+sp"), mode.endswith("+sp"))
@@ -156,9 +142,6 @@ def mean_seconds(tl: Timeline, ops: Iterable[str] | None = None) -> float:
     wanted = None if ops is None else frozenset(ops)
     chosen = (e for e in tl.events if (not e.is_compute if wanted is None else e.op in wanted))
     return sum(e.duration for e in chosen) / len(tl.ranks)
-
-
-# --- gradients, compared ----------------------------------------------------------------------------
 
 
 def float64_vit(size: ViTSize) -> Any:
@@ -231,12 +214,8 @@ def train_beside_one_process(size: ViTSize, data: Any, steps: int = 3) -> dict[s
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What a rank saw of a training run.
-
-    Attributes:
-        errors: {module: relative error of its gradient in the first step}, from the loss down.
-        losses: of every step.
-        distances: after every step, of this rank's norms and embeddings from those of rank 0.
+    """What a rank saw of a training run: `gradient_errors` in the first step, losses of every step, and after
+    every step the distances of this rank's norms and embeddings from those of rank 0.
     """
 
     errors: dict[str, float]
@@ -276,9 +255,6 @@ def worst_gradient_error(size: ViTSize, mode: str, sequence_parallel: bool = Fal
     return max(off, *gradient_errors(model, right).values())
 
 
-# --- one block, by the difference of two models -----------------------------------------------------
-
-
 def measure_block(
     size: ViTSize,
     images: int,
@@ -310,8 +286,7 @@ def time_blocks(
 ) -> dict[str, float]:
     """{mode: seconds of forward and backward of one of `size`'s blocks}, the median; modes take turns.
 
-    Where ranks share a GPU, the recorded steps are replayed over `REPLAY_LINK`. Every rank calls it.
-    The arguments are those of `blocks`.
+    Where ranks share a GPU, the recorded steps are replayed over `REPLAY_LINK`.
     """
     programs = {mode: blocks(size, images, dtype, mode) for mode in modes}
     took: dict[str, list[float]] = {mode: [] for mode in modes}
@@ -330,10 +305,7 @@ def time_blocks(
 
 
 def time_halves(size: ViTSize, images: int, dtype: torch.dtype, repeats: int = 15) -> dict[str, float]:
-    """{"all-reduce" | "reduce-scatter, all-gather": seconds} of hidden states, medians; the two take turns.
-
-    Every rank calls it. Where ranks share a GPU, both are replayed over `REPLAY_LINK`.
-    """
+    """{"all-reduce" | "reduce-scatter, all-gather": seconds} of hidden states, timed as in `time_blocks`."""
     axis = tensor_axis()
     tokens = images * size.tokens // axis.size * axis.size
     x = torch.randn(tokens, size.hidden, device=hpnb.device(), dtype=dtype)
@@ -352,18 +324,12 @@ def time_halves(size: ViTSize, images: int, dtype: torch.dtype, repeats: int = 1
     return {name: statistics.median(times) for name, times in took.items()}
 
 
-# --- modes side by side on four ranks ---------------------------------------------------------------
-
 ModeSeconds = dict[tuple[ViTSize, int], dict[str, float]]
 """{(size, images): {mode: seconds of one block}}"""
 
 
 def four_ranks(pool: hpnb.Ranks) -> tuple[hpnb.Ranks, PageSizes]:
-    """(four ranks, a width and a batch that keep them busy).
-
-    Args:
-        pool: ranks on the default device; they are the four if they are four.
-    """
+    """(four ranks, which are those of `pool` if it has four; a width and a batch that keep them busy)."""
     ranks = pool if len(pool.members) == 4 else hpnb.Ranks(4)
     return ranks, choose_sizes("03.modes", ranks)
 

@@ -1,10 +1,4 @@
-"""What theory predicts for notebook 03: seconds of a block in every mode, its calls and its latencies.
-
-    predict_modes(measured, card, torch.float32)    seconds of one block, as `vit_tensor.time_blocks` has them
-    slower_than_predicted(recorded, block, card)    where a recorded block and the card's rates differ
-
-`vit_tensor` runs what is predicted here.
-"""
+"""What theory predicts for notebook 03: seconds of a block in every mode, its calls and its latencies."""
 
 from __future__ import annotations
 
@@ -29,10 +23,7 @@ NEAR = 0.05  # by less than that, bytes hardly differ
 
 
 def predict_modes(measured: ModeSeconds, card: MachineCard, dtype: torch.dtype) -> ModeSeconds:
-    """The same by `theory.block_seconds`: matmuls at the card's rate, messages on its link, no overlap.
-
-    Each rank computes for its share of the time, by `core_share`.
-    """
+    """The same by `theory.block_seconds`, at the card's rate times `core_share` and without overlap."""
     rate = core_share(card) * card.matmul
     return {
         (size, images): {
@@ -71,11 +62,8 @@ def latencies_of_modes(ranks: int, depths: Mapping[str, int]) -> dict[str, float
 
 
 def slower_than_predicted(recorded: Timeline, block: Block, card: MachineCard) -> dict[str, float]:
-    """How many times as long a recorded block in 1D took as the card predicts for it.
-
-    Returns:
-        of computing, over its matmuls at the card's rate; of the all-reduces, what latency makes of their
-        bytes alone, and what was recorded over that.
+    """How many times as long a recorded block in 1D took as the card predicts for it: of computing; of the
+    all-reduces, what latency makes of their bytes alone, and what was recorded over that.
     """
     messages = theory.block_sent(block, "1d", card.ranks)
     sums = messages.seconds(card.link)
@@ -95,11 +83,8 @@ def record_race(
 ) -> None:
     """Record how the modes' seconds on four ranks differ from their prediction, and what latency explains.
 
-    Also the share of each time that does not depend on tokens, the tokens of the timed blocks, and seconds of
-    a job of exercise 5.
-
     Args:
-        halves: seconds of an all-reduce, and of its two halves, as `vit_tensor.time_halves` has them.
+        halves: as `vit_tensor.time_halves` has them.
         card, four: of the page's first ranks, and of the four.
     """
     (size, few), (_, many) = min(seconds, key=lambda key: key[1]), max(seconds, key=lambda key: key[1])
@@ -129,10 +114,8 @@ def record_race(
 
 
 def constant_share(growth: float, factor: float) -> float:
-    """The share of a time that is constant, if the rest is proportional to a size and the time grows so.
-
-    Args:
-        growth: the time with `factor` times the size over the time before. Below 1 all of it is constant.
+    """The share of a time that is constant, if the rest is proportional to a size, and the time grows by
+    `growth` with `factor` times the size. Below 1 all of it is constant.
     """
     return min(1.0, max(0.0, (factor - growth) / (factor - 1)))
 
@@ -178,8 +161,7 @@ def constant_in_words(growth: Mapping[str, float], factor: float) -> str:
 def computing_in_words(few: float, many: float, factor: float) -> str:
     """For prose: whether a block's computing depends on its tokens, whole sentences.
 
-    Args:
-        few, many: seconds of computing with some tokens, and with `factor` times as many.
+    `few` and `many` are seconds of computing with some tokens, and with `factor` times as many.
     """
     took = f"With 1/{factor:g} of the images, computing took {number(few, 's')}"
     took += f" instead of {number(many, 's')}"
@@ -214,11 +196,7 @@ def alphas_in_words(card: MachineCard, four: MachineCard) -> str:
 
 
 def grid_in_words(seconds: Mapping[str, float], sent: float) -> str:
-    """What 2D sends and takes beside 1D with the larger number of tokens.
-
-    Args:
-        sent: bytes that 2D sends, over those of 1D.
-    """
+    """What 2D takes beside 1D with the larger number of tokens; it sends `sent` times the bytes of 1D."""
     took, other = (number(seconds[mode], "s") for mode in ("2d", "1d"))
     if abs(sent - 1) < NEAR:
         return f"2D sends about as many bytes as 1D, and takes {took} against {other}"
@@ -227,10 +205,8 @@ def grid_in_words(seconds: Mapping[str, float], sent: float) -> str:
 
 
 def verdict(predicted: float, measured: float, slower: Mapping[str, float]) -> str:
-    """Whether a link is fast enough by a predicted and by a measured ratio of computing to communication.
-
-    Args:
-        slower: as `slower_than_predicted` has it; says why the two differ.
+    """Whether a link is fast enough by a predicted and by a measured ratio of computing to communication, and
+    why not by both, by `slower_than_predicted`.
     """
     words = ["fast enough" if ratio >= 1 else "too slow" for ratio in (predicted, measured)]
     if words[0] == words[1]:

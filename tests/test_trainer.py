@@ -853,7 +853,7 @@ def test_a_save_that_fails_stops_the_fit_or_is_a_warning(alone: hpnb.Ranks, tmp_
         class Full(One):
             def commit(self, path: Path, keep: int | None) -> None:
                 if path.name.endswith("2"):
-                    atomic.abandon(path)
+                    atomic.delete(manifest.part_of(path))
                     raise OSError(28, "No space left on device")
                 super().commit(path, keep)
 

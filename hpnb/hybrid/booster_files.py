@@ -246,8 +246,8 @@ def _update_folder(
 ) -> None:
     """Put what all ranks `write` in place of the files in `path` that were saved under `name` before."""
     on_first_rank(lambda: atomic.begin_update(path, name), group)
-    with cleared_up(lambda: atomic.abandon_update(path, name), group):
-        draft = atomic.draft_in(path, name)
+    draft = atomic.draft_in(path, name)
+    with cleared_up(lambda: atomic.delete(draft), group):
         files = read_back(draft, write(draft), group)
         on_first_rank(lambda: atomic.commit_update(path, name, files, facts, is_replaced), group)
 

@@ -54,19 +54,14 @@ class CacheSwitch:
         return {} if asks and not training else {"use_cache": False}
 
 
-def makes_cache(config: Any) -> bool:
-    """Whether a model of this config makes a key-value cache unless its caller says use_cache=False."""
-    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return bool(getattr(text_config, "use_cache", False))
-
-
 class PackingWarning:
     """Warns once, if it is enabled, where a plain model would not separate packed texts: the boosted model
     does. The first batch with position_ids decides, because to look at them waits for the device."""
 
     def __init__(self, causal: bool, config: Any) -> None:
         self.enabled = False
-        self._waits = causal and makes_cache(config)
+        text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self._waits = causal and bool(getattr(text_config, "use_cache", False))
 
     def look_at(self, batch: Any) -> None:
         if (

@@ -21,18 +21,23 @@ from hpnb.hybrid.checkpoint.manifest import compare, find, manifest, verify
 from hpnb.hybrid.checkpoint.write_files import WrittenFiles
 from hpnb.ranks.process_group import new_group
 
-_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def cpu_group(name: str) -> dist.ProcessGroup:
+    """A group of all ranks for messages among CPUs, made at the first call, in which all ranks join."""
+    world = dist.group.WORLD
+    assert world is not None, "a Booster has made a mesh"
+    groups = _groups.setdefault(world, {})
+    if name not in groups:
+        groups[name] = new_group(None, name, backend="gloo")
+    return groups[name]
 
 
 def files_group() -> dist.ProcessGroup:
-    """The group of all ranks for messages about files, after a save in the background that has messages in
-    it. All ranks call it at the same point."""
+    """That for messages about files, after a save in the background that has messages in it."""
     finish_running()
-    world = dist.group.WORLD
-    assert world is not None, "a Booster has made a mesh"
-    if world not in _groups:
-        _groups[world] = new_group(None, "files", backend="gloo")
-    return _groups[world]
+    return cpu_group("files")
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:

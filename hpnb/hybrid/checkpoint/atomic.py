@@ -82,14 +82,9 @@ def commit(path: Path, files: WrittenFiles, facts: Mapping[str, Any], keep: int 
             os.rename(path, old)
         os.rename(part, path)
         sync(path.parent)
-        _delete(old)
+        delete(old)
         if keep is not None:
             _keep_newest(path, keep)
-
-
-def abandon(path: Path) -> None:
-    """Remove what `begin` began, after an error."""
-    _delete(part_of(path))
 
 
 def _keep_newest(path: Path, count: int) -> None:
@@ -107,7 +102,7 @@ def _keep_newest(path: Path, count: int) -> None:
         _recover(folder)
     for folder in named_like_it(PART):
         if not run_lock.is_locked_elsewhere(part_of(folder)):
-            _delete(part_of(folder))
+            delete(part_of(folder))
     orders = {folder: order_of(folder) for folder in named_like_it("") if is_complete(folder)}
     readable = [(order, folder) for folder, order in orders.items() if order is not None]
     for _, folder in sorted(readable)[:-count]:
@@ -124,9 +119,9 @@ def _stem(name: str) -> str | None:
 def remove(folder: Path) -> None:
     """It loses its name first, so that no reader finds it while it goes."""
     part = part_of(folder)
-    _delete(part)
+    delete(part)
     os.rename(folder, part)
-    _delete(part)
+    delete(part)
 
 
 def _recover(path: Path) -> None:
@@ -135,7 +130,7 @@ def _recover(path: Path) -> None:
     if old.exists():
         if not path.exists():
             os.rename(standing(path), path)
-        _delete(old)
+        delete(old)
 
 
 # --- files that are replaced in a folder -------------------------------------------------------------------
@@ -178,11 +173,6 @@ def commit_update(
         _publish(path, draft)
 
 
-def abandon_update(path: Path, name: str) -> None:
-    """Remove what `begin_update` began, after an error."""
-    _delete(draft_in(path, name))
-
-
 def reading_folder(path: Path, name: str) -> Path:
     """Where to read what was saved into `path` under that name."""
     draft = draft_in(path, name)
@@ -209,7 +199,7 @@ def _publish(path: Path, draft: Path) -> None:
             (path / name).unlink()
     for folder in {path, *((path / name).parent for name in names)}:
         sync(folder)
-    _delete(draft)
+    delete(draft)
 
 
 # --- both --------------------------------------------------------------------------------------------------
@@ -243,13 +233,13 @@ def _empty(folder: Path) -> Path:
         raise ValueError(
             f"another process is writing {folder} at this moment; give each run a folder of its own"
         )
-    _delete(folder)
+    delete(folder)
     folder.mkdir()
     run_lock.lock_folder(folder)
     return folder
 
 
-def _delete(folder: Path) -> None:
+def delete(folder: Path) -> None:
     """The manifest goes first: killed in the middle, what is left must not look complete."""
     if folder.exists():
         run_lock.unlock_folder(folder)

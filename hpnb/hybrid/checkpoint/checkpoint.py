@@ -99,8 +99,8 @@ def save(
         if copies is not None:
             copies.wait()
         on_first_rank(lambda: atomic.begin(path, (MODEL, STATE, AVERAGES)), group)
-        with cleared_up(lambda: atomic.abandon(path), group):
-            part = part_of(path)
+        part = part_of(path)
+        with cleared_up(lambda: atomic.delete(part), group):
             on_first_rank((part / MODEL).mkdir, group)
             of_model = save_weights.write_weights(shards, part / MODEL, model, limit, group)
             written = in_folder(MODEL, of_model)

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Collection, MutableMapping
 from typing import Any
 
-import torch.distributed as dist
+from hpnb.ranks.current_rank import rank
 
 
 class DistLogger(logging.LoggerAdapter[logging.Logger]):
@@ -20,12 +20,12 @@ class DistLogger(logging.LoggerAdapter[logging.Logger]):
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         ranks: Collection[int] | None = kwargs.pop("ranks", None)
-        if ranks is None or _rank() in ranks:
+        if ranks is None or rank() in ranks:
             kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
             super().log(level, msg, *args, **kwargs)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        return f"rank {_rank()}: {msg}", kwargs
+        return f"rank {rank()}: {msg}", kwargs
 
 
 def get_dist_logger(name: str = "hpnb") -> DistLogger:
@@ -60,7 +60,3 @@ def disable_existing_loggers(
     for name in list(logging.root.manager.loggerDict) if include is None else include:
         if not name.startswith(tuple(exclude)):
             logging.getLogger(name).setLevel(logging.WARNING)
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

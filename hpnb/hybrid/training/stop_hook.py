@@ -16,31 +16,16 @@ import time
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from hpnb.hybrid.checkpoint.agreement import cpu_group
 from hpnb.hybrid.training import resuming
 from hpnb.hybrid.training.events import Hook
 from hpnb.hybrid.training.run_state import TrainingState
-from hpnb.ranks.process_group import new_group
 
 SLOW_STEP = 1.0  # seconds, beside which waiting for the other ranks is nothing
-
-
-_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-
-
-def _cpu_group() -> dist.ProcessGroup:
-    """The group of all ranks, or one like it among CPUs, if a program has joined them for GPUs alone."""
-    world = dist.group.WORLD
-    assert world is not None, "a Booster has made a mesh"
-    if torch.device("cpu") in world._device_types:
-        return world
-    if world not in _groups:
-        _groups[world] = new_group(None, "stop", backend="gloo")
-    return _groups[world]
 
 
 class StopVote:
@@ -55,7 +40,11 @@ class StopVote:
     def begin(self, asks: bool, slow: bool = False) -> None:
         """Start to ask all ranks. After a `slow` step here, the sum is to be waited for."""
         self._sum = torch.tensor([float(asks), float(slow)])
-        self._work = dist.all_reduce(self._sum, group=_cpu_group(), async_op=True)
+        world = dist.group.WORLD
+        assert world is not None, "a Booster has made a mesh"
+        takes_cpu = torch.device("cpu") in world._device_types  # not if a program has joined for GPUs alone
+        group = world if takes_cpu else cpu_group("stop")
+        self._work = dist.all_reduce(self._sum, group=group, async_op=True)
 
     def result(self) -> bool:
         """Whether a rank asked when it was begun; False if it was not."""

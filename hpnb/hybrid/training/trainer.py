@@ -243,7 +243,12 @@ class Trainer(TrainingState):
         self.model.eval()
         try:
             for batch in batches_on_all_ranks(self, loader)[1]:
-                self._evaluate_batch(batch)
+                if uses_pipeline(self, batch):
+                    self.booster.execute_pipeline(iter([batch]), self.model, self._criterion)
+                else:
+                    batch = to_device(batch, device())
+                    self._criterion.unsharded = batch
+                    self._criterion(self.model(**batch), batch)
             values = self._values(metrics)
         finally:
             totals, self.carried, training = before
@@ -252,14 +257,6 @@ class Trainer(TrainingState):
                 metric.totals = total
         self._call_hooks("after_evaluate")
         return values
-
-    def _evaluate_batch(self, batch: Any) -> None:
-        if uses_pipeline(self, batch):
-            self.booster.execute_pipeline(iter([batch]), self.model, self._criterion)
-        else:
-            batch = to_device(batch, device())
-            self._criterion.unsharded = batch
-            self._criterion(self.model(**batch), batch)
 
     # --- hooks, and going on -------------------------------------------------------------------------
 

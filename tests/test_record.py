@@ -18,7 +18,7 @@ from torch import nn
 
 import hpnb
 from hpnb import Layout, Mesh, comm
-from hpnb.ranks import shared_gpu
+from hpnb.ranks import shared_gpu_group
 from hpnb.ranks.process_group import new_group
 from hpnb.record import CATEGORIES, Event, MemoryProfile, Timeline, ring_bytes
 from hpnb.record.recorder import waiting
@@ -48,8 +48,8 @@ def count_each(shared_gpu_backend: bool) -> dict[str, tuple[float, float, float,
     mesh = Mesh(Layout(dp=2, tp=2))
     g, p, me = mesh.tp.group, 2, mesh.tp.rank
     if shared_gpu_backend:
-        shared_gpu.register_backend()
-        g = new_group(mesh.tp.ranks, "tp", shared_gpu.BACKEND)
+        shared_gpu_group.register_backend()
+        g = new_group(mesh.tp.ranks, "tp", shared_gpu_group.BACKEND)
     to, root = mesh.tp.ranks[1 - me], mesh.tp.ranks[0]
     x = torch.ones(12)  # 48 bytes
     lists = [torch.empty(12) for _ in range(p)]

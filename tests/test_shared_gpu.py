@@ -14,7 +14,7 @@ from rank_pools import RankPools
 
 import hpnb
 from hpnb.pipeline_parallel import executor, schedules
-from hpnb.ranks import shared_gpu, shared_gpu_copies
+from hpnb.ranks import shared_gpu_copies, shared_gpu_group
 from hpnb.record import recorder
 from hpnb.theory import REPLAY_LINK, Link
 
@@ -29,8 +29,8 @@ def pools() -> Iterator[RankPools]:
 def group_of_small_chunks(chunk: int) -> dist.ProcessGroup:
     shared_gpu_copies.CHUNK = chunk
     shared_gpu_copies._scratch.cache_clear()
-    shared_gpu.register_backend()
-    return dist.new_group(backend=shared_gpu.BACKEND)
+    shared_gpu_group.register_backend()
+    return dist.new_group(backend=shared_gpu_group.BACKEND)
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

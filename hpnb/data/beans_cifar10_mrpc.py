@@ -15,7 +15,7 @@ reaches), load it once and pass it to the ranks, or pass kind="real" or "generat
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -30,6 +30,9 @@ Generate = Callable[[str, int, int, np.random.Generator], Item]  # of split, ind
 
 BEANS = DatasetSpec(
     name="Beans",
+    classes=synthetic_leaves.CLASSES,
+    counts={"train": (345, 348, 341), "validation": (44, 45, 44), "test": (43, 43, 42)},
+    nouns=("photographs of leaves", "drawn leaves"),
     folders=("beans", "AI-Lab-Makerere/beans"),
     fields=("image_file_path", "image", "labels"),
     image_field="image",
@@ -39,6 +42,9 @@ BEANS = DatasetSpec(
 )
 CIFAR10 = DatasetSpec(
     name="CIFAR-10",
+    classes=synthetic_shapes.CLASSES,
+    counts={"train": (5000,) * 10, "test": (1000,) * 10},
+    nouns=("photographs", "drawn shapes under its class names"),
     folders=("cifar10", "uoft-cs/cifar10"),
     fields=("img", "label"),
     image_field="img",
@@ -49,6 +55,9 @@ CIFAR10 = DatasetSpec(
 )
 MRPC = DatasetSpec(
     name="MRPC",
+    classes=synthetic_sentences.CLASSES,
+    counts={"train": (1194, 2474), "validation": (129, 279), "test": (578, 1147)},
+    nouns=("sentence pairs", "composed sentence pairs"),
     folders=("mrpc", "MRPC", "glue/mrpc", "glue/MRPC", "nyu-mll/glue/mrpc"),
     fields=("sentence1", "sentence2", "label", "idx"),
     image_field=None,
@@ -56,10 +65,6 @@ MRPC = DatasetSpec(
     config="mrpc",
     read_original=dataset_formats.read_mrpc_table,
 )
-# Samples of every class, in order of label.
-BEANS_COUNTS = {"train": (345, 348, 341), "validation": (44, 45, 44), "test": (43, 43, 42)}
-CIFAR10_COUNTS = {"train": (5000,) * 10, "test": (1000,) * 10}
-MRPC_COUNTS = {"train": (1194, 2474), "validation": (129, 279), "test": (578, 1147)}
 
 
 def beans(
@@ -84,9 +89,7 @@ def beans(
     (6, 'generated')
     """
     generate = partial(_leaf, size=_side(image_size, 500))
-    nouns = ("photographs of leaves", "drawn leaves")
-    classes = synthetic_leaves.CLASSES
-    return _load(BEANS, classes, BEANS_COUNTS, nouns, generate, split, size, image_size, kind)
+    return _load(BEANS, generate, split, size, image_size, kind)
 
 
 def cifar10(
@@ -100,9 +103,7 @@ def cifar10(
     6
     """
     generate = partial(_shape, size=_side(image_size, 32))
-    nouns = ("photographs", "drawn shapes under its class names")
-    classes = synthetic_shapes.CLASSES
-    return _load(CIFAR10, classes, CIFAR10_COUNTS, nouns, generate, split, size, image_size, kind)
+    return _load(CIFAR10, generate, split, size, image_size, kind)
 
 
 def mrpc(split: str = "train", size: int | None = None, kind: DatasetKind = "auto") -> Dataset:
@@ -114,8 +115,7 @@ def mrpc(split: str = "train", size: int | None = None, kind: DatasetKind = "aut
     >>> len(hpnb.data.mrpc("train", size=6, kind="generated"))
     6
     """
-    nouns = ("sentence pairs", "composed sentence pairs")
-    return _load(MRPC, synthetic_sentences.CLASSES, MRPC_COUNTS, nouns, _pair, split, size, None, kind)
+    return _load(MRPC, _pair, split, size, None, kind)
 
 
 class GeneratedSamples:
@@ -137,17 +137,14 @@ class GeneratedSamples:
 
 def _load(
     spec: DatasetSpec,
-    classes: tuple[str, ...],
-    counts: Mapping[str, tuple[int, ...]],
-    nouns: tuple[str, str],
     generate: Generate,
     split: str,
     size: int | None,
     image_size: int | None,
     kind: DatasetKind,
 ) -> Dataset:
-    if split not in counts:
-        raise ValueError(f"{spec.name} has no split {split!r}; it has {', '.join(counts)}")
+    if split not in spec.counts:
+        raise ValueError(f"{spec.name} has no split {split!r}; it has {', '.join(spec.counts)}")
     if kind not in ("auto", "real", "generated"):
         raise ValueError(f"kind={kind!r} is none of 'auto', 'real' and 'generated'")
     rows: MapDataset
@@ -156,14 +153,15 @@ def _load(
         try:
             rows, where = load_real_dataset(spec, split)
             source = Source(spec.name, "real", where)
-            return Dataset(rows, source, classes, nouns[0], size, image_size)
+            return Dataset(rows, source, spec.classes, spec.nouns[0], size, image_size)
         except NotFoundError as error:
             if kind == "real":
                 hint = "kind='generated' gives a stand-in"
                 raise FileNotFoundError(f"{spec.name} was not found: {error}; {hint}") from error
             why = f"the real one was not found: {error}"
-    rows = GeneratedSamples(spec.name, split, counts[split], generate)
-    return Dataset(rows, Source(spec.name, "generated", why), classes, nouns[1], size, image_size)
+    rows = GeneratedSamples(spec.name, split, spec.counts[split], generate)
+    source = Source(spec.name, "generated", why)
+    return Dataset(rows, source, spec.classes, spec.nouns[1], size, image_size)
 
 
 def _side(image_size: int | None, default: int) -> int:

@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,9 +41,12 @@ class NotFoundError(Exception):
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """How one real dataset is recognised.
+    """One dataset, and how the real one is recognised.
 
     Attributes:
+        classes: their names, by label.
+        counts: {split: samples of every class, in order of label}.
+        nouns: what real and generated samples show.
         folders: its names below $DATA.
         fields: its columns; `image_field` is the one that holds images, if any.
         repo, config: its name on the hub.
@@ -52,6 +55,9 @@ class DatasetSpec:
     """
 
     name: str
+    classes: tuple[str, ...]
+    counts: Mapping[str, tuple[int, ...]]
+    nouns: tuple[str, str]
     folders: tuple[str, ...]
     fields: tuple[str, ...]
     image_field: str | None
@@ -97,7 +103,6 @@ def load_real_dataset(spec: DatasetSpec, split: str) -> tuple[MapDataset, str]:
 
 
 def datasets_cache() -> Path:
-    """Where `datasets` keeps what it has prepared."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or os.path.join(base, "huggingface")
     return Path(os.environ.get("HF_DATASETS_CACHE") or os.path.join(home, "datasets")).expanduser()

@@ -47,8 +47,6 @@ class TokenizedSplit:
 
 @dataclass(frozen=True)
 class TokenizedText:
-    """Both splits, and their tokenizer."""
-
     splits: dict[str, TokenizedSplit]
     tokenizer: Any
     vocab_size: int

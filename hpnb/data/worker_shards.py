@@ -112,7 +112,6 @@ class StatefulShardedStream(ShardedStream):
 
 
 def shard_stream(dataset: Any, replicas: int, replica: int, batch_size: int) -> ShardedStream:
-    """One of the two."""
     kind = StatefulShardedStream if hasattr(dataset, "load_state_dict") else ShardedStream
     return kind(dataset, replicas, replica, batch_size)
 

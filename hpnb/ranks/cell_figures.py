@@ -15,8 +15,6 @@ _BACKEND = "module://hpnb.ranks.figure_backend"
 
 
 class _Cell:
-    """What this process knows of the cell that runs."""
-
     draws = False  # whether this rank draws; the others close their figures
     chose_backend = False
     pictures: tuple[bytes, ...] = ()

@@ -10,7 +10,9 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -78,8 +80,9 @@ class RankError(RuntimeError):
             parts.append(f"{who} {', '.join(map(str, ranks))}:{where}")
         return "\n\n".join(parts)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), self.summary, self.rank, self.traceback, self.stacks, self.error)
+    def __reduce__(self) -> tuple[Any, ...]:
+        facts: dict[str, Any] = {"traceback": self.traceback, "stacks": self.stacks, "error": self.error}
+        return partial(type(self), self.summary, rank=self.rank, **facts), ()
 
     def _render_traceback_(self) -> list[str]:
         """What IPython prints: the ranks' tracebacks, without the frames of this library."""
@@ -92,12 +95,6 @@ class RankInterrupt(RankError, KeyboardInterrupt):
     >>> issubclass(hpnb.RankInterrupt, KeyboardInterrupt)
     True
     """
-
-
-def _rebuild(
-    kind: type[RankError], summary: str, rank: int, text: str, stacks: dict[int, str], error: str
-) -> RankError:
-    return kind(summary, rank=rank, traceback=text, stacks=stacks, error=error)
 
 
 # --- stacks as text --------------------------------------------------------------------------
@@ -174,7 +171,6 @@ def folded(text: str) -> str:
 
 
 def is_hpnb_file(filename: str) -> bool:
-    """Whether a file belongs to hpnb."""
     return filename.startswith(os.path.join(_ABOVE_HPNB, "hpnb") + os.sep)
 
 

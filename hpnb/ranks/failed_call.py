@@ -35,7 +35,6 @@ class FailedCall:
 
     @property
     def waiting(self) -> list[int]:
-        """Members that have not answered."""
         return [rank for rank in self.members if rank not in self.replies]
 
     @property

@@ -16,9 +16,8 @@ import mmap
 import os
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,20 +26,12 @@ _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 Exchange = Callable[[bytes], Sequence[bytes]]  # what this rank says -> what each of them says
 
 
-@dataclass(frozen=True)
-class BufferOffer:
+class BufferOffer(NamedTuple):
     """Where a rank's buffer is: on which GPU by which IPC handle, or in which of its files."""
 
     gpu: str
     handle: bytes  # empty: this rank could not allocate memory that others may open
     file: tuple[int, int]  # process and descriptor
-
-    def pack(self) -> bytes:
-        return repr((self.gpu, self.handle, self.file)).encode()
-
-    @staticmethod
-    def unpack(text: bytes) -> BufferOffer:
-        return BufferOffer(*ast.literal_eval(text.decode()))
 
 
 class SharedBuffers:
@@ -64,8 +55,8 @@ class SharedBuffers:
         self._allocation = _allocate(nbytes) if device.type == "cuda" else None
         handle = b"" if self._allocation is None else _ipc_handle(self._allocation)
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-        mine = BufferOffer(gpu, handle, (os.getpid(), self._file))
-        offers = [BufferOffer.unpack(text) for text in exchange(mine.pack())]
+        texts = exchange(repr((gpu, handle, (os.getpid(), self._file))).encode())
+        offers = [BufferOffer(*ast.literal_eval(text.decode())) for text in texts]
         tensors: list[torch.Tensor] | None = None
         if all(offer.handle and offer.gpu == gpu for offer in offers):
             tensors = self._open_on_gpu(rank, offers)

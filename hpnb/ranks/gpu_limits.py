@@ -39,7 +39,6 @@ def gpu_memory_limit(environment: Mapping[str, str] = os.environ) -> float | Non
 
 
 def bf16_denied() -> bool:
-    """Whether bf16 counts as missing."""
     return os.environ.get("HPNB_NO_BF16", "").strip() not in ("", "0")
 
 

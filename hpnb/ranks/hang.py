@@ -19,9 +19,12 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from hpnb.ranks import errors, last_seen
+
+if TYPE_CHECKING:
+    from hpnb.ranks.processes import RankProcesses
 
 _LEAST_SHARE = 0.05  # of a core, which a rank that computes uses; noting where it is costs 0.01
 _LEAST_SECONDS = 0.03  # the kernel counts in steps of 0.01
@@ -36,20 +39,12 @@ _GROUP, _TIMES = 2, slice(11, 15)  # fields of /proc/PID/stat behind the name: g
 CpuSeconds = Mapping[int, float] | None
 
 
-class RunningRanks(Protocol):
-    """What is asked of the processes of a pool."""
-
-    pids: list[int]
-    pages: list[int]
-    bytes_printed: int
-
-
 class HangWatch:
     """Watches one call; `hangs` is asked again and again, every `period` seconds."""
 
     def __init__(
         self,
-        processes: RunningRanks,
+        processes: RankProcesses,
         limit: float,
         cpu_seconds: Callable[[Sequence[int]], CpuSeconds] | None = None,
     ) -> None:
@@ -71,7 +66,6 @@ class HangWatch:
         return min(self._checked + self.period, self._looked + _LOOK_EVERY if some_returned else math.inf)
 
     def note_progress(self) -> None:
-        """A rank has answered."""
         self._progress = time.monotonic()
 
     def hangs(self, waiting: Sequence[int]) -> bool:

@@ -114,7 +114,6 @@ class Writer:
         self._thread.start()
 
     def note(self) -> None:
-        """Write down where every thread is now."""
         names = {t.ident: t.name for t in threading.enumerate()}
         names[threading.main_thread().ident] = "MainThread"  # whatever it calls itself
         threads = {

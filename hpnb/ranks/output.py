@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from hpnb.ranks.current_rank import in_notebook
+from hpnb.ranks.notebook import in_notebook
 from hpnb.ranks.repeated_warnings import HOLD, RepeatedWarnings
 
 _TOKENS = re.compile(r"(\r?\n|\r|\x1b\[A)")

@@ -7,7 +7,6 @@ optimizer a global, the optimizer on the rank still has that model's parameters.
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import sys
 import traceback
@@ -143,10 +142,8 @@ def _unpicklable(names: set[Name], namespaces: Namespaces, by_value: Mapping[int
 def _dump(
     content: dict[str, Any], by_value: Mapping[int, str], shared: frozenset[int]
 ) -> tuple[serialize_function.Pickler, bytes]:
-    file = io.BytesIO()
-    pickler = serialize_function.Pickler(file, by_value, shared)
     try:
-        pickler.dump(content)
+        return serialize_function.pickled(content, by_value, shared)
     except Exception as error:
         frames = [f for f in traceback.extract_stack() if not errors.is_hpnb_file(f.filename)]
         of_cell = "cell" in content  # whose caller is IPython
@@ -159,7 +156,6 @@ def _dump(
             traceback=errors.readable(stack),
             error=type(error).__name__,
         ) from None
-    return pickler, file.getvalue()
 
 
 def _dump_entries(
@@ -168,11 +164,8 @@ def _dump_entries(
     """Every entry as a pickle of its own; without those that do not pickle, because a call that does not need
     them must not fail for them."""
     for where, value in entries.items():
-        file = io.BytesIO()
-        pickler = serialize_function.Pickler(file, by_value)
         with contextlib.suppress(Exception):
-            pickler.dump((serialize_function.EndOfNames(), *where, value))
-            yield pickler, file.getvalue()
+            yield serialize_function.pickled((serialize_function.EndOfNames(), *where, value), by_value)
 
 
 def _unpicklable_part(content: dict[str, Any], by_value: Mapping[int, str]) -> str:

@@ -106,11 +106,19 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self.sources[filename] = "".join(linecache.getlines(filename))
 
 
-def dumps(obj: object, by_value: Mapping[int, str] = _NO_MODULES) -> bytes:
-    """Pickle `obj`; CUDA tensors arrive on the CPU, tensors with an autograd graph arrive without it."""
+def pickled(
+    obj: object, by_value: Mapping[int, str] = _NO_MODULES, known: frozenset[int] = frozenset()
+) -> tuple[Pickler, bytes]:
+    """`obj` as a pickle; CUDA tensors arrive on the CPU, tensors with an autograd graph arrive without it."""
     file = io.BytesIO()
-    Pickler(file, by_value).dump(obj)
-    return file.getvalue()
+    pickler = Pickler(file, by_value, known)
+    pickler.dump(obj)
+    return pickler, file.getvalue()
+
+
+def dumps(obj: object, by_value: Mapping[int, str] = _NO_MODULES) -> bytes:
+    """The pickle of `pickled` alone."""
+    return pickled(obj, by_value)[1]
 
 
 loads = pickle.loads

@@ -40,7 +40,7 @@ from hpnb.ranks.gpu_limits import limit_gpu_memory
 from hpnb.ranks.keyboard import refuse_keyboard
 from hpnb.ranks.messages import receive_message, send_message
 from hpnb.ranks.process_group import LONGER_THAN_ANY_LAUNCH
-from hpnb.ranks.shared_gpu import share_gpu
+from hpnb.ranks.shared_gpu_group import share_gpu
 
 _PR_SET_PDEATHSIG = 1
 _LINE_BUFFERED = 1

@@ -111,7 +111,6 @@ def _interfaces() -> tuple[str, ...]:
 
 
 def _cpu_model() -> str:
-    """The processor's name, as well as the system knows it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.lower().startswith("model name"):

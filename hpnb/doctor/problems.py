@@ -146,7 +146,6 @@ def format_bytes(nbytes: int | None) -> str:
 
 
 def format_count(number: int, noun: str) -> str:
-    """ "1 core", "2 cores"."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 

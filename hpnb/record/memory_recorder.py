@@ -147,7 +147,7 @@ class MemoryRecorder(TorchDispatchMode):
         self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}  # id of a storage -> its number
         self._bytes: list[int] = []  # by number, as they are now
         self._category: list[str] = []  # by number
-        self._form: list[tuple[tuple[int, ...], torch.dtype]] = []  # by number, as it was first seen
+        self._form: list[tuple[tuple[int, ...], str]] = []  # shape and dtype by number, as first seen
         self._budget, self._in_use = budget, 0
         # What happened, in order: (time, number, bytes gained) or (time, -1, the allocator's peak).
         self._log: list[tuple[float, int, int]] = []
@@ -180,9 +180,8 @@ class MemoryRecorder(TorchDispatchMode):
         for _, number, change in self._log[: levels.index(max(levels))]:
             if number >= 0:
                 alive[number] += change
-        names = [str(dtype).removeprefix("torch.") for _, dtype in self._form]
-        kinds = zip(self._category, self._form, names, alive, strict=True)
-        return group_survivors([(c, form[0], name, size) for c, form, name, size in kinds if size])
+        kinds = zip(self._category, self._form, alive, strict=True)
+        return group_survivors([(category, *form, size) for category, form, size in kinds if size])
 
     def to_memory_snapshot(self, path: str | Path) -> Path:
         """Write each tensor's memory as a file that https://pytorch.org/memory_viz shows. Its active memory
@@ -194,10 +193,8 @@ class MemoryRecorder(TorchDispatchMode):
         'rank0.pickle'
         """
         changes = [(when, number, change) for when, number, change in self._log if number >= 0]
-        labels = [
-            f"{category} {shape} {str(dtype).removeprefix('torch.')}"
-            for category, (shape, dtype) in zip(self._category, self._form, strict=True)
-        ]
+        kinds = zip(self._category, self._form, strict=True)
+        labels = [f"{category} {shape} {dtype}" for category, (shape, dtype) in kinds]
         return write_memory_snapshot(changes, labels, path)
 
     # --- watching ---------------------------------------------------------------------------
@@ -290,11 +287,7 @@ class MemoryRecorder(TorchDispatchMode):
         assert self._budget is not None
         budget, self._budget = self._budget, None  # once: what runs on the way out is not stopped
         self._mark_state(self._optimizer)
-        alive = [
-            (self._category[n], self._form[n][0], str(self._form[n][1]).removeprefix("torch."), size)
-            for n, size in enumerate(self._bytes)
-            if size
-        ]
+        alive = [(self._category[n], *self._form[n], size) for n, size in enumerate(self._bytes) if size]
         by_category = dict.fromkeys(CATEGORIES, 0)
         for category, _, _, size in alive:
             by_category[category] += size
@@ -321,7 +314,7 @@ class MemoryRecorder(TorchDispatchMode):
         number = len(self._bytes)
         self._bytes.append(0)
         self._category.append("temporary")
-        self._form.append((tuple(tensor.shape), tensor.dtype))
+        self._form.append((tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")))
         # A storage's Python object lives as long as the storage itself.
         gone = weakref.ref(storage, lambda _: self._grow(number, -self._bytes[number]))
         self._alive[id(storage)] = number, gone

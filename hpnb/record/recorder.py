@@ -34,17 +34,11 @@ from hpnb.record.traffic import ring_bytes
 _active: Recorder | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Span:
     event: Event  # without its times
     start: torch.cuda.Event | float
-    end: torch.cuda.Event | float
-
-
-@dataclass(slots=True, eq=False)
-class _Open:
-    event: Event
-    start: torch.cuda.Event | float
+    end: torch.cuda.Event | float | None = None  # None: it is open
 
 
 class Recorder:
@@ -59,7 +53,7 @@ class Recorder:
         self._turns = gpu_turns()
         self._spans: list[_Span] = []
         self._outer: Recorder | None = None  # in whose block this one records: it gets the same spans
-        self._open: list[_Open] = []
+        self._open: list[_Span] = []
         self._zero: torch.cuda.Event | float | None = None
         if aligned:
             self.align()
@@ -90,13 +84,14 @@ class Recorder:
         """
         event = Event(rank(), stage, op, microbatch, 0.0, 0.0, axis, nbytes, tuple(group))
         with self._turn(event):
-            opened = _Open(event, self._now())
+            opened = _Span(event, self._now())
             self._open.append(opened)
             try:
                 yield
             finally:
                 self._open.remove(opened)
-            self._add(_Span(event, opened.start, self._now()))
+            opened.end = self._now()
+            self._add(opened)
 
     def _turn(self, event: Event) -> AbstractContextManager[object]:
         """Where ranks share a GPU: alone on it to compute, and off it to communicate."""
@@ -186,11 +181,12 @@ class Recorder:
         event.record()
         return event
 
-    def _seconds(self, when: torch.cuda.Event | float) -> float:
+    def _seconds(self, when: torch.cuda.Event | float | None) -> float:
         if isinstance(when, float):
             assert isinstance(self._zero, float)
             return when - self._zero
         assert isinstance(self._zero, torch.cuda.Event)
+        assert when is not None, "the span is over"
         return float(self._zero.elapsed_time(when)) / 1e3
 
 
@@ -230,7 +226,6 @@ def recording(recorder: Recorder) -> Iterator[Recorder]:
 
 
 def active_recorder() -> Recorder | None:
-    """The recorder that records now, if any."""
     return _active
 
 

@@ -52,7 +52,6 @@ class Chart:
         return "\n".join([*lines, self.caption])
 
     def text(self) -> dict[str, str]:
-        """What the PNG says of itself."""
         drawn = f"matplotlib {matplotlib.__version__}"
         return {"Source": ", ".join(self.sources), "Description": self.words(), "Software": drawn}
 
@@ -98,7 +97,6 @@ def panel(run: BenchmarkRun, peers: int) -> StandingPanel:
 
 
 def show(results: Path, out: Path) -> None:
-    """Draw `chart` into a PNG, and print of which files."""
     made = chart(results)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_bytes(plot.png(made.figure(), text=made.text()))

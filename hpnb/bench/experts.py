@@ -62,7 +62,6 @@ def compare(link: Link, size: Size) -> list[Exposed]:
 
 
 def table(results: list[Exposed], link: Link, size: Size) -> str:
-    """Two lines a source."""
     lines = [
         f"dualpipe-v, pp {PIPELINE} x ep {EXPERT_RANKS}, {size.microbatches} microbatches, {size.layers} "
         f"layers with {size.experts} experts, link {link.bandwidth / 1e9:g} GB/s, {link.latency * 1e6:g} us",

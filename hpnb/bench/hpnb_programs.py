@@ -51,15 +51,8 @@ def candidates(layout: ParallelLayout) -> list[Candidate]:
     return [Candidate(f"hpnb{name}", partial(build, knobs), extra=extra) for name, knobs, extra in ways]
 
 
-def build(
-    knobs: dict[str, Any], task: TrainingTask, layout: ParallelLayout, backwards: bool = False
-) -> Program:
-    """hpnb's program.
-
-    Args:
-        knobs: of the plugin, in addition to what the layout says.
-        backwards: rows of a batch in the opposite order.
-    """
+def build(knobs: dict[str, Any], task: TrainingTask, layout: ParallelLayout) -> Program:
+    """hpnb's program; `knobs` are of the plugin, in addition to what the layout says."""
     num_microbatches = task.count_microbatches(layout)
     chunks = knobs["num_model_chunks"] if layout.pp > 1 else 1
     plugin = hpnb.HybridParallelPlugin(
@@ -79,7 +72,7 @@ def build(
     adam = torch.optim.AdamW(full_model.parameters(), lr=task.lr)
     model, optimizer, *_ = booster.boost(full_model, adam)
     del full_model
-    feed = BatchFeed(task, plugin.mesh.dp.rank, layout.dp, backwards)
+    feed = BatchFeed(task, plugin.mesh.dp.rank, layout.dp)
     last_loss: list[torch.Tensor] = []
 
     def step_microbatches(record: bool = False) -> None:

@@ -87,7 +87,6 @@ def _loop(wrap: Callable[[nn.Module], Any], task: TrainingTask, layout: Parallel
 
 
 def _one_graph(task: TrainingTask, layout: ParallelLayout) -> Program:
-    """The whole loop, captured once."""
     if hpnb.device().type != "cuda":
         raise ValueError("a CUDA graph needs a GPU")
     model, feed = _build(task), BatchFeed(task)

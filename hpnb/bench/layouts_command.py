@@ -84,7 +84,6 @@ class _Command:
     # --- speed -------------------------------------------------------------------------------------------
 
     def measure_layouts(self) -> None:
-        """Speeds of all programs, layout by layout."""
         print(tables.head(self.task.unit), flush=True)
         for name, layout in self.layouts.items():
             result = self._measure(self._task_for(layout), name, layout, repeat_best=True)

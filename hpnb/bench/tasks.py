@@ -75,7 +75,6 @@ class TrainingTask:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of compute."""
         return _DTYPES[self.bits]
 
     @property
@@ -195,7 +194,6 @@ def make_task(
 
 
 def cast_inputs(batch: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Pixels in the dtype of the weights."""
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}
 
 
@@ -218,7 +216,6 @@ class BatchFeed:
         self.draw(0)
 
     def draw(self, step: int) -> None:
-        """Take the batch of that step."""
         samples = self.task.batch // self.replicas
         rows = slice(self.replica * samples, (self.replica + 1) * samples)
         batch = {name: value[rows] for name, value in self.task.draw_batch(step).items()}

@@ -66,7 +66,6 @@ def make_task(device: str, model: str, batch: int | None = None, heads: int | No
 
 
 def candidates(task: TrainingTask, ranks: int) -> dict[str, Candidate]:
-    """By name."""
     return {
         "1d": Candidate("hpnb 1d", partial(_hpnb, "1d", False)),
         "1d-sp": Candidate("hpnb 1d, sequence parallel", partial(_hpnb, "1d", True)),

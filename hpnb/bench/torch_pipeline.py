@@ -215,7 +215,8 @@ class _TiedEmbedding:
     def __init__(self, mesh: DeviceMesh, stages: dict[int, Stage], v_shaped: bool) -> None:
         self.ends = [stage for stage in stages.values() if stage.first or stage.last]
         # A group is made by all ranks, or by none: with a V both copies are on the first rank.
-        self.group = None if v_shaped else _pairs(tuple(map(tuple, _columns(mesh).tolist())))
+        columns = mesh.mesh.movedim(1, -1).flatten(0, 1)  # (dp tp, pp): the ranks of every pipeline
+        self.group = None if v_shaped else _pairs(tuple(map(tuple, columns.tolist())))
 
     def sum_gradients(self) -> None:
         grads = torch_precision.gradients(
@@ -228,17 +229,12 @@ class _TiedEmbedding:
             dist.all_reduce(grads[0], group=self.group)
 
 
-def _columns(mesh: DeviceMesh) -> torch.Tensor:
-    """(dp tp, pp): the ranks of every pipeline."""
-    return mesh.mesh.movedim(1, -1).flatten(0, 1)
-
-
 @lru_cache(maxsize=4)
 def _pairs(columns: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
     """The group of this pipeline's first and last rank. All ranks call it."""
-    own_group: dist.ProcessGroup | None = None
+    group_of_rank: dist.ProcessGroup | None = None
     for column in columns:
         group: Any = dist.new_group([column[0], column[-1]], timeout=collective_timeout())
         if hpnb.rank() in column:
-            own_group = group
-    return own_group
+            group_of_rank = group
+    return group_of_rank

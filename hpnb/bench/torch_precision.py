@@ -29,8 +29,6 @@ Compiled = Literal["blocks", "head", "async", "model", "no"]
 
 
 class OptimizerLike(Protocol):
-    """What a program needs of an optimizer."""
-
     def step(self) -> Any: ...
 
     def zero_grad(self) -> Any: ...
@@ -119,7 +117,6 @@ def autocast(task: TrainingTask) -> torch.autocast:
 
 
 def blocks(model: nn.Module) -> nn.ModuleList:
-    """Of the transformer."""
     return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
 
 
@@ -146,9 +143,11 @@ def use_loss(model: Any, how: Compiled) -> None:
 
 
 def causal_loss(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
-    """The mean over the words that come next: logits (B, s, V), labels (B, s)."""
+    """The mean over the tokens that come next: logits (B, s, V), labels (B, s). Of logits that are split by
+    tokens of the vocabulary it runs inside `loss_parallel`."""
     following = F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
-    return F.cross_entropy(logits.float().flatten(0, 1), following.flatten())
+    wide = torch.promote_types(logits.dtype, torch.float32)  # as transformers computes it
+    return F.cross_entropy(logits.to(wide).flatten(0, 1), following.flatten())
 
 
 def with_loss(head: Any, padding_mask: torch.Tensor | None = None) -> Any:

@@ -37,37 +37,6 @@ def candidates(what: str, layout: ParallelLayout) -> list[Candidate]:
     return peers
 
 
-def _one() -> list[Candidate]:
-    autocast = partial(replicas, "blocks", autocast=True)
-    return [
-        Candidate("torch" + _HEAD, partial(replicas, "head")),
-        Candidate("torch, blocks compiled", partial(replicas, "blocks")),
-        Candidate("torch, autocast, blocks compiled", autocast, extra=True),
-        Candidate("torch, model compiled", partial(replicas, "model"), extra=True),
-    ]
-
-
-def _replicas() -> list[Candidate]:
-    blocks, model = (partial(replicas, how, autocast=True) for how in ("blocks", "model"))
-    return [
-        Candidate("DDP" + _HEAD, partial(replicas, "head")),
-        Candidate("DDP, blocks compiled", partial(replicas, "blocks")),
-        Candidate("DDP, autocast, blocks compiled", blocks, extra=True),
-        Candidate("FSDP2 of replicas", partial(fsdp, "blocks", False, False), extra=True),
-        Candidate("DDP, model compiled", partial(replicas, "model"), extra=True),
-        Candidate("DDP, autocast, model compiled", model, extra=True),
-    ]
-
-
-def _zero_1() -> list[Candidate]:
-    name = "DDP with ZeroRedundancyOptimizer"
-    return [
-        Candidate(name + _HEAD, partial(replicas, "head", autocast=True, zero_1=True), extra=True),
-        Candidate(name, partial(replicas, "blocks", autocast=True, zero_1=True)),
-        *_sharded("FSDP2 without resharding", False),
-    ]
-
-
 def _sharded(name: str, reshard: bool) -> list[Candidate]:
     return [
         Candidate(name + _HEAD, partial(fsdp, "head", reshard, True)),
@@ -94,14 +63,6 @@ def _pipelines(wrapper: ReplicaWrapper, suffix: str = "") -> list[Candidate]:
     ]
 
 
-def _tensor_pipelines() -> list[Candidate]:
-    name, kind = "Schedule1F1B, parallelize_module", "Schedule1F1B"
-    return [
-        Candidate(name + form, partial(pipelined, kind, 1, "ddp", how, sequence), extra=how == "no")
-        for form, how, sequence in _TENSOR_FORMS
-    ]
-
-
 def _tensor(name: str) -> list[Candidate]:
     forms = [*_TENSOR_FORMS, (f"{_SP}, async{_HEAD}", "async", True)]
     return [
@@ -110,15 +71,39 @@ def _tensor(name: str) -> list[Candidate]:
     ]
 
 
+_ZERO_1 = "DDP with ZeroRedundancyOptimizer"
 _PEERS = {
-    "one": _one(),
-    "dp": _replicas(),
-    "zero1": _zero_1(),
+    "one": [
+        Candidate("torch" + _HEAD, partial(replicas, "head")),
+        Candidate("torch, blocks compiled", partial(replicas, "blocks")),
+        Candidate("torch, autocast, blocks compiled", partial(replicas, "blocks", autocast=True), extra=True),
+        Candidate("torch, model compiled", partial(replicas, "model"), extra=True),
+    ],
+    "dp": [
+        Candidate("DDP" + _HEAD, partial(replicas, "head")),
+        Candidate("DDP, blocks compiled", partial(replicas, "blocks")),
+        Candidate("DDP, autocast, blocks compiled", partial(replicas, "blocks", autocast=True), extra=True),
+        Candidate("FSDP2 of replicas", partial(fsdp, "blocks", False, False), extra=True),
+        Candidate("DDP, model compiled", partial(replicas, "model"), extra=True),
+        Candidate("DDP, autocast, model compiled", partial(replicas, "model", autocast=True), extra=True),
+    ],
+    "zero1": [
+        Candidate(_ZERO_1 + _HEAD, partial(replicas, "head", autocast=True, zero_1=True), extra=True),
+        Candidate(_ZERO_1, partial(replicas, "blocks", autocast=True, zero_1=True)),
+        *_sharded("FSDP2 without resharding", False),
+    ],
     "zero2": _sharded("FSDP2 without resharding", False),
     "zero3": _sharded("FSDP2", True),
     "pp": _pipelines("ddp"),
     "dp-pp": [*_pipelines("fsdp", ", FSDP2"), *_pipelines("ddp", ", DDP")],
     "tp": _tensor("parallelize_module"),
     "dp-tp": _tensor("FSDP2 x parallelize_module"),
-    "tp-pp": _tensor_pipelines(),
+    "tp-pp": [
+        Candidate(
+            "Schedule1F1B, parallelize_module" + form,
+            partial(pipelined, "Schedule1F1B", 1, "ddp", how, sequence),
+            extra=how == "no",
+        )
+        for form, how, sequence in _TENSOR_FORMS
+    ],
 }

@@ -21,7 +21,7 @@ The gradients of norms that `SequenceParallel` leaves partial are summed by the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -50,7 +50,6 @@ from hpnb.bench.program import Program
 from hpnb.bench.tasks import TrainingTask
 from hpnb.bench.torch_data_parallel import accumulating, mesh_of, shard
 from hpnb.bench.torch_precision import Compiled
-from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.mesh import Axis, ParallelLayout
 from hpnb.models import GPT2Size, ViTSize
 
@@ -160,20 +159,15 @@ def _vit(model: Any, mesh: DeviceMesh, sequence: bool) -> None:
         AttentionInterface.register(name, partial(_attend_to, tokens))
         model.set_attn_implementation(name)
     parallelize_module(core.embeddings, mesh, _scatter_tokens())
-    _gather_after(core.layernorm, mesh)
+    parallelize_module(core.layernorm, mesh, SequenceParallel())
+    gathers = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+    parallelize_module(core.layernorm, mesh, gathers)
 
 
 def _attend_to(tokens: int, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                mask: None, **options: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Attention of (b, a, s, d), whose keys and values count up to `tokens`."""
     return sdpa_attention_forward(module, q, k[:, :, :tokens], v[:, :, :tokens], mask, **options)  # type: ignore[no-any-return]
-
-
-def _gather_after(norm: nn.Module, mesh: DeviceMesh) -> None:
-    parallelize_module(norm, mesh, SequenceParallel())
-    parallelize_module(
-        norm, mesh, PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
-    )
 
 
 # --- GPT-2 -----------------------------------------------------------------------------------------------
@@ -189,8 +183,10 @@ def _gpt2(model: Any, mesh: DeviceMesh, sequence: bool, fused_loss: bool) -> Non
         words = core.wte.weight.detach()
         core.wte.weight = nn.Parameter(F.pad(words, (0, 0, 0, -len(words) % (_VOCAB_MULTIPLE * ranks))))
     for block in core.h:
-        for parent, name, pieces in _conv1ds(block):
-            setattr(parent, name, _linear(getattr(parent, name), pieces, ranks))
+        for parent, first in ((block.attn, "c_attn"), (block.mlp, "c_fc")):
+            for name in (first, "c_proj"):
+                pieces = 3 if name == "c_attn" else 1
+                setattr(parent, name, _linear(getattr(parent, name), pieces, ranks))
         block.attn.split_size //= ranks
         parallelize_module(block, mesh, _plan(_GPT2, ("ln_1", "ln_2"), sequence))
     if sequence:
@@ -210,13 +206,7 @@ def _gpt2(model: Any, mesh: DeviceMesh, sequence: bool, fused_loss: bool) -> Non
         head = PrepareModuleInput(input_layouts=(enters,), desired_input_layouts=(Replicate(),))
     parallelize_module(model.lm_head, mesh, head)
     model.lm_head.weight = core.wte.weight  # tied again: both are cut by words
-    model.loss_function = _loss
-
-
-def _conv1ds(block: Any) -> Iterator[tuple[nn.Module, str, int]]:
-    """Of a block: where each Conv1D is, and how many weights it has side by side."""
-    yield from ((block.attn, "c_attn", 3), (block.attn, "c_proj", 1))
-    yield from ((block.mlp, "c_fc", 1), (block.mlp, "c_proj", 1))
+    model.loss_function = torch_precision.causal_loss
 
 
 def _linear(conv: Any, pieces: int, ranks: int) -> nn.Linear:
@@ -230,13 +220,6 @@ def _linear(conv: Any, pieces: int, ranks: int) -> nn.Linear:
     with torch.no_grad():
         linear.weight, linear.bias = sort_by_rank(conv.weight.t()), sort_by_rank(conv.bias)
     return linear
-
-
-def _loss(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
-    """The mean over the words that come next, of logits that are cut; runs inside `loss_parallel`."""
-    following = F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
-    wide = torch.promote_types(logits.dtype, torch.float32)  # as transformers computes it
-    return F.cross_entropy(logits.to(wide).flatten(0, 1), following.flatten())
 
 
 # --- plans -----------------------------------------------------------------------------------------------

@@ -104,7 +104,6 @@ def reference_losses(task: TrainingTask, steps: int = WARM_UP) -> list[float]:
 
 
 def drop(kept: tuple[str, ...] = ()) -> None:
-    """Drop all programs but `kept`."""
     for name in [name for name in _live if name not in kept]:
         del _live[name]
     if not _live and torch.cuda.is_initialized():  # nothing is compiled on a CPU
@@ -115,7 +114,6 @@ def drop(kept: tuple[str, ...] = ()) -> None:
 
 
 def time_one_step(name: str) -> float:
-    """Seconds of a step, `time_step`."""
     return time_step(_live[name].step)
 
 
@@ -132,7 +130,6 @@ def count_retries() -> int:
 
 
 def measure_bubble(name: str) -> tuple[float, float] | None:
-    """Measured and simulated idle share of a step, if it can be recorded."""
     bubble = _live[name].bubble
     return None if bubble is None else bubble()
 
@@ -175,7 +172,6 @@ def losses(
 
 
 def take_steps(program: Program, steps: int) -> list[float]:
-    """The losses of so many steps."""
     values = []
     for step in range(steps):
         program.feed.draw(step)
@@ -211,7 +207,6 @@ def matmul_size(gpu: bool, bits: int) -> tuple[int, int, torch.dtype]:
 
 
 def device_name() -> str:
-    """The device, for a table's head."""
     return torch.cuda.get_device_name() if torch.cuda.is_initialized() else "CPU"
 
 
@@ -241,7 +236,6 @@ def time_step(step: Callable[[], object]) -> float:
 
 
 def _maximum(value: float) -> float:
-    """Over all ranks."""
     tensor = torch.tensor(value, dtype=torch.float64)
     tensor = tensor.cuda() if torch.cuda.is_initialized() else tensor
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
@@ -249,7 +243,6 @@ def _maximum(value: float) -> float:
 
 
 def synchronize() -> None:
-    """Wait for the GPU, if there is one."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 

@@ -42,7 +42,7 @@ from hpnb.pipeline_parallel.graph_slots import StageMicrobatch, assign_slots
 from hpnb.pipeline_parallel.loss import LossFunction
 from hpnb.pipeline_parallel.rank_schedule import RankSchedule
 from hpnb.pipeline_parallel.split_backward import SplitBackward
-from hpnb.pipeline_parallel.stage_graph import Capture, CudaCapture, StageGraph, StageWork
+from hpnb.pipeline_parallel.stage_graph import CudaCapture, StageGraph, StageWork
 from hpnb.pipeline_parallel.stages import Stages
 
 WARM_UP = 2  # eager steps with a form before it is captured
@@ -90,7 +90,7 @@ class StageGraphs:
         module: Stages,
         device: torch.device,
         split_backward: SplitBackward,
-        capture: Capture | None = None,
+        capture: CudaCapture | None = None,
     ) -> None:
         self._module, self._device, self._split_backward = module, device, split_backward
         self._capture = CudaCapture(device) if capture is None else capture

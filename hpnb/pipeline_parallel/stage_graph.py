@@ -18,7 +18,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -34,29 +34,9 @@ from hpnb.pipeline_parallel.split_backward import SplitBackward
 Replay = Callable[[], None]
 
 
-class Capture(Protocol):
-    """Turns functions into graphs. A test on a CPU has one that calls the functions again."""
-
-    def session(self) -> AbstractContextManager[None]:
-        """Around captures that follow one another."""
-
-    def outside(self) -> AbstractContextManager[None]:
-        """Inside a session, around the allocation of tensors that belong to no slot."""
-
-    def capture(self, run: Callable[[], None], slot: int) -> Replay:
-        """Record what `run` launches, without running it, and return what launches it.
-
-        Args:
-            run: works on static tensors only.
-            slot: whose memory `run` allocates from. What one graph of a slot frees, the next one reuses.
-        """
-
-    def forget(self) -> None:
-        """The graphs are gone: let go of their memory."""
-
-
 class CudaCapture:
-    """Captures CUDA graphs on a stream of its own, with one memory pool for each slot."""
+    """Captures CUDA graphs on a separate stream, with one memory pool for each slot. A test on a CPU has a
+    class like it, which calls the functions again."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
@@ -65,6 +45,7 @@ class CudaCapture:
 
     @contextmanager
     def session(self) -> Iterator[None]:
+        """Around captures that follow one another."""
         # A live autograd graph of an earlier step would draw its stream into the capture, and cached memory
         # of eager steps would lie beside the pools.
         gc.collect()
@@ -85,10 +66,13 @@ class CudaCapture:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
+        """Inside a session, around the allocation of tensors that belong to no slot."""
         with torch.cuda.stream(self._callers_stream):  # whose free memory is between the weights
             yield
 
     def capture(self, run: Callable[[], None], slot: int) -> Replay:
+        """Record what `run` launches on static tensors, without running it, and return what launches it.
+        What one graph of a slot frees, the next one reuses."""
         if slot not in self._pools:
             self._pools[slot] = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -159,7 +143,7 @@ class StageGraph:
     """
 
     def __init__(
-        self, work: StageWork, capture: Capture, slot: int, grads: Callable[[nn.Parameter], torch.Tensor]
+        self, work: StageWork, capture: CudaCapture, slot: int, grads: Callable[[nn.Parameter], torch.Tensor]
     ) -> None:
         self._work, self.has_loss = work, work.loss is not None
         self._hidden: Any = None

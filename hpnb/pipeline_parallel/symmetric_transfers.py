@@ -96,7 +96,6 @@ class SymmetricQueue:
         self._views: dict[Any, torch.Tensor] = {}
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Send them as soon as the work launched so far is done."""
         if not tensors:
             return
         slot, receiver = self._count % SLOTS, self._route[1]
@@ -116,7 +115,6 @@ class SymmetricQueue:
         self._count += 1
 
     def post_receive(self, specs: Sequence[TensorSpec]) -> PendingReceive:
-        """Expect tensors of these shapes and dtypes."""
         tensors: list[torch.Tensor] = []
         if not specs:
             return PendingReceive(tensors, lambda: None)

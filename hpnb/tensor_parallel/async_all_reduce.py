@@ -21,14 +21,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.autograd.function import once_differentiable
 
 from hpnb.background import Pending
+
+if TYPE_CHECKING:
+    from hpnb.tensor_parallel.tp_1d_linear import ParallelLinear
 
 StartedCollective = tuple[torch.Tensor, Pending, torch.Tensor]
 """A collective under way: its result, what to wait for, and the tensor being sent, which must live on."""
@@ -51,20 +53,6 @@ class RegionExit:
 
 
 NO_COMMUNICATION = RegionEntry(lambda x: x, lambda grad: (grad, Pending(), grad))
-
-
-class ShardedLinear(Protocol):
-    """A linear layer of which this rank has a shard.
-
-    Attributes:
-        weight: (out, in), or (in, out) if `transposed`.
-        adds_bias: whether this rank adds the bias. If not, another rank does; both compute its gradient.
-    """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    transposed: bool
-    adds_bias: bool
 
 
 @dataclass(frozen=True)
@@ -105,7 +93,7 @@ class ForwardWeights:
 
 
 def enter_region(
-    x: torch.Tensor, layers: Sequence[ShardedLinear], entry: RegionEntry
+    x: torch.Tensor, layers: Sequence[ParallelLinear], entry: RegionEntry
 ) -> tuple[torch.Tensor, list[ForwardWeights]]:
     """(x as the region's layers take it, the weights that `layers` use for this forward)."""
     deferred = [DeferredWeightGrad(layer.transposed, layer.weight.dtype) for layer in layers]

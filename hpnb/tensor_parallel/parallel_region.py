@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,21 +28,12 @@ from hpnb.gradients import in_backward
 from hpnb.tensor_parallel.async_all_reduce import (
     NO_COMMUNICATION,
     ForwardWeights,
-    ShardedLinear,
     enter_region,
 )
 from hpnb.tensor_parallel.sequence_parallel import SequenceSharding
 
-
-class RegionLayer(ShardedLinear, Protocol):
-    """A column- or row-parallel layer.
-
-    Attributes:
-        region: with which columns it shares inputs. None for a column whose input's gradient is summed
-            elsewhere, and for a row without columns.
-    """
-
-    region: ParallelRegion | None
+if TYPE_CHECKING:
+    from hpnb.tensor_parallel.tp_1d_linear import ParallelLinear
 
 
 @dataclass(frozen=True)
@@ -61,7 +52,7 @@ class _Input:
     version: int
     with_grad: bool
     inside: torch.Tensor
-    weights: Mapping[RegionLayer, ForwardWeights]
+    weights: Mapping[ParallelLinear, ForwardWeights]
 
 
 class ParallelRegion:
@@ -78,18 +69,18 @@ class ParallelRegion:
         self,
         path: str,
         sharding: SequenceSharding,
-        columns: Sequence[RegionLayer],
-        row: RegionLayer | None = None,
+        columns: Sequence[ParallelLinear],
+        row: ParallelLinear | None = None,
     ) -> None:
         self.path, self.sharding, self.columns, self.row = path, sharding, tuple(columns), row
         self.layers = self.columns if row is None else (*self.columns, row)
         self._inputs: list[_Input] = []
-        self._used: set[RegionLayer] = set()  # columns that have read one of them
+        self._used: set[ParallelLinear] = set()  # columns that have read one of them
         self._gathers_arguments = False  # whether the forward of the module runs, with gathered arguments
 
     # --- for the layers -----------------------------------------------------------------------------------
 
-    def enter(self, x: torch.Tensor, column: RegionLayer) -> tuple[torch.Tensor, ForwardWeights]:
+    def enter(self, x: torch.Tensor, column: ParallelLinear) -> tuple[torch.Tensor, ForwardWeights]:
         """(x as `column` multiplies it, the weights that it uses for this forward)."""
         if (known := self._find(x)) is None:
             if self.sharding.enabled and not self._holds_tokens(x):
@@ -102,7 +93,7 @@ class ParallelRegion:
             self._forget()
         return known.inside, known.weights[column]
 
-    def leave(self, row: RegionLayer) -> ForwardWeights | None:
+    def leave(self, row: ParallelLinear) -> ForwardWeights | None:
         """The weights that `row` uses, with which the forward ends; None if no column has entered."""
         last = self._last()
         self._forget()
@@ -187,7 +178,7 @@ class ParallelRegion:
         gathered = self._gathers_arguments and tuple(x.shape[:2]) == self.sharding.shape
         return self.sharding.holds_tokens(x) and not gathered
 
-    def _pass_gathered(self, x: torch.Tensor, column: RegionLayer) -> tuple[torch.Tensor, ForwardWeights]:
+    def _pass_gathered(self, x: torch.Tensor, column: ParallelLinear) -> tuple[torch.Tensor, ForwardWeights]:
         """Of an x that the module has computed from its gathered arguments: their nodes sum its gradient."""
         if not self._gathers_arguments and not in_backward():  # where a part of the forward is recomputed
             raise ValueError(

@@ -38,8 +38,14 @@ from hpnb.tensor_parallel.sequence_parallel import SequenceSharding
 from hpnb.tensor_parallel.split_heads import ShardedLayer
 
 
-class _ParallelLinear(ShardedLayer):
-    """A linear layer whose weight is (out, in), or (in, out) if `transposed`; a `RegionLayer`."""
+class ParallelLinear(ShardedLayer):
+    """A linear layer whose weight is (out, in), or (in, out) if `transposed`.
+
+    Attributes:
+        adds_bias: whether this rank adds the bias. If not, another rank does; both compute its gradient.
+        region: with which columns it shares inputs. None for a column whose input's gradient is summed
+            elsewhere, and for a row without columns.
+    """
 
     def __init__(self, old: nn.Module, transposed: bool, adds_bias: bool = True) -> None:
         super().__init__(old)
@@ -51,7 +57,7 @@ class _ParallelLinear(ShardedLayer):
         return f"in={shape[0]}, out={shape[1]}, bias={self.bias is not None}"
 
 
-class ColumnParallelLinear(_ParallelLinear):
+class ColumnParallelLinear(ParallelLinear):
     """Some columns of A: (..., in) -> (..., out of this rank)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -60,7 +66,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return linear_deferring_weight_grad(*self.region.enter(x, self))
 
 
-class RowParallelLinear(_ParallelLinear):
+class RowParallelLinear(ParallelLinear):
     """Some rows of B: (..., in of this rank) -> (..., out), summed over the ranks."""
 
     def __init__(self, old: nn.Module, transposed: bool, sharding: SequenceSharding) -> None:

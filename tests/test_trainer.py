@@ -28,10 +28,10 @@ from torch import nn
 import hpnb
 from hpnb.hybrid.checkpoint import atomic, manifest
 from hpnb.hybrid.checkpoint.checkpoint import random_state, set_random_state
-from hpnb.hybrid.training import hooks, metrics, progress, resuming, stop_hook
+from hpnb.hybrid.training import hooks, metrics, resuming, stop_hook
 from hpnb.hybrid.training.events import Hook
 from hpnb.hybrid.training.run_state import TrainingState
-from hpnb.hybrid.training.trainer import Trainer
+from hpnb.hybrid.training.trainer import Trainer, shows_bar
 
 D = torch.float64
 CLASSES = 4
@@ -795,12 +795,12 @@ def test_one_hook_needs_no_list(alone: hpnb.Ranks) -> None:
 
 def test_who_shows_a_bar_and_that_ci_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CI", raising=False)
-    assert [progress.wanted(shows, None) for shows in (True, False)] == [True, False]
-    assert [progress.wanted(shows, True) for shows in (True, False)] == [True, False]
-    assert not progress.wanted(True, False)
+    assert [shows_bar(shows, None) for shows in (True, False)] == [True, False]
+    assert [shows_bar(shows, True) for shows in (True, False)] == [True, False]
+    assert not shows_bar(True, False)
     monkeypatch.setenv("CI", "true")
-    assert not progress.wanted(True, None)
-    assert progress.wanted(True, True)
+    assert not shows_bar(True, None)
+    assert shows_bar(True, True)
 
 
 def test_the_bar_goes_to_the_end_and_shows_the_loss(

@@ -11,7 +11,7 @@ boosted_optimizer.py   the optimizer on one rank (../optimizer_state.py: its sta
 compile_blocks.py      torch.compile for a model's blocks; recompute.py: activation checkpointing
 
 checkpoint/            weights in Hugging Face's format, all other state in shards; atomic, from any layout
-training/              Trainer and its hooks, metrics, progress bars; HybridAdam, learning-rate schedulers
+training/              Trainer and its hooks, metrics; HybridAdam, learning-rate schedulers
 torchrun/              launch_from_torch, DistCoordinator, get_dist_logger, restarts, several nodes
 train_command/         python -m hpnb train: the TOML run file, and the run that it describes
 """

@@ -6,6 +6,7 @@ A step takes `accumulation` batches, and its loss is the mean over all their tar
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from tqdm import tqdm
 
 from hpnb.hybrid.training import resuming
 from hpnb.hybrid.training.accumulation import (
@@ -30,11 +32,12 @@ from hpnb.hybrid.training.accumulation import (
 from hpnb.hybrid.training.events import Hook, Metric, checked_hooks
 from hpnb.hybrid.training.hooks import CheckpointHook, LRSchedulerHook
 from hpnb.hybrid.training.metrics import LossHook
-from hpnb.hybrid.training.progress import Progress, wanted
 from hpnb.hybrid.training.run_state import EpochRow, TrainingState
 from hpnb.hybrid.training.stop_hook import StopHook, StopVote
 from hpnb.pipeline_parallel.microbatches import to_device
 from hpnb.ranks.current_rank import device
+
+_LOSS_EVERY = 0.5  # seconds: reading a loss waits for the GPU
 
 
 class Trainer(TrainingState):
@@ -100,7 +103,7 @@ class Trainer(TrainingState):
             bool(model.causal if causal is None else causal),
         )
         self.accumulation = accumulation
-        self._bar = wanted(self.role.shows, display_progress)
+        self._bar = shows_bar(self.role.shows, display_progress)
         default_hooks: list[Hook] = [] if any(isinstance(h, LossHook) for h in hooks) else [LossHook()]
         if lr_scheduler is not None and not hook_schedulers:
             default_hooks.append(LRSchedulerHook(lr_scheduler))
@@ -177,7 +180,7 @@ class Trainer(TrainingState):
         steps = None if count is None else math.ceil(count / self.accumulation)
         stops = False
         self._vote.begin(self.should_stop)  # as before_epoch has left it
-        with Progress(self, steps, self.done, self._bar) as bar:
+        with _Progress(self, steps, self.done, self._bar) as bar:
             while not stops and (group := list(islice(batches, self.accumulation))):
                 self._step(group)
                 bar.update()
@@ -284,6 +287,39 @@ class Trainer(TrainingState):
         if checkpoint is not None:
             resuming.load(self, checkpoint)
         return checkpoint is not None
+
+
+def shows_bar(shows: bool, asked: bool | None) -> bool:
+    """Whether this rank has a bar: `shows` if it is the one, `asked` if somebody said so. Under CI (the
+    environment has CI) bars would be pages of log."""
+    in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
+    return shows and (not in_ci if asked is None else asked)
+
+
+class _Progress:
+    """The bar of an epoch: `done` of its `steps` are done; None if nobody knows how many there are."""
+
+    def __init__(self, trainer: TrainingState, steps: int | None, done: int, show: bool) -> None:
+        self._trainer = trainer
+        label = f"epoch {trainer.epoch + 1}/{trainer.epochs}"
+        self._bar: Any = tqdm(total=steps, initial=done, desc=label, unit="step", disable=not show)
+        self._read = 0.0
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+    def update(self) -> None:
+        """One step further. Now and then it reads the loss."""
+        if self._bar.disable:
+            return
+        loss, now = self._trainer.loss, time.monotonic()
+        if loss is not None and (now - self._read > _LOSS_EVERY or self._bar.n + 1 == self._bar.total):
+            self._read = now
+            self._bar.set_postfix(loss=f"{float(loss):.4g}", refresh=False)
+        self._bar.update()
 
 
 def _why_empty(loader: Any) -> str:

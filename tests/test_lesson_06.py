@@ -13,7 +13,6 @@ import torch
 
 import hpnb
 from hpnb import comm, lesson, theory
-from hpnb.lesson.exercises import gpt2_capped_schedule
 from hpnb.lesson.exercises import gpt2_pipeline_parallel as exercises
 from hpnb.lesson.figures import gpt2_pipeline as figures
 from hpnb.lesson.programs import device_timing, gpt2_pipeline, layer_times, tied_weights
@@ -462,8 +461,8 @@ def test_no_schedule_of_the_library_beats_1f1b_under_every_cap() -> None:
             )
         ]
         assert answer[0], name
-    for job in gpt2_capped_schedule.TASKS.values():
-        fits = gpt2_capped_schedule.family(job)
+    for job in exercises.TASKS.values():
+        fits = exercises.family(job)
         assert fits
         for schedule in fits:
             schedule.check()

@@ -17,7 +17,6 @@ import torch
 import hpnb
 from hpnb import ParallelLayout, lesson, theory
 from hpnb.lesson.exercises import gpt2_hybrid_parallel as exercises
-from hpnb.lesson.exercises import gpt2_layout_choice
 from hpnb.lesson.figures import gpt2_hybrid as figures
 from hpnb.lesson.predictions import regret
 from hpnb.lesson.predictions.outcome import Outcome, write_outcomes
@@ -425,14 +424,14 @@ def test_pretrained_weights_are_fine_tuned_where_they_are(tmp_path: Path) -> Non
 
 
 def test_planted_tables_differ_in_what_is_to_be_said() -> None:
-    causes = [cause for _, _, cause in gpt2_layout_choice.tables()]
+    causes = [cause for _, _, cause in exercises.tables()]
     assert sorted(causes) == ["kernels", "link", "norms", "stages"]
 
 
 def test_three_jobs_want_three_plans() -> None:
     best = []
-    for task in gpt2_layout_choice.TASKS.values():
-        layouts = gpt2_layout_choice.fitting_layouts(task)
+    for task in exercises.TASKS.values():
+        layouts = exercises.fitting_layouts(task)
         best.append(str(min(layouts, key=task.gpu_seconds)))
         assert not any(task.exceeded(layout) for layout in layouts)
     assert len(set(best)) == 3

@@ -160,6 +160,3 @@ def _until(work: dist.Work, ended: Callable[[], None]) -> Callable[[], object]:
             ended()
 
         return join
-
-
-__all__ = ["Background", "Pending", "wait_all"]

@@ -65,6 +65,3 @@ def fill_buffers(module: nn.Module, device: torch.device) -> None:
         for key, buffer in inner._buffers.items():
             if buffer is not None and buffer.is_meta:
                 inner._buffers[key] = filled.setdefault(buffer, torch.zeros_like(buffer, device=device))
-
-
-__all__ = ["Unfilled", "fill_buffers", "move_module"]

@@ -107,6 +107,3 @@ def make_symmetric_all_reduce(axis: Axis, device: torch.device) -> SymmetricAllR
         return None
     memory = open_symmetric_memory(axis, bytes_needed(axis.size), device)
     return None if memory is None else SymmetricAllReduce(axis, memory)
-
-
-__all__ = ["PLACE", "SymmetricAllReduce", "bytes_needed", "make_symmetric_all_reduce"]

@@ -88,6 +88,3 @@ def _all_ranks(succeeded: bool, axis: Axis) -> bool:
     answers = [succeeded] * axis.size
     dist.all_gather_object(answers, succeeded, axis.group)
     return all(answers)
-
-
-__all__ = ["SymmetricMemory", "open_symmetric_memory", "share_a_node"]

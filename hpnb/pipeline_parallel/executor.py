@@ -15,6 +15,9 @@ all-reduce of the replicas, if gradients are corrected (`_take_gradients`).
 On a GPU everything here only launches work: kernels wait for transfers and the process does not, so it is
 always ahead of the device. The exception is a shape that is new: the process waits for the sender's. On a CPU
 the process waits for every tensor that it takes.
+
+A stage that has a CUDA graph (`cuda_graphs.py`) goes through the same steps, and a replay of the graph
+computes F, I, W or B. `graphs` and the last two tables of `__post_init__` are for these stages alone.
 """
 
 from __future__ import annotations
@@ -93,10 +96,11 @@ class StepExecutor:
         # their gradients as far as these are known. They are the only reference to the autograd graph of a
         # microbatch, so its activations are freed by its backward, which pops them.
         self._backward_roots: dict[tuple[int, int], tuple[list[GradientEdge], list[torch.Tensor]]] = {}
-        # What arrived from the stage before and is sent a gradient back; that of replayed backwards.
+        # What arrived from the stage before and is sent a gradient back.
         self._received_inputs: dict[tuple[int, int], list[torch.Tensor]] = {}
+        # Of replayed backwards: the gradients of what arrived. And by microbatch: outputs of a graph from
+        # which the loss is computed eagerly.
         self._input_grads: dict[tuple[int, int], list[torch.Tensor]] = {}
-        # By microbatch: outputs of a graph from which the loss is computed eagerly.
         self._loss_inputs: dict[int, list[torch.Tensor]] = {}
 
     @property

@@ -141,6 +141,3 @@ def exposed_share(tokens_over_knee: float, overlapped: bool = True) -> float:
     if not overlapped:
         return 1 / (1 + 1.5 * x)
     return max(0.0, (1 - x) / (1 + x / 2))
-
-
-__all__ = ["Overlap", "even_buckets", "exposed_seconds", "exposed_share", "overlap", "zero3_exposed_seconds"]

@@ -878,6 +878,20 @@ def test_the_table_has_the_newest_run_of_each_layout(tmp_path: Path) -> None:
     assert [line.split(" | ")[2] for line in second if line.startswith("| dp4")] == ["250"]
 
 
+def test_runs_of_a_set_number_of_microbatches_stand_behind_the_usual_ones_and_say_so(tmp_path: Path) -> None:
+    usual = result("2026-01-01T00:00:00+00:00", "aaaa", pp4=2.0)
+    many = result("2026-01-02T00:00:00+00:00", "bbbb", key="a key before", pp4=1.0)
+    many.title = "a model in 32 microbatches"
+    for run in (usual, many):
+        result_files.write(run, tmp_path)
+    assert [run.microbatches for run in result_files.newest([many, usual])] == [0, 32]
+    first, _, _ = result_files.table(tmp_path).split("\n\na model")
+    assert [line.split(" | ")[0] for line in first.splitlines()[2:]] == [
+        "| gpt2-xl, 4 x a GPU", "| gpt2-xl, 4 x a GPU, 32 microbatches"
+    ]  # fmt: skip
+    assert result_files.short_table(tmp_path).splitlines() == first.splitlines()[:3]
+
+
 def test_a_table_tells_of_losses_that_another_run_has_compared(tmp_path: Path) -> None:
     result_files.write(result("2026-01-02T00:00:00+00:00", "bbbb", dp4=1.0), tmp_path)
     compared = result("2026-01-01T00:00:00+00:00", "aaaa")

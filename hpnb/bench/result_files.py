@@ -93,7 +93,7 @@ def newest(runs: Sequence[BenchmarkRun]) -> list[BenchmarkRun]:
             losses=run.losses or (before.losses if before else {}),
             scaling=run.scaling or (before.scaling if before else {}),
         )
-    return [merged[key] for key in sorted(merged)]
+    return sorted(merged.values(), key=lambda run: (run.what, run.microbatches, run.key))
 
 
 def table(folder: Path = RESULTS) -> str:
@@ -112,8 +112,8 @@ def show_table(results: Path, write: bool) -> None:
 
 
 def short_table(folder: Path = RESULTS) -> str:
-    """The first of the tables, which the repository's README shows."""
-    return summary(_with_layouts(folder))
+    """The first of the tables, without runs of a set number of microbatches: for the repository's README."""
+    return summary([run for run in _with_layouts(folder) if not run.microbatches])
 
 
 def write_page(folder: Path = RESULTS) -> Path:

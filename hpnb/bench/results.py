@@ -150,6 +150,12 @@ class BenchmarkRun:
     scaling: dict[str, dict[str, float]] = field(default_factory=dict)
     losses: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def microbatches(self) -> int:
+        """Of a pipeline, where `--microbatches` set them; else 0, and it has the usual number."""
+        *_, number, last = self.title.split()
+        return int(number) if last == "microbatches" else 0
+
     def as_json(self) -> dict[str, Any]:
         return {"format": 1, **asdict(self)}
 

@@ -75,6 +75,8 @@ def summary(runs: Sequence[BenchmarkRun]) -> str:
     lines = [_line(heads), _line(["---"] * len(heads))]
     for run in runs:
         where = f"{run.what}, {run.ranks} x {run.device.removeprefix('NVIDIA ')}"
+        if run.microbatches:
+            where += f", {run.microbatches} microbatches"
         for number, result in enumerate(run.layouts.values()):
             best, ran = result.fastest(ours=True), peers(result)
             ours = "-" if best is None else f"{result.tflops(best.name):.4g}"

@@ -268,7 +268,7 @@ class LayoutBenchmark:
                 name = min(of_side, key=self._median)
                 file = "".join(c if c.isalnum() else "-" for c in name).strip("-")
                 path = f"{self.traces}/{self.task.what}-{self.name}-{file}.json"
-                self.say(self._ask(worker.profile_step, name, f"{self.name}, {name}", path) or "")
+                self.say(self._ask(worker.profile, name, f"{self.name}, {name}", path) or "")
         return True
 
     def _ask(self, fn: Callable[..., Any], name: str, *args: Any) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
+from torch import profiler
 
 import hpnb
 from hpnb.bench import hpnb_programs, torch_data_parallel, torch_precision, torch_programs
@@ -134,19 +134,20 @@ def measure_bubble(name: str) -> tuple[float, float] | None:
     return None if bubble is None else bubble()
 
 
-def profile_step(name: str, title: str, path: str) -> str:
+def profile(name: str, title: str, path: str) -> str:
     """The 12 kernels (on a CPU operators) that take longest in a step of rank 0, which writes its trace."""
     step, gpu = partial(time_step, _live[name].step), torch.cuda.is_initialized()
     step()  # so that all ranks are here
     if hpnb.rank():
         step()
         return ""
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]) as profiler:
+    kinds = profiler.ProfilerActivity
+    with profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if gpu else [])]) as recorded:
         step()
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    profiler.export_chrome_trace(path)
+    recorded.export_chrome_trace(path)
     rows = []
-    for event in profiler.key_averages():
+    for event in recorded.key_averages():
         if (event.device_type.name == "CUDA") == gpu and not event.is_user_annotation:
             took = event.self_device_time_total if gpu else event.self_cpu_time_total
             rows.append((took / 1e3, event.count, event.key[:96]))

@@ -225,7 +225,8 @@ def load_full_state_dict(model: nn.Module, full: Mapping[str, torch.Tensor]) -> 
     Raises:
         ValueError: a missing or unexpected name, or another shape.
     """
-    move_module(model, this_device())
+    if any(p.is_meta for p in model.parameters()):
+        move_module(model, this_device())
     placement.load_full_state_dict(model, full)
 
 

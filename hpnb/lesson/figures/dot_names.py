@@ -82,9 +82,9 @@ def name_dots(
         others = [in_points(side[n]) for side in series for n in side if n != name]
         if name not in first:  # its dot is in a series under another name
             others = [other for other in others if other != dots[name]]
-        found = _spots(dots[name], (length, depth), near, (wide, tall), taken, others, lines, border)
-        if found is not None:
-            texts[name], spots[name] = words, found
+        best = _spots(dots[name], (length, depth), near, (wide, tall), taken, others, lines, border)
+        if best is not None:
+            texts[name], spots[name] = words, best
     for name, k in _choose_spots(spots, dots).items():
         at = spots[name]
         if at.cost[k] >= _COVERS and name not in picks and reach < _FAR:

@@ -108,7 +108,7 @@ def choices(
     """
     predicted_points, picks = predicted or {}, chosen or {}
     every = [*measured.values(), *predicted_points.values()]
-    size, unit = bytes_unit(max(held for held, _ in every))
+    size, unit = bytes_unit(max(nbytes for nbytes, _ in every))
     most = max(rate for _, rate in every)
     scale, prefix = next(
         (s, p) for s, p in ((1e6, "million "), (1e3, "thousand "), (1.0, "")) if most >= s or s == 1
@@ -128,7 +128,7 @@ def choices(
     series = [series_of("frontier", stair, _MEASURED),
               series_of(labels[0], at.values(), _MEASURED, "dots")]  # fmt: skip
     series += [series_of(labels[1], hollow.values(), _PREDICTED, "hollow")] if predicted_points else []
-    keys = [each.key for each in (*series[1:], series[0])]
+    keys = [points.key for points in (*series[1:], series[0])]
     if predicted_points:
         keys.append(Key(OpStyle(_PREDICTED.color, "", "error of the prediction", "-"), "line"))
     keys += [Key(CAPACITY, "line", f"memory budget {byte_count(capacity)}")] if capacity else []
@@ -137,7 +137,7 @@ def choices(
                        xlabel=f"peak memory of the fullest rank ({unit})")  # fmt: skip
     fig = curves([panel], title=title, keys=keys, left=0.75, right=0.3)
     (ax,) = fig.axes
-    right = max(*(held for held, _ in every), capacity or 0.0) / size * 1.12
+    right = max(*(nbytes for nbytes, _ in every), capacity or 0.0) / size * 1.12
     slowest = min(rate for _, rate in every)
     low = max(0.0, slowest - 0.2 * (most - slowest)) / scale  # dots far from 0 would stand in a crowd
     ax.set(xlim=(0, right), ylim=(low, most / scale * 1.18))

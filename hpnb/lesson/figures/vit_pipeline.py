@@ -40,9 +40,9 @@ def u_curve(
         graphs: the parts of the same steps with CUDA graphs, for a panel below with an axis of its own.
     """
     both = [parts] if graphs is None else [parts, graphs]
-    present = [part for part in PARTS if any(any(one.get(part, ())) for one in both)]
-    totals = [_totals(one, len(choices)) for one in both]
-    scale, unit = time_unit(min(total for one in totals for total in one))  # as prose has the best step
+    present = [part for part in PARTS if any(any(panel.get(part, ())) for panel in both)]
+    totals = [_totals(panel, len(choices)) for panel in both]
+    scale, unit = time_unit(min(total for steps in totals for total in steps))  # as prose has the best step
     places = range(len(choices))
     formula = f"formula; T and c from the work at m = {choices[0]} and {choices[-1]}"
     line = Series(formula, places, [p / scale for p in predicted], looks([formula])[formula],
@@ -57,10 +57,10 @@ def u_curve(
         ]
     fig = curves(panels, title=title, keys=keys, left=0.72, gap=0.85)
     ends = []
-    for ax, one, steps in zip(fig.axes, both, totals, strict=True):
-        _stack_bars(ax, choices, {part: one.get(part, [0.0] * len(choices)) for part in present}, scale)
+    for ax, panel, steps in zip(fig.axes, both, totals, strict=True):
+        _stack_bars(ax, choices, {part: panel.get(part, [0.0] * len(choices)) for part in present}, scale)
         best = steps.index(min(steps))
-        line_tops = _tops_of_line(predicted) if one is parts else steps  # below there is no line
+        line_tops = _tops_of_line(predicted) if panel is parts else steps  # below there is no line
         tops = [max(pair) / scale for pair in zip(steps, line_tops, strict=True)]
         write_values(ax, places, tops, [number(step / scale) for step in steps], best)
         ax.set(xlim=(-0.6, len(choices) - 0.4), ylim=(0, 1.14 * max(tops)))

@@ -198,12 +198,12 @@ def measure_step(
             program.step()
         profile = recorder.profile()
     source = "replayed" if steps[0].source == "measured by turns" else "measured"
-    parts = [step_parts(step) for step in steps]
+    parts = [step_parts(tl) for tl in steps]
     if source == "replayed":
-        for one in parts:  # computing alone was measured
-            alone = one["forward"], one["backward"]
+        for step in parts:  # computing alone was measured
+            alone = step["forward"], step["backward"]
             ranks = hpnb.world_size()
-            one |= communication_parts(size, dtype, config, alone, ranks, REPLAY_LINK, bucket_mb)
+            step |= communication_parts(size, dtype, config, alone, ranks, REPLAY_LINK, bucket_mb)
     return StepMeasurement(_fastest_first(parts), profile, source)
 
 

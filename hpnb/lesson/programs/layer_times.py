@@ -132,7 +132,7 @@ def time_layers(size: GPT2Size, rows: int, dtype: torch.dtype, repeats: int = 7)
     all_layers = layers(timing_gpt2(size, dtype))
     for layer in all_layers:
         times = [_time_layer(layer, hidden, batch) for _ in range(warmup + repeats)][warmup:]
-        medians.append({op: statistics.median(each[op] for each in times) for op in times[0]})
+        medians.append({op: statistics.median(took[op] for took in times) for op in times[0]})
         with torch.no_grad():
             hidden = layer.run(hidden, batch) if layer.kind != "head" else None
     loss = medians[-1]["loss F"] + medians[-1]["loss B"]

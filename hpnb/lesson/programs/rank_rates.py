@@ -100,8 +100,8 @@ def _time_undivided(
         "full": lambda: tokens @ full,
         "shard": lambda: tokens @ shard,
     }, repeats=9)  # fmt: skip
-    norm, whole, part = (statistics.median(times) for times in took.values())
-    return norm, whole, part
+    norm, full_seconds, shard_seconds = (statistics.median(times) for times in took.values())
+    return norm, full_seconds, shard_seconds
 
 
 def layout_task(size: GPT2Size, batch: int, dtype: torch.dtype, rates: RankRates, link: Link) -> LayoutTask:

@@ -71,8 +71,8 @@ def replay_step(
     medians = {action: statistics.median(costs) for action, costs in took.items()}
     tp = [statistics.mean(_seconds(record, "tp", link) for record in group) for group in by_place]
     # tp's messages are spread evenly over a rank's forwards and backwards
-    each = [tp[r] / sum(a.op != "W" for a in schedule.actions[r]) for r in range(p)]
-    in_line = {a: each[r] for r in range(p) for a in schedule.actions[r] if a.op != "W"}
+    per_action = [tp[r] / sum(a.op != "W" for a in schedule.actions[r]) for r in range(p)]
+    in_line = {a: per_action[r] for r in range(p) for a in schedule.actions[r] if a.op != "W"}
     sends = [m.bytes for record in records for m in record.messages if m.axis == "pp" and m.op == "send"]
     hop = seconds("send", max(sends), 2, link) if sends else 0.0
 

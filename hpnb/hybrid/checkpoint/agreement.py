@@ -42,6 +42,8 @@ def files_group() -> dist.ProcessGroup:
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """The values of all ranks, in order of rank."""
+    if group.size() == 1:
+        return [value]
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group)
     return values

@@ -93,14 +93,11 @@ def launch_lines(task: PlanTask, file: str = "run.toml") -> list[str]:
     nodes = task.cluster.gpus // host
     program = f"-m hpnb train {file}"
     if nodes == 1:
-        return [
-            f"torchrun --standalone --nproc-per-node {host} {program}",
-            f"srun --nodes 1 --ntasks 1 --gpus-per-node {host} "
-            f"torchrun --standalone --nproc-per-node {host} {program}",
-        ]
-    rest = f"--nproc-per-node {host} --rdzv-backend c10d"
+        torchrun = f"torchrun --standalone --nproc-per-node {host} {program}"
+        return [torchrun, f"srun --nodes 1 --ntasks 1 --gpus-per-node {host} {torchrun}"]
+    torchrun = f"torchrun --nnodes {nodes} --nproc-per-node {host} --rdzv-backend c10d"
     return [
-        f"torchrun --nnodes {nodes} {rest} --rdzv-endpoint FIRST_NODE:29500 {program}",
-        f"srun --nodes {nodes} --ntasks-per-node 1 --gpus-per-node {host} torchrun --nnodes {nodes} {rest} "
+        f"{torchrun} --rdzv-endpoint FIRST_NODE:29500 {program}",
+        f"srun --nodes {nodes} --ntasks-per-node 1 --gpus-per-node {host} {torchrun} "
         f"--rdzv-id $SLURM_JOB_ID --rdzv-endpoint $(scontrol show hostnames | head -n 1):29500 {program}",
     ]

@@ -82,9 +82,9 @@ def local(x: torch.Tensor) -> torch.Tensor:
 def gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """Of this rank's shares, in place of every `p.grad`. What is partial is summed: the gradients of norms,
     as sequence parallelism leaves them, in one message."""
-    given = list(parameters)
+    parameters = list(parameters)
     norms: dict[Any, list[nn.Parameter]] = {}
-    for p in given:
+    for p in parameters:
         if not isinstance(p, DTensor) or not isinstance(p.grad, DTensor):
             continue
         if p.grad.placements != p.placements and all(one.is_replicate() for one in p.placements):
@@ -94,20 +94,20 @@ def gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     for (mesh, before, after), some in norms.items():
         shares = [local(p.grad) for p in some if p.grad is not None]
         flat = torch.cat([share.flatten() for share in shares])
-        whole = DTensor.from_local(flat, mesh, before, run_check=False).redistribute(placements=after)
-        parts = whole.to_local().split([share.numel() for share in shares])
+        summed = DTensor.from_local(flat, mesh, before, run_check=False).redistribute(placements=after)
+        parts = summed.to_local().split([share.numel() for share in shares])
         for p, part, share in zip(some, parts, shares, strict=True):
             p.grad = DTensor.from_local(part.view_as(share), mesh, after, run_check=False)
-    return [local(p.grad) for p in given if p.grad is not None]
+    return [local(p.grad) for p in parameters if p.grad is not None]
 
 
 def adamw(parameters: Iterable[nn.Parameter], lr: float) -> OptimizerLike:
     """Fused, with masters for 16 bits. A fused step takes DTensors of one mesh at a time."""
-    given = list(parameters)
-    if given[0].dtype == torch.bfloat16:
-        return MasterAdamW(given, lr)
+    parameters = list(parameters)
+    if parameters[0].dtype == torch.bfloat16:
+        return MasterAdamW(parameters, lr)
     groups: dict[Any, list[nn.Parameter]] = {}
-    for p in given:
+    for p in parameters:
         groups.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
     return torch.optim.AdamW([{"params": group} for group in groups.values()], lr=lr, fused=True)
 

@@ -201,12 +201,12 @@ class IterableLoader(ResumableLoader):
     def state_dict(self) -> dict[str, Any]:
         """Position after the last batch that was returned, the same on every rank. All of them call it."""
         positions: list[Any] = [None] * self.replicas
-        if (own := self._position()) is not None and self.replicas > 1:
+        if (position := self._position()) is not None and self.replicas > 1:
             everyone: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, (self.replica, own))
-            positions = [position for _, position in sorted(dict(everyone).items())]
-        elif own is not None:
-            positions = [own]
+            dist.all_gather_object(everyone, (self.replica, position))
+            positions = [value for _, value in sorted(dict(everyone).items())]
+        elif position is not None:
+            positions = [position]
         return {"epoch": self.epoch, "batch": self._next, "seed": self.seed, "shuffle": int(self.shuffle),
                 "global_batch": self.global_batch_size, "replicas": self.replicas,
                 "workers": self.num_workers, "in_order": self._in_order(), "keeper": self._keeper(),

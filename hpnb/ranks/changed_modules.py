@@ -11,7 +11,7 @@ import importlib.machinery
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,13 +114,20 @@ def modules_to_reload(ranks: Iterable[ImportedModules]) -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: not names[name]))
 
 
-def outdated_sentence(name: str, file: SourceFile) -> str:
-    """What to tell a caller whose ranks run the old code of a module."""
-    remedy = f"importlib.reload({name})" if name in sys.modules else f"import {name}"
-    return (
-        f"{os.path.basename(file.path)} has changed since the ranks imported {name}, and they still run the "
-        f"old code; use {remedy} outside the ranks, and they reload it too"
-    )
+def outdated_sentences(ranks: Iterable[ImportedModules], warned_of: set[tuple[str, float]]) -> Iterator[str]:
+    """That ranks run the old code of a module, once after every edit; those are added to `warned_of`."""
+    outdated: dict[str, SourceFile] = {}
+    for rank in ranks:
+        outdated |= rank.outdated()
+    for name, file in outdated.items():
+        edit = name, os.path.getmtime(file.path)
+        if edit not in warned_of:
+            warned_of.add(edit)
+            remedy = f"importlib.reload({name})" if name in sys.modules else f"import {name}"
+            yield (
+                f"{os.path.basename(file.path)} has changed since the ranks imported {name}, and they still "
+                f"run the old code; use {remedy} outside the ranks, and they reload it too"
+            )
 
 
 def _import_of(name: str) -> object:

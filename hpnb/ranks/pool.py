@@ -11,7 +11,6 @@ per rank. At the first failure it collects every rank's stack, stops the ranks a
 from __future__ import annotations
 
 import math
-import os
 import sys
 import threading
 import time
@@ -33,7 +32,7 @@ from hpnb.ranks.caller_globals import (
     namespaces_by_value,
 )
 from hpnb.ranks.cell_syntax import FLAGS
-from hpnb.ranks.changed_modules import ImportedModules, SourceFile, modules_to_reload, outdated_sentence
+from hpnb.ranks.changed_modules import ImportedModules, modules_to_reload, outdated_sentences
 from hpnb.ranks.current_rank import current, inside_rank
 from hpnb.ranks.devices import DeviceChoice, choose_device, default_ranks
 from hpnb.ranks.errors import RankError, RankInterrupt
@@ -137,7 +136,7 @@ class Ranks:
         self.members = tuple(range(self.choice.ranks))
         self._globals = [KnownGlobals() for _ in self.members]
         self._imported = [ImportedModules() for _ in self.members]
-        self._told_outdated: set[tuple[str, float]] = set()  # modules, and the time of the edit
+        self._edits_warned_of: set[tuple[str, float]] = set()  # modules, and the time of the edit
         self._lock = threading.Lock()
         self._processes = RankProcesses.start(self.choice, _imports, start_limit)
         # Dropped without being closed, or at exit: nothing stays behind.
@@ -241,7 +240,8 @@ class Ranks:
             limit = self.timeout if timeout is None else timeout
             call, sent = pack_call([self._globals[r] for r in members], namespace, names, content)
             imported = [self._imported[r] for r in members]
-            self._tell_outdated(imported)
+            for sentence in outdated_sentences(imported, self._edits_warned_of):
+                print(sentence, file=sys.stderr)
             call = replace(call, reloads=modules_to_reload(imported))
             begun = time.monotonic()
             self.sent |= dict.fromkeys(sorted(name for _, name in sent.names))
@@ -324,17 +324,6 @@ class Ranks:
             self._globals[rank].mark_assigned(reply.new_names, namespaces)
             self._imported[rank].note(reply.imported)
             self.assigned |= dict.fromkeys(sorted(name for _, name in reply.new_names))
-
-    def _tell_outdated(self, imported: Sequence[ImportedModules]) -> None:
-        """Say once after every edit that ranks go on with the code from before it."""
-        outdated: dict[str, SourceFile] = {}
-        for rank in imported:
-            outdated |= rank.outdated()
-        for name, file in outdated.items():
-            edit = name, os.path.getmtime(file.path)
-            if edit not in self._told_outdated:
-                self._told_outdated.add(edit)
-                print(outdated_sentence(name, file), file=sys.stderr)
 
     # --- when it does not end well ------------------------------------------------------------
 

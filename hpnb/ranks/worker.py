@@ -264,7 +264,9 @@ class _Rank:
 
     def _new_names(self) -> frozenset[Name]:
         namespaces = serialize_function.rank_namespaces().items()
-        names = frozenset((of, name) for of, each in namespaces for name in each.keys() - MODULE_ATTRIBUTES)
+        names = frozenset(
+            (of, name) for of, values in namespaces for name in values.keys() - MODULE_ATTRIBUTES
+        )
         new, self.known = names - self.known, self.known | names
         return new
 
@@ -294,8 +296,7 @@ _frames_around_a_cell = (__file__, run_code.__code__.co_filename, os.path.dirnam
 
 def _failed(error: BaseException, new_names: frozenset[Name] = frozenset()) -> Failed:
     trace = error.__traceback__
-    own = _frames_around_a_cell
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(own):
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_frames_around_a_cell):
         trace = trace.tb_next
     lines = traceback.format_exception(type(error), error, trace)
     try:

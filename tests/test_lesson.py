@@ -26,7 +26,6 @@ from hpnb.lesson import Exercise, Finding, check
 from hpnb.lesson.exercises import vit_data_parallel as notebook_01
 from hpnb.lesson.exercises import vit_pipeline_parallel as notebook_02
 from hpnb.lesson.exercises import vit_tensor_parallel as notebook_03
-from hpnb.lesson.exercises import vit_tensor_size
 from hpnb.lesson.home import load, read_json, save, write_json
 from hpnb.lesson.programs import (
     device_timing,
@@ -1201,15 +1200,13 @@ def test_every_job_tells_a_choice_by_time_from_one_by_memory_or_by_habit() -> No
     def shortest(job: Any) -> int:
         return min(able(job), key=lambda t: job.step_seconds(t))
 
-    assert check(vit_tensor_size.choose_ranks, shortest).status == "passed"
-    jobs = vit_tensor_size.TASKS
+    assert check(notebook_03.choose_ranks, shortest).status == "passed"
+    jobs = notebook_03.TASKS
     assert [shortest(job) for job in jobs.values()] == [1, 4, 16, 4, 4]
     for kind in (torch.tensor, float):  # of a whole number, and so are NumPy's, which have an index, too
-        assert (
-            check(vit_tensor_size.choose_ranks, lambda job, kind=kind: kind(shortest(job))).status == "passed"
-        )
+        assert check(notebook_03.choose_ranks, lambda job, kind=kind: kind(shortest(job))).status == "passed"
     for choose in (lambda job: min(able(job)), lambda job: 8, lambda job: job.devices, lambda job: 1.0):
-        assert check(vit_tensor_size.choose_ranks, choose).status == "failed"
+        assert check(notebook_03.choose_ranks, choose).status == "failed"
 
     def behind_computing_alone(job: Any) -> int:  # the sums of activations are time to hide behind, too
         def step(t: int) -> float:
@@ -1221,14 +1218,14 @@ def test_every_job_tells_a_choice_by_time_from_one_by_memory_or_by_habit() -> No
 
         return min(able(job), key=step)
 
-    (off,) = findings(vit_tensor_size.choose_ranks, behind_computing_alone)
+    (off,) = findings(notebook_03.choose_ranks, behind_computing_alone)
     assert re.match(r"fits, a slow link: t=2: a step of .*, 1.13 times the shortest of those that fit", off)
     for odd in (3, 0, -4, 4.5, float("nan"), True, "4", None, (4, 16)):
-        said = findings(vit_tensor_size.choose_ranks, lambda job, odd=odd: odd)
+        said = findings(notebook_03.choose_ranks, lambda job, odd=odd: odd)
         wanted = f"t is {odd!r}, and it must be an int that divides 64 devices: 1, 2, 4, 8, 16, 32, 64"
         assert said[0] == f"fits, and many tokens: {wanted}"
     too_few = jobs["does not fit"]
-    (off,) = findings(vit_tensor_size.choose_ranks, lambda job: 1 if job is too_few else shortest(job))
+    (off,) = findings(notebook_03.choose_ranks, lambda job: 1 if job is too_few else shortest(job))
     assert off == "does not fit: t=1: a device holds 201 GB, at most 80.0 GB"
 
 

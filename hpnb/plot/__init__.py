@@ -11,14 +11,13 @@ replaces the submodule that importing it had bound here.
 
 from hpnb.plot.canvas import new_figure
 from hpnb.plot.compare import compare
-from hpnb.plot.experts import expert_loads
 from hpnb.plot.grammar import AXIS, CATEGORY, STYLE, OpStyle
 from hpnb.plot.memory import memory
 from hpnb.plot.mesh import mesh
 from hpnb.plot.show import png, show
 from hpnb.plot.standings import standings
 from hpnb.plot.timeline import timeline
-from hpnb.plot.training import by_layout, drift
+from hpnb.plot.training import by_layout, drift, expert_loads
 
 __all__ = [
     "AXIS",

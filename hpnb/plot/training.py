@@ -1,4 +1,4 @@
-"""Losses over steps: above the distance between replicas, or coloured by what trained each part."""
+"""Curves over steps: a loss above distances between replicas, a loss by what trained it, loads of experts."""
 
 from __future__ import annotations
 
@@ -132,6 +132,31 @@ def by_layout(
     for border in starts[1:-1]:
         rule(ax, border + 0.5, "saved and resumed")
     _step_axis(ax, len(losses))
+    return fig
+
+
+def expert_loads(imbalances: Mapping[str, Sequence[float]], title: str | None = None) -> Figure:
+    """The busiest expert's tokens over the mean, of each step; at 1 no rank waits.
+
+    Args:
+        imbalances: {run: a number a step}, such as `hpnb.expert_parallel.ExpertLoads.imbalances`.
+
+    Raises:
+        ValueError: no steps, or an imbalance below 1.
+    """
+    low = min((value for run in imbalances.values() for value in run), default=0.0)
+    if low < 1:
+        raise ValueError(f"an imbalance of {low} cannot be: the busiest expert has 1 mean load or more")
+    look = looks(imbalances)
+    series = [
+        Series(run, range(1, len(values) + 1), values, look[run], label=f"imbalance {run}")
+        for run, values in imbalances.items()
+    ]
+    fig = curves(
+        [CurvePanel(series, "busiest expert / mean", xlabel="step")],
+        title="the busiest expert sets the pace of its layer" if title is None else title,
+    )
+    fig.axes[0].set_ylim(bottom=0.9)
     return fig
 
 

@@ -31,20 +31,9 @@ Traffic (.dp, .total). `show(..., key=)` and `reveal` record what they show: 02.
 02.flight, 02.flight.predicted, 02.flight.rule-of-thumb. A key is the page's number, a dot and a name in
 small letters, and any page may use it. NN.hardware is there by itself.
 
-Claims. A directional statement is a `lesson.claim`: two numbers and a relation, or a truth; `otherwise=` says
-why a reader's machine may differ. It must hold when the page is committed. Elsewhere the output says so.
-
-Showing. `lesson.show` takes Timelines, MemoryProfiles, Traffic, `lesson.Parity`, RankError, OutOfBudget, a
-function (its source), any figure of `hpnb.plot` or `hpnb.lesson.figures`, each also as {name: record}. Or
-numbers by where they come from, each {row: number}: rule_of_thumb, predicted, simulated, replayed, counted,
-measured, published. A row "sent (B)" has its own unit; `columns={"idle (%)": {...}}` adds other columns.
-The title is the finding. Never format a number, build a table or write an alt text in a cell.
-
-Guesses. `predict(rule_of_thumb=)` is the estimate that one would make without the page, a value or a
-function. It is shown until the reader guesses, so a committed page has no gap. `reveal(source=)`
-says what the truth is.
-
-Explorers show without widgets the opening setting, the trade-off and an answer: `Explorer(answer=)`.
+A directional statement is a `lesson.claim`. What is shown is a `lesson.show`, and its title is the finding.
+Each `predict` has a `rule_of_thumb`, so that a committed page has no gap. Docstrings say what they take.
+Never format a number, build a table or write an alt text in a cell.
 
 When a page is written like this, add it to RETOLD in tests/retold_rules.py: stricter rules then hold.
 """

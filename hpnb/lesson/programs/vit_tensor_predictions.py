@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from hpnb import theory
-from hpnb.lesson.exercises.vit_tensor_size import TASKS
+from hpnb.lesson.exercises.vit_tensor_parallel import TASKS
 from hpnb.lesson.machine_card import MachineCard
 from hpnb.lesson.programs.vit_tensor import ModeSeconds, mean_seconds
 from hpnb.lesson.tables import number

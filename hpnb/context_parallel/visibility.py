@@ -118,7 +118,6 @@ class Pair:
     Attributes:
         mask: True where a query sees a key; None if all see all, or as `is_triangle` says.
         is_triangle: query i sees the keys up to i.
-        samples: of the batch.
     """
 
     queries: slice

@@ -36,7 +36,6 @@ class FSDPPolicy:
     """Where and in which dtypes parameters compute, and gradients are summed.
 
     Attributes:
-        device: where units compute.
         dtype: of the computation; None is the dtype of the parameters.
         communication_dtype: in which gradients are summed; None is the dtype of the computation.
         average: divide sums of gradients by the number of ranks.

@@ -27,8 +27,6 @@ class ShardLayout:
     """Where each tensor lies in the flat one. Numbers are elements.
 
     Attributes:
-        shapes: of the tensors.
-        num_shards: one for each rank.
         itemsize: bytes of an element. Every tensor and every shard begins at a multiple of ALIGNMENT bytes.
         elementwise: whether a tensor may be split anywhere. Otherwise it lies within one shard.
     """

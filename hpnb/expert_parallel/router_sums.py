@@ -40,7 +40,6 @@ def router_sums(logits: torch.Tensor, k: int, is_real: torch.Tensor | None = Non
     """p_e (with a gradient), c_e and n of router logits (n, E): (2 E + 1,), in float32 or wider.
 
     Args:
-        k: experts of a token.
         is_real: n numbers of any shape, 0 for padding; by default all tokens count.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -80,7 +80,6 @@ class ChunkedHead:
 
     Args:
         head: without a bias; its weight is (V, h).
-        chunk: tokens at a time.
         loss_sum, recompute, backend: see `chunked_cross_entropy`.
     """
 

@@ -34,7 +34,6 @@ class VocabShard:
 
     Attributes:
         first: the id of its first token.
-        vocab_size: tokens of all ranks.
         combine: (m, s, z_t) of this rank's tokens -> those of the whole vocabulary.
     """
 

@@ -37,7 +37,6 @@ class Group(NamedTuple):
     """The sharded weights of an attention, an MLP or a layer of experts.
 
     Attributes:
-        kind: "attention", "mlp" or "experts".
         styles: of its members by path: linear layers, or parameters of the module itself.
         units: into how many pieces, which stay whole, each of its weights falls; 0 if it is replicated.
         widths: by member, of what lies side by side in one weight.

@@ -60,7 +60,6 @@ class StepExecutor:
     Args:
         run_stage: (stage, what the stage before gave, inputs) -> what this stage gives.
         boundaries: the shapes of what passes between stages, as far as they are known.
-        split_backward: puts weight gradients aside.
         loss: on the rank of the last stage, unless there is none to compute.
         sends_correction: whether gradients are multiplied by the loss's correction (`loss.py`), which then
             travels with one of them.
@@ -70,7 +69,6 @@ class StepExecutor:
 
     Attributes:
         outputs: {microbatch: what the last stage gave}, where they are kept.
-        times: of the actions, in a recorded step.
     """
 
     rank_schedule: RankSchedule

@@ -40,7 +40,6 @@ class GradReady:
     uses: its gradient is complete when all uses of this rank are closed.
 
     Args:
-        actions: this rank's.
         by_stage: {stage: its trainable parameters}, of this rank's stages.
         tied: {parameter: the ranks that have it}, for those on several; in the same order on all.
 
@@ -89,7 +88,6 @@ class GradReady:
 
         Args:
             reduce: this step's gradients are handed to the sink.
-            corrects: they are multiplied by a correction.
         """
         self._reduces, self.correction = reduce and self.sink is not None, None
         self._tracks_readiness = self._reduces or corrects or bool(self._tied)

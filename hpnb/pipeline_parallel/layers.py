@@ -43,7 +43,6 @@ class Layer:
             or a tuple or dict of tensors. The first layer gets None.
         kind: "layer" where the model does not tell its layers apart.
         causal: whether the model's targets are its inputs, shifted by one.
-        build: makes a layer that does not exist yet.
         anatomy: what `run` runs, with what all blocks share; None for a layer of a Sequential or Builder.
     """
 

@@ -40,7 +40,6 @@ class BatchLoss:
 
     Args:
         function: (outputs, inputs) of a microbatch -> (sum, count), or the mean over its targets.
-        inputs: of each microbatch.
         reduction: "mean" refuses a (sum, count); None takes both.
         causal: see `count_targets`.
         replicas: the data axis over which N is summed, if there is one.

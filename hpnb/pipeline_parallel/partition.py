@@ -24,6 +24,7 @@ import torch.distributed as dist
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel.layer_costs import flops_of, parameters_of, seconds_of
 from hpnb.pipeline_parallel.layers import Inputs, Layer
+from hpnb.theory.layout_step import stage_blocks
 
 How = Literal["uniform", "parameters", "flops", "time"] | Sequence[int]
 
@@ -125,10 +126,7 @@ def uniform(layers: Sequence[Layer], stages: int) -> tuple[int, ...]:
     """
     front, blocks, back = _count_kinds(layers)
     _check_count(blocks, stages, "layers" if blocks == len(layers) else "blocks")
-    least, more = divmod(blocks, stages)
-    start = (stages - more) // 2
-    counts = tuple(least + (start <= stage < start + more) for stage in range(stages))
-    return _with_ends(counts, front, back)
+    return _with_ends(stage_blocks(blocks, stages), front, back)
 
 
 def _count_kinds(layers: Sequence[Layer]) -> tuple[int, int, int]:

@@ -116,7 +116,6 @@ class StageWork:
         inputs: a microbatch; others have the same shapes.
         loss: the loss function, on the last stage; None where it runs eagerly, of outputs that are handed on.
         keeps_outputs: whether the outputs of the last stage are handed on although the loss is captured.
-        splits: whether the backward is split into I and W.
     """
 
     stage: int
@@ -138,7 +137,6 @@ class StageGraph:
 
     Attributes:
         parameters: those to whose gradients the backward adds.
-        has_loss: whether the loss is in the graph.
         outputs_require_grad: which of the stage's outputs take a gradient.
     """
 

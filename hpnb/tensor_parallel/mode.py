@@ -98,7 +98,6 @@ class TensorParallelMode(ABC):
     """How one model is sharded over the ranks of one axis.
 
     Attributes:
-        name: "1d", "2d", "2.5d" or "3d".
         axes: along which weights may be sharded: the axis itself, or those of the grid that it is split into.
     """
 
@@ -139,7 +138,6 @@ class TensorParallelMode(ABC):
         Args:
             logits: as this rank's head gives them.
             targets: (b, s) of the full batch, equal on all ranks.
-            options: of `hpnb.tensor_parallel.cross_entropy`.
         """
 
     def vocab_shard(self, vocab_size: int) -> VocabShard | None:

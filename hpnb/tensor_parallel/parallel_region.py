@@ -43,7 +43,6 @@ class _Input:
     Attributes:
         x: the tensor, as a column got it.
         version: how often it had been changed in place by then.
-        with_grad: whether gradients were enabled.
         inside: the output of `enter_region`, which the columns multiply.
         weights: of all layers of the region. Their gradients come from the node that made `inside`.
     """

@@ -374,7 +374,6 @@ class TensorParallelAnatomy(WrappedAnatomy):
     have prepared comes from the batch, which every stage has.
 
     Attributes:
-        set_batch_shape: see `TensorParallelMode`.
         finish_outputs: applied to the outputs of the head: (outputs, inputs) -> outputs; None leaves them.
     """
 

@@ -57,7 +57,6 @@ class GridMode(TensorParallelMode):
     Attributes:
         hidden_layout: of hidden states between the layers of a block.
         inner_layout: of hidden states between a column and its row: in an attention, and in an MLP.
-        logits_layout: of the logits of a vocabulary.
         defers_weight_grads: whether sums of matrices' gradients overlap the rest of a block's backward.
     """
 

@@ -46,7 +46,6 @@ class SharedInputLinears:
     """Layers of one module that get the same x, one after the other.
 
     Args:
-        multiply: the product of this grid.
         grad_sum: sums the gradients of their biases over shards of the batch.
         defers_weight_grads: whether sums of their weights' gradients overlap the rest of a block's backward.
     """

@@ -33,7 +33,6 @@ class Overlap:
 
     Attributes:
         starts, ends: of the all-reduces, in order.
-        backward: the end of the backward.
     """
 
     starts: tuple[float, ...]

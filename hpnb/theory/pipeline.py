@@ -103,7 +103,6 @@ def pipeline_parts(
 
     Args:
         stages: {part: seconds} of one microbatch, forward and backward, for each stage.
-        schedule: one of FILL.
         hop: seconds of one message between two stages.
     """
     if schedule not in FILL:

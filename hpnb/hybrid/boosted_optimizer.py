@@ -50,7 +50,7 @@ class BoostedOptimizer:
         inner: the optimizer that steps: `twin(optimizer)`, or a ZeroOptimizer.
         axes: the ranks that agree on an overflow and on the gradient norm.
         numbering: the numbers of the parameters of each group, as they were before boost.
-        parameters: this rank's parameters, {number: parameter}, in the order of inner's groups.
+        parameters: {number: parameter} of this rank, in the order of inner's groups.
     """
 
     def __init__(

@@ -92,11 +92,8 @@ def _add_and_norm(
 
 
 class AddNorm(nn.LayerNorm):
-    """Takes the place of a LayerNorm, and can add the residual as well: norm(residual + dropout(x)).
-
-    It has the tables of the norm that it replaces, with its parameters, names and hooks. So hooks that swap
-    the norm's weights during a forward work here too.
-    """
+    """Takes the place of a LayerNorm, and can add the residual as well: norm(residual + dropout(x)). It has
+    the tables of that norm, so hooks that swap the norm's weights during a forward work here too."""
 
     def __init__(self, norm: nn.LayerNorm, add_and_norm: Callable[..., Any]) -> None:
         nn.Module.__init__(self)

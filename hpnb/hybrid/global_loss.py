@@ -152,14 +152,10 @@ class LazyLoss(ModelOutput):  # type: ignore[misc]
 
 
 def with_lazy_loss(outputs: Any, compute_loss: Callable[[Any], torch.Tensor]) -> Any:
-    """`outputs` of a transformers model without a loss, whose loss becomes `compute_loss(outputs)` when read.
-
-    A criterion that computes its own loss from the logits then costs nothing twice. Outputs of another kind,
-    with a loss, or with a lazy one of their own (`LazyLogits`) are returned as they are.
-
-    Args:
-        compute_loss: must not keep the outputs itself, because that cycle would keep the logits for the step.
-    """
+    """`outputs` of a transformers model without a loss, whose loss becomes `compute_loss(outputs)` when read:
+    a criterion that computes its own loss from the logits then costs nothing twice. Other outputs are
+    returned as they are. `compute_loss` must not keep the outputs, because that cycle would keep the logits
+    for the step."""
     output_class: Any = type(outputs)
     if not isinstance(outputs, ModelOutput) or "loss" in outputs or not hasattr(outputs, "loss"):
         return outputs

@@ -43,11 +43,8 @@ class CacheSwitch:
             self.applies = any("use_cache" in inspect.signature(m.forward).parameters for m in inner)
 
     def arguments(self, kwargs: Mapping[str, Any], training: bool, positional: int = 0) -> dict[str, Any]:
-        """What the forward gets besides `kwargs` and so many positional arguments, or in place of them.
-
-        In training it is use_cache=False, whatever the caller asks for. Otherwise a caller may ask for a
-        cache, or pass one.
-        """
+        """What the forward gets besides `kwargs` and so many positional arguments, or in place of them: in
+        training use_cache=False. Otherwise a caller may ask for a cache, or pass one."""
         if not self.applies or "use_cache" in self._places[:positional]:
             return {}
         asks = kwargs.get("use_cache") is not None or kwargs.get("past_key_values") is not None

@@ -84,12 +84,9 @@ def _recompute_attention(model: nn.Module) -> None:
 
 
 class _RecomputingInterface(AttentionInterface):  # type: ignore[misc]
-    """What the modules of one file of transformers look their attention function up in. It gives the one that
-    they would get anyway, which runs in a checkpoint if the module is marked with `_RECOMPUTES`.
-
-    config._attn_implementation stays as it is, because masks depend on it, and because some models compare it
-    with "eager" and "sdpa".
-    """
+    """What the modules of one file of transformers look their attention function up in: the one that they
+    would get anyway runs in a checkpoint if the module is marked with `_RECOMPUTES`.
+    config._attn_implementation stays as it is, because masks and some models depend on it."""
 
     def __init__(self, before: AttentionInterface) -> None:
         super().__init__()

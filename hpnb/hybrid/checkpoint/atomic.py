@@ -65,13 +65,9 @@ def begin(path: Path, replaces: Collection[str] | None = None) -> Path:
 
 
 def commit(path: Path, files: WrittenFiles, facts: Mapping[str, Any], keep: int | None = None) -> None:
-    """Seal what `begin` began and give it its name; what had the name before goes.
-
-    Args:
-        files: what was written and read back, by names relative to the folder.
-        facts: further entries of the manifest.
-        keep: how many of the newest folders of this run stay whose names differ in a number at the end.
-    """
+    """Seal what `begin` began, of these `files` and with these `facts` in the manifest, and give it its name;
+    what had the name before goes. So many of the newest folders of this run stay whose names differ in a
+    number at the end."""
     part, old = part_of(path), old_of(path)
     _sync_files(part, files)
     with run_lock.exclusive(path.parent):
@@ -155,13 +151,8 @@ def begin_update(path: Path, name: str) -> Path:
 def commit_update(
     path: Path, name: str, files: WrittenFiles, facts: Mapping[str, Any], is_replaced: Callable[[str], bool]
 ) -> None:
-    """Put what was written in place of what was there.
-
-    Args:
-        facts: further entries of the manifest. Without any, `path` gets no manifest.
-        is_replaced: whether a file in `path`, by its relative name, is of an earlier save of this kind. Those
-            that were not written again are removed.
-    """
+    """Put what was written in place of what was there: files for which `is_replaced` and that were not
+    written again are removed. Without further `facts` for the manifest, `path` gets none."""
     draft = draft_in(path, name)
     _sync_files(draft, files)
     with run_lock.exclusive(path):

@@ -101,10 +101,8 @@ _MAY_SHARD = ("dp", "dp_cp", "dp.1", "dp_cp.1", "edp", "edp.1", "ep", "pp")
 def is_writer(placement: Placement, axes: Sequence[Axis]) -> bool:
     """Whether this rank writes its shard, among the tensor-parallel ranks that hold equal ones.
 
-    Only one may. Tensor parallelism cuts matrices unevenly and leaves vectors whole, so in a bucket of ZeRO
-    that has both, the cuts along dp fall elsewhere on each of its ranks, and shards of a vector would
-    overlap.
-    """
+    Only one may: in a bucket of ZeRO with matrices that are sharded unevenly and vectors that are not, the
+    cuts along dp fall elsewhere on each rank, and shards of a vector would overlap."""
     others = ("dp", "dp_cp") if "ep" in placement.axes else ("edp",)  # experts are replicated along edp alone
     asked = [axis for axis in axes if axis.name.partition(".")[0] not in others]
     return all(axis.rank == 0 or axis.name in _MAY_SHARD or axis.name in placement.axes for axis in asked)

@@ -31,13 +31,9 @@ from hpnb.hybrid.checkpoint.agreement import attempt, gather_objects
 
 @dataclass(frozen=True)
 class HFFormat:
-    """What a checkpoint of a model of transformers contains.
-
-    Attributes:
-        names: {name on the disk: its names in the model}, several where weights are tied; None if the
-            weights themselves differ.
-        files: {file: contents} of all but weights.
-    """
+    """What a checkpoint of a model of transformers contains: {name on the disk: its names in the model},
+    several where weights are tied, or None if the weights themselves differ; and {file: contents} of all but
+    weights."""
 
     names: dict[str, tuple[str, ...]] | None
     files: dict[str, bytes]

@@ -131,12 +131,8 @@ def _match_names(
     known: set[str],
     disk_names: Mapping[str, tuple[str, ...]] | None,
 ) -> Mapping[str, str]:
-    """{name in the model: name on the disk}.
-
-    Args:
-        known: names in the model, on any rank.
-        disk_names: {name on the disk: names in the model} as save_pretrained gives them, if it only renames.
-    """
+    """{name in the model: name on the disk}, from the names that are `known` on any rank, and from {name on
+    the disk: names in the model} as save_pretrained gives them, if it only renames."""
     present = set(files.names())
     if is_pretrained(model.kind):
         if disk_names is not None and present == disk_names.keys():

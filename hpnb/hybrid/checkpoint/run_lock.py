@@ -23,11 +23,8 @@ _locks: dict[tuple[int, int], int] = {}  # {(device, inode) of a folder: descrip
 
 
 def run_name() -> str:
-    """The run that this process belongs to: its host, a process, and when that process started.
-
-    All pools that one notebook or script starts are one run, and so are the ranks that one torchrun starts,
-    restarts included.
-    """
+    """The run that this process belongs to: its host, a process, and when that process started. All pools
+    that one notebook or script starts are one run, and so are the ranks that one torchrun starts."""
     pid = os.getpid()
     if inside_rank():  # forked from a server, which the notebook or script has started
         pid = int(_process_field(os.getppid(), _PARENT) or os.getppid())

@@ -37,10 +37,8 @@ _UNITS = {"": 1, "KB": _KB, "MB": _KB**2, "GB": _KB**3, "TB": _KB**4,
 
 
 class _FullWeights:
-    """The weights of the full model by name, each gathered on rank 0 when it is asked for.
-
-    With masters of any weight, all 16-bit weights are given in float32.
-    """
+    """The weights of the full model by name, each gathered on rank 0 when it is asked for. With masters of
+    any weight, all 16-bit weights are given in float32."""
 
     def __init__(self, shards: Mapping[str, WeightShard], group: dist.ProcessGroup) -> None:
         self._shards, self._group = shards, group
@@ -72,14 +70,8 @@ def write_weights(
     limit: int | None,
     group: dist.ProcessGroup,
 ) -> WrittenFiles:
-    """Write the full model into `folder`, which exists. All ranks call it; rank 0 writes.
-
-    Args:
-        limit: bytes of a file, except that a weight is never split; None writes a single file.
-
-    Returns:
-        The files that this rank wrote, by their names in `folder`.
-    """
+    """Write the full model into `folder`, which exists, and return the files that this rank wrote. All ranks
+    call it; rank 0 writes. A file has so many bytes at most, except that a weight is never split."""
     full, kind, config = _FullWeights(shards, group), model.kind, model.full_config
     if not is_pretrained(kind):
         names = {name: name for name in full.weights if not full.is_tied(name)}

@@ -199,12 +199,8 @@ def _name(tensor: torch.Tensor) -> str:
 
 
 class StateReader:
-    """Reads such a folder.
-
-    Attributes:
-        shapes, dtypes: {key of a tensor: its full shape, or its dtype}.
-        values: keys of values.
-    """
+    """Reads such a folder: `shapes` and `dtypes` are of the full tensors by key, `values` are the keys of
+    values."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

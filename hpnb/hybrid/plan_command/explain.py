@@ -26,10 +26,8 @@ _LEFT, _RIGHT = 0.9, 0.6
 
 
 def plan_timeline(task: PlanTask, plan: Plan) -> Timeline:
-    """The simulated step of one pipeline, with the exposed gradients and the optimizer at its end.
-
-    Of more than `MOST_MICROBATCHES` only so many are drawn, with chunks in groups of p.
-    """
+    """The simulated step of one pipeline, with the exposed gradients and the optimizer at its end. Of more
+    than `MOST_MICROBATCHES` only so many are drawn, with chunks in groups of p."""
     layout, p, v = plan.layout, plan.layout.pp, plan.layout.chunks_per_rank
     drawn = max(p, MOST_MICROBATCHES // p * p)
     m = min(task.microbatches(layout), drawn)

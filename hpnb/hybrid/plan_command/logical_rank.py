@@ -154,13 +154,9 @@ def _make_model(name: str, task: PlanTask) -> Any:
 
 
 def logical_rank(make_step: Callable[[], Step], rank: int, world_size: int, first: int = 0) -> MemoryProfile:
-    """The memory of a step on `rank`.
-
-    Args:
-        make_step: builds model, optimizer and batch where `hpnb.device()` says, and returns a function that
-            runs a step under `hpnb.record.memory`. It is called inside the rank.
-        first: the rank with the first stage of the same pipeline.
-    """
+    """The memory of a step on `rank`. `make_step`, called inside the rank, builds model, optimizer and batch
+    where `hpnb.device()` says, and returns a function that runs a step under `hpnb.record.memory`. `first` is
+    the rank with the first stage of the same pipeline."""
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not one of {world_size}; use 0 to {world_size - 1}")
     boundaries: list[Any] = []

@@ -224,9 +224,8 @@ def deepseek_v3_row() -> PublishedStep:
     """15,360 samples of 4,096 tokens on 2,048 GPUs, which took 180,000 GPU hours for 10^12 tokens.
 
     One more block, and the outputs once more, predict the token after the next. DualPipe is predicted as
-    DualPipe-V, where rank 0 has both ends of the model. In DualPipe the last rank has them, too, and half of
-    the microbatches, so that either computes the outputs once a microbatch.
-    """
+    DualPipe-V, where rank 0 has both ends of the model; in DualPipe the last rank has them too, and half of
+    the microbatches."""
     trained = replace(DEEPSEEK_V3, layers=62)
     layout = ParallelLayout(128, 16, ep=64, zero_stage=1, schedule="dualpipe-v", order=("pp", "dp", "tp"))
     batch, sequence, gpus = 15360, 4096, 2048

@@ -88,10 +88,8 @@ def make_plan(task: PlanTask, layout: ParallelLayout) -> Plan:
 
 
 def candidates(task: PlanTask) -> Iterator[ParallelLayout]:
-    """Every dp x pp x cp x tp with every ep, microbatch, schedule, ZeRO stage and recomputation.
-
-    A batch that dp does not divide gives one candidate, so that its refusal is counted.
-    """
+    """Every dp x pp x cp x tp with every ep, microbatch, schedule, ZeRO stage and recomputation. A batch that
+    dp does not divide gives one candidate, so that its refusal is counted."""
     for sizes in candidate_sizes(task):
         samples, rest = divmod(task.batch, sizes.dp)
         microbatches = [1] if rest else divisors(samples)

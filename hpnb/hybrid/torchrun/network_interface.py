@@ -18,11 +18,9 @@ _ADDRESS_OF = 0x8915  # SIOCGIFADDR of Linux: the IPv4 address of an interface
 
 
 def name_interface(store: Store, rank: int, world: int) -> None:
-    """Tell gloo which interface leads to the other machines, unless GLOO_SOCKET_IFNAME says it.
-
-    Every rank calls it. Where the master's name means the loopback on the master itself, its ranks look for
-    the way to the last rank, which is on another machine.
-    """
+    """Tell gloo which interface leads to the other machines, unless GLOO_SOCKET_IFNAME says it. Every rank
+    calls it. Where the master's name means the loopback on the master itself, its ranks look for the way to
+    the last rank, which is on another machine."""
     address = address_towards(os.environ["MASTER_ADDR"])
     if rank == world - 1:
         store.set("hpnb/address", address or "")

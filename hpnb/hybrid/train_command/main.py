@@ -33,12 +33,8 @@ FAILED, REFUSED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
 
 def run(path: str, ranks: int | None = None, overrides: Sequence[str] = ()) -> int:
-    """Train what the file at `path` says. Returns the exit code.
-
-    Args:
-        ranks: how many to start; by default one a GPU, or 1. Under torchrun there are some already.
-        overrides: "layout.tp_size=2" and the like, in place of what the file says.
-    """
+    """Train what the file at `path` says, with overrides such as "layout.tp_size=2", on so many ranks, by
+    default one a GPU, or 1; under torchrun there are some already. Returns the exit code."""
     under_torchrun = os.environ.keys() >= set(RANK_VARIABLES)
     try:
         file = load(path, overrides)

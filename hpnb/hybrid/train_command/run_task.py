@@ -52,13 +52,8 @@ class LimitedLoader(data.Loader):
 
 @dataclass(frozen=True)
 class RunTask:
-    """A model and what it is to learn.
-
-    Attributes:
-        splits: for training, to evaluate on meanwhile, and at the end.
-        plain: the transform without chance.
-        tokenizer, image_processor: are saved with the model.
-    """
+    """A model and what it is to learn: splits for training, to evaluate on meanwhile, and at the end; how
+    rows become a batch, where `plain` is the transform without chance; and what is saved with the model."""
 
     model: nn.Module
     splits: Splits

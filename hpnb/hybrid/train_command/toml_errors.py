@@ -34,12 +34,8 @@ def read_fields(kind: type[Any], table: Any, where: str, leave_out: Iterable[str
 
 
 def describe(error: ValidationError, known: Mapping[str, list[str]], where: str = "") -> str:
-    """One sentence about one of the things that are wrong.
-
-    Args:
-        known: {table: its keys}, for what was probably meant.
-        where: the table that the error is about; "" if it is about a file of tables.
-    """
+    """One sentence about one of the things that are wrong in the table `where`, or in a file of tables;
+    {table: its keys} are for what was probably meant."""
     # What is missing is often there under another name, so unknown names come first.
     order = {"extra_forbidden": 0, "model_type": 1, "missing": 2}
     problem = min(error.errors(), key=lambda problem: order.get(problem["type"], 3))

@@ -42,12 +42,8 @@ _LOSSES_EVERY = 0.5  # seconds
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run went, the same on every rank.
-
-    Attributes:
-        history: a dict an epoch, those before a resume included.
-        final: what the last evaluation says; {} if the run was stopped.
-        resumed: the step of the checkpoint from which it went on, or None.
+    """How a run went, the same on every rank: a dict an epoch, those before a resume included; what the last
+    evaluation says, {} if the run was stopped; and the step of the checkpoint from which it went on, or None.
     """
 
     history: list[EpochRow] = field(default_factory=list)

@@ -77,11 +77,8 @@ class HookedCriterion:
 
     def _of_outputs(self, inputs: Any) -> Any:
         """What the outputs are of: in a language model under context parallelism this rank's tokens, with
-        labels shifted.
-
-        A pipeline gives its criterion these. Without one this gets the batch that the model shards. All ranks
-        of a context-parallel group have that one, so its targets would count once a rank.
-        """
+        labels shifted. A pipeline gives its criterion these; without one this gets the batch that the model
+        shards, whose targets would count once a rank."""
         context = self._trainer.model.context
         if context is None or inputs is not self.unsharded:
             return inputs

@@ -83,6 +83,9 @@ def checked_hooks(hooks: Any) -> list[Hook]:
                 f"hooks has {hook!r}, a {type(hook).__name__}; use hooks of hpnb or of a subclass of "
                 "hpnb.Hook, as in hooks=[hpnb.AccuracyHook()]"
             )
+        if isinstance(hook, Metric) and not hasattr(hook, "totals"):
+            kind = type(hook).__name__
+            raise TypeError(f"{kind} has no name and no totals: call super().__init__(name) in its __init__")
     return checked
 
 

@@ -79,9 +79,8 @@ class StopHook(Hook):
 
     Args:
         path: where checkpoints lie; None saves nothing.
-        keep: so many of the newest stay.
-        flag: a file that asks to stop as soon as it is there, for ranks that get no Ctrl-C of their own; by
-            default this process's SIGINT asks. Its SIGTERM always does.
+        flag: a file that asks to stop as soon as it is there, for ranks that get no Ctrl-C; by default this
+            process's SIGINT asks. Its SIGTERM always does.
     """
 
     priority: ClassVar[int] = 110  # after what else is saved

@@ -1863,6 +1863,31 @@ def test_a_batch_sampler_of_ones_own_is_a_split(pools: dict[int, hpnb.Ranks]) ->
     assert on(pools, 2).run(boost_with_loaders) == [[0, 0, 1]] * 2
 
 
+def boost_what_replicas_would_repeat() -> list[str]:
+    """What is said of samplers that repeat samples or none, and of an embedding that scales its rows."""
+    said = []
+    for samples, drop_last in ((7, False), (7, True), (8, False)):
+        data = TensorDataset(torch.zeros(samples, 2))
+        loader: Any = DataLoader(data, 2, sampler=DistributedSampler(data, drop_last=drop_last))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            hpnb.Booster(HybridParallelPlugin()).boost(torch.nn.Linear(2, 2), dataloader=loader)
+        said.append(" ".join(re.findall(r"\d+ of \d+", " ".join(str(w.message) for w in caught))))
+    for pp_size in (2, 1):  # a pipeline's ranks look up the same rows
+        model = torch.nn.Sequential(torch.nn.Embedding(4, 2, max_norm=1.0), torch.nn.Linear(2, 2))
+        plugin = HybridParallelPlugin(precision="fp32", pp_size=pp_size, num_microbatches=2)
+        try:
+            hpnb.Booster(plugin).boost(model)
+            said.append("")
+        except ValueError as error:
+            said.append("max_norm=1.0" if "0 has max_norm=1.0" in str(error) else str(error))
+    return said
+
+
+def test_a_boost_says_what_replicas_would_repeat_or_let_diverge(pools: dict[int, hpnb.Ranks]) -> None:
+    assert on(pools, 2).run(boost_what_replicas_would_repeat) == [["1 of 7", "", "", "", "max_norm=1.0"]] * 2
+
+
 def boost_batch_norms() -> list[str]:
     """What is warned of: two norms with dp 2, and one in microbatches; not SyncBatchNorm, nor evaluation."""
     layers = torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4)

@@ -723,6 +723,15 @@ def two_of_a_name(path: Path) -> None:
     make(hpnb.AccuracyHook(), hpnb.AccuracyHook())
 
 
+class Nameless(hpnb.Metric):
+    def __init__(self) -> None:
+        self.right = 0
+
+
+def metric_without_its_own(path: Path) -> None:
+    make(Nameless())
+
+
 def class_for_a_hook(path: Path) -> None:
     make(hpnb.MemoryHook)  # type: ignore[arg-type]
 
@@ -761,6 +770,7 @@ REFUSED = {
     no_labels: "the batch has no labels",
     no_best: "there is no 'eval_loss' to be best in; this fit does not evaluate",
     class_for_a_hook: "hooks has the class MemoryHook; make a hook of it: MemoryHook(...)",
+    metric_without_its_own: "Nameless has no name and no totals: call super().__init__(name) in its __init__",
     name_for_a_hook: "hooks has 'ck', a str; use hooks of hpnb or of a subclass of hpnb.Hook",
     lambda path: make(accumulation=0): "accumulation=0 batches make no step",
     lambda path: make().fit(loaders()[0], 0): "epochs=0, evaluate_every=1: both must be 1 or more",

@@ -31,6 +31,7 @@ def check_boost(plugin: HybridParallelPlugin, model: Any, optimizer: Any) -> Non
         raise ValueError(f"this is a {type(model).__name__}; boost the model inside")
     if isinstance(model, nn.Module):
         _refuse_torch_data_parallel(model)
+        _refuse_max_norm(plugin, model)
         if model in boosted_models:
             raise ValueError(
                 f"this {type(model).__name__} has been boosted before, which changes it in place: go on with "
@@ -85,6 +86,19 @@ def _refuse_torch_data_parallel(model: nn.Module) -> None:
                     f"{where} wrapped in torch's {kind.__name__} already, and gradients would be reduced "
                     f"twice; {instead}"
                 )
+
+
+def _refuse_max_norm(plugin: HybridParallelPlugin, model: nn.Module) -> None:
+    """With max_norm a forward scales the rows that it looks up, in place. Ranks look up different rows, so
+    their copies would diverge, and a shard of the table does not know the norm of a row."""
+    ranks = plugin.replica_size // plugin.pp_size * plugin.dp_size
+    for name, module in model.named_modules():
+        if ranks > 1 and isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ValueError(
+                f"{name} has max_norm={module.max_norm}, so a forward scales the rows that it looks up; "
+                f"{ranks} ranks look up different rows, and their copies would diverge: use max_norm=None, "
+                "and scale the weight after the optimizer's step"
+            )
 
 
 def _check_builder(plugin: HybridParallelPlugin) -> None:

@@ -26,7 +26,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from hpnb import comm
 from hpnb.data.batch_agreement import check_lengths
@@ -257,7 +264,17 @@ class Booster(BoosterFiles):
             check_lengths(dataloader)
         if self.plugin.dp_size == 1:
             return
-        if is_stream or isinstance(_sampler_of(dataloader), RandomSampler | SequentialSampler):
+        sampler = _sampler_of(dataloader)
+        if isinstance(sampler, DistributedSampler) and not sampler.drop_last:
+            samples = len(sampler.dataset)  # type: ignore[arg-type]
+            if samples < sampler.total_size:
+                warnings.warn(
+                    f"the DistributedSampler of this DataLoader gives {sampler.total_size - samples} of "
+                    f"{samples} samples twice, so that ranks have equally many, and they count twice in "
+                    "losses and metrics; plugin.prepare_dataloader(dataset, batch_size) gives each once",
+                    stacklevel=3,
+                )
+        if is_stream or isinstance(sampler, RandomSampler | SequentialSampler):
             warnings.warn(
                 f"this DataLoader gives each of the {self.plugin.dp_size} data-parallel ranks all samples, "
                 "unless its dataset is split; plugin.prepare_dataloader(dataset, batch_size) does it",

@@ -64,7 +64,8 @@ class RanksMagics(Magics):  # type: ignore[misc]
 
         Inside the cell a process group is up, and hpnb.rank(), hpnb.world_size() and hpnb.device() answer.
         What a rank prints, and the value of the last line, appear under its number. Figures of matplotlib
-        appear as pictures when the cell ends, those of rank 0, or of the first that runs the cell.
+        appear as pictures when the cell ends, those of rank 0, or of the first that runs the cell; one of
+        hpnb.plot is shown by hpnb.plot.show(figure, alt="...").
 
         Variables. If the cell uses a variable of the notebook, each rank gets a copy, and a fresh copy
         whenever the notebook reassigns it. In-place changes, such as list.append, are not sent. A variable

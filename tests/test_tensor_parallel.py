@@ -535,7 +535,9 @@ def from_meta() -> tuple[float, int]:
     with torch.device("meta"):
         model = gpt2_on_meta()
     parallelize(model, tensor_axis())
+    before = list(model.parameters())  # as an optimizer that was made now would have them
     tensor_parallel.load_full_state_dict(model, Files(full))
+    assert all(p is q for p, q in zip(before, model.parameters(), strict=True))
     found = full_state_dict(model)
     return max(float((found[n] - w).abs().max()) for n, w in full.items()), Files.reads
 

@@ -318,7 +318,7 @@ CALLS = {
 
 
 def predicted_block(grid: str, mlp: int, h: int = 16, rows: int = 8 * 6, size: int = 8) -> dict[str, float]:
-    """From the formulas at the top of grid.py and cube.py, with q = l = d = 2."""
+    """From the formulas at the top of tp_2d.py and tp_3d.py, with q = l = d = 2."""
     shares = {"2d": 2, "2.5d": 4, "3d": 4}[grid]
     layers = ((h, 3 * h), (h, h), (h, mlp), (mlp, h))
     inner = 3 * h + mlp  # biases of columns

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 import hpnb
 from hpnb import Layout, Mesh
 from hpnb.gradients import hook_gradients
-from hpnb.pipeline_parallel import weight_gradients
+from hpnb.pipeline_parallel import weight_gradient_rules
 from hpnb.pipeline_parallel.split_backward import SplitBackward
 from hpnb.placement import full_tensors
 
@@ -1015,7 +1015,7 @@ class Own(nn.Linear):
 
 
 def test_rules_are_by_exact_type_and_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Doubled(weight_gradients.MatmulRule):
+    class Doubled(weight_gradient_rules.MatmulRule):
         def forward(self, module: Any, x: Any, weight: Any, bias: Any) -> torch.Tensor:
             return super().forward(module, x, 2 * weight, bias)
 
@@ -1033,9 +1033,9 @@ def test_rules_are_by_exact_type_and_open(monkeypatch: pytest.MonkeyPatch) -> No
     off, _ = compare(nn.Sequential(Own(6, 6)).to(D), inputs, "split")
     assert off < 1e-12
     model = nn.Sequential(nn.Linear(6, 6), Own(6, 6), nn.LayerNorm(6))
-    assert weight_gradients.rule_of(model[1]) is None
-    monkeypatch.setitem(weight_gradients.RULES, Own, Doubled(transposed=True))
-    assert weight_gradients.rule_of(model[1]) is not None
+    assert weight_gradient_rules.rule_of(model[1]) is None
+    monkeypatch.setitem(weight_gradient_rules.RULES, Own, Doubled(transposed=True))
+    assert weight_gradient_rules.rule_of(model[1]) is not None
     for way in WAYS:
         off, _ = compare(copy.deepcopy(model).to(D), inputs, way)
         assert off < 1e-12

@@ -14,7 +14,7 @@ executor.py         runs one rank's list (rank_schedule.py); action_times.py: ho
 transfers.py        messages between ranks; symmetric_transfers.py: by the copy engines of GPUs
 step_messages.py    the messages of one step; boundary.py: their shapes
 microbatches.py     splits a batch, counts targets; loss.py: the exact loss of the whole batch
-split_backward.py   I and W; weight_gradients.py: of which modules
+split_backward.py   I and W; weight_gradient_rules.py: of which modules
 grad_ready.py       when a gradient may be reduced
 cuda_graphs.py      replays stages as CUDA graphs: stage_graph.py, graph_slots.py, capture_watch.py
 overlapped_pairs.py which forwards and backwards run together

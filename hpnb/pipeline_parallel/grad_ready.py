@@ -9,8 +9,8 @@ pipeline still run. Which call notices it depends on how that last action runs:
     W or B, graph   `close_stage`: no hook sees a replay, so all gradients of the stage are reported after it
 
 The gradient of a tied weight is complete once all stages that use it have ended. If they are on several
-ranks, `finish` then sums it over these ranks: one all-reduce a weight, at the end of every step, which
-nothing overlaps, whether gradients are reduced over the replicas or not.
+ranks, `finish` then sums it over these ranks (`tied_weights.py`): one all-reduce a weight, at the end of
+every step, which nothing overlaps, whether gradients are reduced over the replicas or not.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from hpnb.gradients import GradientSink, hook_gradients
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel.schedule import Action
 from hpnb.pipeline_parallel.split_backward import SplitBackward
+from hpnb.pipeline_parallel.tied_weights import sum_tied_gradient
 
 Gradients = GradientSink | nn.Module | Callable[[nn.Module], Any] | None
 
@@ -174,9 +174,7 @@ class GradReady:
                 continue
             if self._open_uses[p] > 0:  # a stage of this rank has it and left no gradient
                 self._multiply_by_correction(p)
-            if holder.grad is None:
-                holder.grad = torch.zeros_like(holder)
-            dist.all_reduce(holder.grad, group=axis.group)
+            sum_tied_gradient(holder, axis)
             self._hand_to_sink(p)
         for p in self.parameters if self._tracks_readiness else ():
             if p not in self._complete:  # some stage of this rank that has it left no gradient

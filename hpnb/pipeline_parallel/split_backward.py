@@ -9,8 +9,8 @@ Deferring splits a backward in two, the gradient of the input first, those of th
 W is half of a backward, and fills what would be a bubble (Qi et al. 2023, *Zero Bubble Pipeline Parallelism*,
 arXiv 2401.10241, section 2). Between I and W a module holds its x and its dy.
 
-Only matmuls and convolutions are deferred (`weight_gradients.py`). Autograd computes all other gradients in
-I: those of norms, embeddings and positions, of modules without a rule, of weights that are used outside of
+Only matmuls and convolutions are deferred (`weight_gradient_rules.py`). Autograd computes all other gradients
+in I: those of norms, embeddings and positions, of modules without a rule, of weights that are used outside of
 their module's forward. That is right for every module, and computes nothing twice. It costs little: for n
 tokens the gradients of a norm are O(n h) FLOPs where those of a matmul are O(n h^2), and deferring them would
 keep two more activations.
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpnb.pipeline_parallel.weight_gradients import DeferredGradient, WeightGradientRule, rule_of
+from hpnb.pipeline_parallel.weight_gradient_rules import DeferredGradient, WeightGradientRule, rule_of
 
 Ready = Callable[[nn.Parameter], None]
 COMPILED = "_hpnb_compiled"  # set on a module that is compiled as a whole, and so is one node of autograd

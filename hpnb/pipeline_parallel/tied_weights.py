@@ -1,7 +1,7 @@
 """Tied weights: one weight that several stages use, such as GPT-2's embedding and head.
 
-Each of the stages computes with a copy. The copies start equal, and the gradient of each is the sum of all
-copies' gradients (`grad_ready.py`), so they stay equal.
+Each of the stages computes with a copy. The copies start equal (`tie_weights`), and the gradient of each is
+the sum of all copies' gradients (`sum_tied_gradient`, at the end of every step), so they stay equal.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -53,3 +54,11 @@ def tie_weights(
             dist.broadcast(parameter.data, src=group.ranks[0], group=group.group)
             ranks_of[parameter] = group
     return ranks_of
+
+
+def sum_tied_gradient(holder: nn.Parameter, ranks: Axis) -> None:
+    """Make the gradient of `holder` the sum of those of all copies: one all-reduce over the `ranks` that have
+    one. A copy without a gradient in this step adds zeros."""
+    if holder.grad is None:
+        holder.grad = torch.zeros_like(holder)
+    dist.all_reduce(holder.grad, group=ranks.group)

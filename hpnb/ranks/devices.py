@@ -2,8 +2,8 @@
 
 `device="auto"` uses the GPUs wherever there is one. With a GPU for every rank, they communicate over NCCL.
 With fewer, ranks share the GPUs round-robin: 4 ranks on one GPU, or ranks 0 and 2 on the first of two and 1
-and 3 on the second. NCCL refuses two ranks on one GPU, so they communicate as `shared_gpu.py` does. Without
-any GPU, ranks compute on the CPU and communicate over gloo.
+and 3 on the second. NCCL refuses two ranks on one GPU, so they communicate as `shared_gpu_group.py` does.
+Without any GPU, ranks compute on the CPU and communicate over gloo.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-SHARED_GPU_BACKEND = "hpnb_shared_gpu"  # the name of `shared_gpu.py` in torch.distributed
+SHARED_GPU_BACKEND = "hpnb_shared_gpu"  # the name of `shared_gpu_group.py` in torch.distributed
 
 
 @dataclass(frozen=True)

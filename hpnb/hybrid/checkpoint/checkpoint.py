@@ -8,7 +8,7 @@
 
     gather_weights.py, save_weights.py, hf_names.py    model/, from the shards of all ranks
     weight_files.py, load_weights.py                   and back: each rank reads what it holds
-    optimizer_shards.py, py             what state/ contains
+    optimizer_shards.py                                what state/ contains
     state_files.py, chunks.py                          state/, in chunks that nobody gathers
     agreement.py, background_save.py                   errors on one rank; writing while training continues
     write_files.py, manifest.py                        checksums from memory; what is complete, and the newest

@@ -83,8 +83,8 @@ class Run:
     def values(self) -> list[torch.Tensor]:
         """Everything that a checkpoint holds of this rank, as copies."""
         found = [*self.model.module.parameters(), *self.model.module.buffers()]
-        local = _local_states(boosted_optimizer(self.optimizer))
-        states = [local.inner.state.get(t, {}) for t, _ in local.by_name.values()]
+        inner, by_name = _local_states(boosted_optimizer(self.optimizer))
+        states = [inner.state.get(t, {}) for t, _ in by_name.values()]
         found += [state[key] for state in states for key in sorted(state)]
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         numbers = torch.tensor([*rates, float(self.schedule.last_epoch)], dtype=torch.float64)

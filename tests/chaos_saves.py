@@ -59,11 +59,11 @@ SETTINGS = [
 
 def sum_of(model: Any, optimizer: Any) -> int:
     """Of all bytes that this rank holds."""
-    local = _local_states(boosted_optimizer(optimizer))
-    masters = Masters.attached_to(local.inner)
+    inner, by_name = _local_states(boosted_optimizer(optimizer))
+    masters = Masters.attached_to(inner)
     tensors = [*model.module.parameters(), *model.module.buffers()]
-    for t, _ in local.by_name.values():
-        state = local.inner.state.get(t, {})
+    for t, _ in by_name.values():
+        state = inner.state.get(t, {})
         tensors += [torch.as_tensor(state[key]) for key in sorted(state)]
         tensors += [] if masters is None else [masters.of(t)]
     crc = 0

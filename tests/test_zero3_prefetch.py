@@ -34,10 +34,12 @@ def record_gathers(state: FSDPState) -> list[tuple[str, str]]:
     """From now on what happens to blocks, in order: ("gather", block), ("run", block), ("free", block)."""
     events: list[tuple[str, str]] = []
     start = state._unshard
+    blocks = [unit for unit in state.units if unit is not state.root]
+    names = {unit: state._unit_names[unit.flat_params[0].sharded_params[0]] for unit in blocks}
 
     def note_run(unit: Any, ahead: Any) -> None:
         if unit is not state.root:
-            events.append(("run", state._names[unit]))
+            events.append(("run", names[unit]))
         start(unit, ahead)
 
     def note(unit: Any, name: str) -> None:
@@ -56,7 +58,7 @@ def record_gathers(state: FSDPState) -> list[tuple[str, str]]:
         unit.unshard, unit.reshard = note_gather, note_free
 
     state._unshard = note_run  # type: ignore[method-assign]
-    for unit, name in state._names.items():
+    for unit, name in names.items():
         note(unit, name)
     return events
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -40,6 +41,10 @@ class _Warmup(LambdaLR):
     def _factor(self, k: int, group: int) -> float:
         base = float(self.base_lrs[group])
         return self.rate(k, base) / base if base else 0.0
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; also one from before this was a LambdaLR, which has no lr_lambdas."""
+        super().load_state_dict({"lr_lambdas": [None] * len(self.lr_lambdas), **state_dict})
 
     def rate(self, k: int, base: float) -> float:
         """The rate of step k where that of the group was `base`."""

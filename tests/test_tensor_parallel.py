@@ -254,6 +254,85 @@ def test_recomputed_blocks_of_an_own_model_know_their_batch(four: hpnb.Ranks) ->
     assert max(four.run(recomputed_own_model)) < 1e-11
 
 
+class ScaledBlock(OwnBlock):
+    """Has a parameter outside of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((8,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.down(F.gelu(self.up(self.norm(x))))
+
+
+class DenseBeforeNorm(OwnModel):
+    """Its head is dense, norm, head; `dense_first` says whether dense is defined before the norm."""
+
+    dense_first = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ScaledBlock() for _ in range(2))
+        last_norm = self.norm
+        del self.norm
+        if self.dense_first:
+            self.dense, self.norm = nn.Linear(8, 8), last_norm
+        else:
+            self.norm, self.dense = last_norm, nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(self.dense(x)).mean(1))  # type: ignore[no-any-return]
+
+
+class NormBeforeDense(DenseBeforeNorm):
+    dense_first = False
+
+
+def dense_anatomy(model: DenseBeforeNorm) -> Anatomy:
+    plain = own_anatomy(model)
+    return OwnAnatomy(plain.embedding, plain.blocks, (Part("dense", model.dense), *plain.head))
+
+
+def dense_roles(model: DenseBeforeNorm) -> dict[str, Role]:
+    scales = {f"layers.{i}.scale": Role("norm", 0) for i in range(len(model.layers))}
+    if model.dense_first:
+        return {**own_roles(model), **dict(linear("dense", "head")), **scales}
+    return {**own_roles(model), **dict([*norm("dense.0"), *linear("dense.1", "head")]), **scales}
+
+
+def gradient_errors(model_class: type[DenseBeforeNorm], sequence: bool, recomputes: bool) -> dict[str, float]:
+    """By parameter: the relative distance of its gradient from that of one process."""
+    torch.set_num_threads(1)
+    register(model_class, dense_anatomy, dense_roles)
+    torch.manual_seed(1)
+    plain = model_class().to(D)
+    model = parallelize(copy.deepcopy(plain), tensor_axis(), "1d", sequence)
+    if recomputes:
+        recompute.enable_recomputation(model, "full")
+    x = torch.randn(4, 4, 6, dtype=D)
+    for net in (model, plain):
+        net(x).square().mean().backward()
+    return errors(full_gradients(model), plain)
+
+
+def errors(gradients: dict[str, torch.Tensor], plain: nn.Module) -> dict[str, float]:
+    theirs = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    assert gradients.keys() == theirs.keys()
+    return {name: float((gradients[name] - g).norm() / g.norm()) for name, g in theirs.items()}
+
+
+@pytest.mark.parametrize(("sequence", "recomputes"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("model_class", [DenseBeforeNorm, NormBeforeDense])
+def test_gradients_of_a_blocks_parameter_and_of_a_head_before_the_last_norm(
+    four: hpnb.Ranks, model_class: type[DenseBeforeNorm], sequence: bool, recomputes: bool
+) -> None:
+    for found in four.run(gradient_errors, model_class, sequence, recomputes):
+        assert max(found.values()) < 1e-12, found
+
+
 def add_bias_on_every_rank(layer: RowParallelLinear, old: nn.Module, transposed: bool, sharding: Any) -> None:
     row_parallel_init(layer, old, transposed, sharding)
     layer.adds_bias = True

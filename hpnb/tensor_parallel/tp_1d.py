@@ -142,8 +142,10 @@ class TensorParallel1D(TensorParallelMode):
             self._connect_block(block.name, block.module, model, draws)
         vocab_size = model.vocab_size
         if self.sharding.enabled:
-            norm = self._last_norm(model)
-            self._sum_replicated_grads(norm, [norm], model)
+            heads = _head_paths(model)
+            norm = self._last_norm(heads, model)
+            for path in heads[: heads.index(norm) + 1]:
+                self._sum_replicated_grads(path, [path], model)
             head_is_replicated = vocab_size is None
             change_output(
                 model.module.get_submodule(norm),
@@ -160,7 +162,7 @@ class TensorParallel1D(TensorParallelMode):
                     change_output(head, lambda z: comm.gather(z, self.axis, -1, vocab_size))
 
     def _connect_block(self, name: str, block: nn.Module, model: ModelToShard, draws: bool) -> None:
-        paths = [path for path in model.layers if path.startswith(name + ".")]
+        paths = [path for path in model.layers if path == name or path.startswith(name + ".")]
         if self.sharding.enabled:
             self._sum_replicated_grads(name, paths, model)
             if block is not model.anatomy.blocks[0].module:  # which splits the tokens
@@ -244,7 +246,7 @@ class TensorParallel1D(TensorParallelMode):
         """Sum the gradients of replicated weights, which a rank uses on its tokens alone.
 
         Args:
-            path: the block or norm with whose forward the sum begins and ends.
+            path: the block or head layer with whose forward the sum begins and ends.
             layers: paths of the modules in it that have the weights.
         """
         grad_sum = ReplicatedGradSum([self.axis])
@@ -259,12 +261,8 @@ class TensorParallel1D(TensorParallelMode):
                     _use_summed_weights(module, names, grad_sums)
         around_forward(model.module.get_submodule(path), grad_sum.begin, grad_sum.end)
 
-    def _last_norm(self, model: ModelToShard) -> str:
-        norms = [
-            path
-            for path, (section, roles) in model.layers.items()
-            if section == "head" and any(role.kind == "norm" for role in roles.values())
-        ]
+    def _last_norm(self, heads: Sequence[str], model: ModelToShard) -> str:
+        norms = [p for p in heads if any(role.kind == "norm" for role in model.layers[p][1].values())]
         if not norms:
             raise ValueError(
                 f"sequence parallelism ends at the norm in the head, and this {type(model.module).__name__} "
@@ -291,6 +289,13 @@ def _forward_with_shape(
 ) -> Any:
     sharding.set_batch_shape(*kwargs.pop(_SHAPE_ARGUMENT, sharding.shape))
     return forward(*args, **kwargs)
+
+
+def _head_paths(model: ModelToShard) -> list[str]:
+    """Paths of the head's layers in the order of its parts, which a model may define in another order."""
+    paths = [path for path, (section, _) in model.layers.items() if section == "head"]
+    names = [part.name for part in model.anatomy.head]
+    return list(dict.fromkeys(p for n in names for p in paths if p == n or p.startswith(n + ".")))
 
 
 def _sums_grads(roles: Mapping[str, Role]) -> bool:

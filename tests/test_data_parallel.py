@@ -6,6 +6,7 @@ import contextlib
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -411,8 +412,6 @@ def refused(case: str) -> str:
         elif case == "frozen":
             model[0].requires_grad_(not odd)
             DataParallel(model, axis)
-        elif case == "options":
-            DataParallel(model, axis, 1.0 if odd else 2.0)
         elif case == "thawed":
             model[0].requires_grad_(False)
             replica = DataParallel(model, axis)
@@ -450,7 +449,6 @@ def refused(case: str) -> str:
 REFUSALS = {
     "shape": ["rank 0", "('weight', (4, 4)", "rank 1", "('weight', (8, 2)"],
     "frozen": ["('0.weight', (4, 4), 'torch.float32', True)", "('0.weight', (4, 4), 'torch.float32', False)"],
-    "options": ["rank 1", "'bucket_mb': 1.0", "'bucket_mb': 2.0"],
     "thawed": ["2 parameters", "0.weight", "frozen"],
     "static": ["rare.", "static_graph"],
     "wrapped": ["DataParallel", "detach()"],
@@ -467,6 +465,57 @@ REFUSALS = {
 def test_an_error_names_the_parameter_on_every_rank(pools: RankPools, case: str) -> None:
     for message in pools[2].run(refused, case):
         assert all(part in message for part in REFUSALS[case]), message
+
+
+# Options of DataParallel: the values of ranks 0 and 1.
+DIFFERENT_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "bucket_mb": (25.0, 1.0),
+    "broadcast_buffers": (True, False),
+    "find_unused_parameters": (False, True),
+    "check_reduction": (False, True),
+    "gradient_as_bucket_view": (True, False),
+    "static_graph": (False, True),
+    "overlap_communication": (True, False),
+    "copy_engines": (False, True),
+    "average": (True, False),
+}
+
+
+@pytest.mark.parametrize("option", DIFFERENT_OPTIONS)
+def test_options_that_differ_between_ranks_are_refused_on_every_rank(pools: RankPools, option: str) -> None:
+    def wrap(values: tuple[Any, Any]) -> str:
+        axis = Mesh(Layout(dp=2)).dp
+        try:
+            DataParallel(nn.Linear(4, 4), axis, **{option: values[axis.rank]})
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+    a, b = DIFFERENT_OPTIONS[option]
+    expected = f"{option}={a} on rank 0 of axis dp, and {option}={b} on rank 1; pass the same on every rank"
+    assert pools[2].run(wrap, (a, b)) == [expected] * 2
+
+
+def copy_of_a_wrapper() -> tuple[str, str, bool]:
+    axis = Mesh(Layout(dp=2)).dp
+    copied = copy.deepcopy(DataParallel(nn.Linear(2, 1, bias=False), axis))
+    x = torch.full((1, 2), axis.rank + 1.0)
+    with pytest.raises(RuntimeError) as no_reducer:
+        _ = copied.reducer
+    with pytest.raises(RuntimeError) as refused:
+        copied(x).sum().backward()
+    again = DataParallel(copied.detach(), axis)
+    again.zero_grad()
+    again(x).sum().backward()
+    gradient = again.module.weight.grad
+    return str(no_reducer.value), str(refused.value), torch.equal(gradient, torch.full((1, 2), 1.5))
+
+
+def test_a_copy_says_how_to_train_it(pools: RankPools) -> None:
+    for no_reducer, refused, is_mean in pools[2].run(copy_of_a_wrapper):
+        assert no_reducer == "nothing reduces these gradients"
+        assert refused.endswith("to train it, wrap what its detach() returns")
+        assert is_mean
 
 
 class Fails(torch.autograd.Function):

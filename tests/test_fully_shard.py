@@ -898,6 +898,34 @@ def test_an_error_names_what_is_wrong_on_every_rank(two: hpnb.Ranks, what: str) 
         assert all(part in message for part in REFUSALS[what]), message
 
 
+# Options of fully_shard: the values of ranks 0 and 1.
+DIFFERENT_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "units": (["blocks.0", "blocks.1"], ["blocks.0"]),
+    "dtype": (torch.float32, None),
+    "communication_dtype": (torch.float32, torch.float64),
+    "reshard_after_forward": (True, False),
+    "prefetch": (1, 2),
+    "average": (True, False),
+    "find_unused_parameters": (True, False),
+    "cpu_offload": (False, True),
+}
+
+
+@pytest.mark.parametrize("option", DIFFERENT_OPTIONS)
+def test_options_that_differ_between_ranks_are_refused_on_every_rank(two: hpnb.Ranks, option: str) -> None:
+    def shard(values: tuple[Any, Any]) -> str:
+        axis = dp()
+        try:
+            fully_shard(Net(), axis, **{option: values[axis.rank]})
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+    a, b = DIFFERENT_OPTIONS[option]
+    expected = f"{option}={a} on rank 0 of axis dp, and {option}={b} on rank 1; pass the same on every rank"
+    assert two.run(shard, (a, b)) == [expected] * 2
+
+
 def test_tensors_are_found_in_what_modules_return() -> None:
     @dataclasses.dataclass
     class Output:

@@ -811,10 +811,7 @@ def test_what_would_go_wrong_silently_is_refused(pools: RankPools) -> None:
             if case == "not reduced":
                 replica = hpnb.DataParallel(model, axis)
             stage = 2 if case == "made before" else 1
-            odd = case == "another rank" and axis.rank == 1
-            zero = ZeroOptimizer(
-                model.parameters(), torch.optim.SGD, axis, stage, bucket_mb=1.0 if odd else 25.0, lr=0.1
-            )
+            zero = ZeroOptimizer(model.parameters(), torch.optim.SGD, axis, stage, lr=0.1)
             if case == "thawed":
                 model[0].requires_grad_(True)
             if case == "not reduced":
@@ -835,11 +832,39 @@ def test_what_would_go_wrong_silently_is_refused(pools: RankPools) -> None:
         "made before": "call zero_grad() before the ZeroOptimizer is made",
         "not reduced": "the last one must be outside no_sync()",
         "norm": "is sharded along dp, and the axes given are none: pass mesh.dp too",
-        "another rank": "rank 1 of axis dp was given",
     }
     for case, words in wanted.items():
         for said in pools[2].run(run, case):
             assert words in said, (case, said)
+
+
+# Options of ZeroOptimizer: the values of ranks 0 and 1.
+DIFFERENT_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "stage": (1, 2),
+    "bucket_mb": (25.0, 1.0),
+    "average": (True, False),
+    "elementwise": (True, False),
+    "cpu_offload": (False, True),
+    "communication_dtype": (None, torch.float64),
+    "overlap_communication": (True, False),
+    "find_unused_parameters": (False, True),
+}
+
+
+@pytest.mark.parametrize("option", DIFFERENT_OPTIONS)
+def test_options_that_differ_between_ranks_are_refused_on_every_rank(pools: RankPools, option: str) -> None:
+    def shard(values: tuple[Any, Any]) -> str:
+        axis = Mesh(Layout(dp=2)).dp
+        parameters = nn.Linear(4, 4).parameters()
+        try:
+            ZeroOptimizer(parameters, torch.optim.SGD, axis, lr=0.1, **{option: values[axis.rank]})
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+    a, b = DIFFERENT_OPTIONS[option]
+    expected = f"{option}={a} on rank 0 of axis dp, and {option}={b} on rank 1; pass the same on every rank"
+    assert pools[2].run(shard, (a, b)) == [expected] * 2
 
 
 def test_a_grad_scaler_is_refused(pools: RankPools) -> None:

@@ -13,7 +13,7 @@ the count over all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
@@ -99,32 +99,33 @@ class DataParallel(nn.Module):
         self._in_backward = False  # `_finish` is queued, for its end
         _check(module)
         named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        options = {
+        options: dict[str, Any] = {
             "bucket_mb": bucket_mb,
-            "average": average,
-            "static_graph": static_graph,
-            "copy_engines": copy_engines,
             "find_unused_parameters": find_unused_parameters,
+            "check_reduction": check_reduction,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "static_graph": static_graph,
+            "overlap_communication": overlap_communication,
+            "copy_engines": copy_engines,
+            "average": average,
         }
-        check_replicas(named, axis, options)
+        check_replicas(named, axis, {**options, "broadcast_buffers": broadcast_buffers})
         experts = [tensor for tensor in named.values() if is_expert(tensor)]
         earlier_sink = self._find_sink(average)
         broadcast([tensor for tensor in named.values() if not is_expert(tensor)], axis)
-        make_reducer: Callable[..., GradientSink] = Reducer
         if experts:
             expert_axis = _check_expert_axis(expert_axis, axis)
             broadcast(experts, expert_axis)
-            make_reducer = partial(SplitReducer, expert_axis=expert_axis)
-        # Where each buffer stands, because a forward may put another tensor there.
+        # The table and the key of every buffer, because a forward may put another tensor there.
         self._buffers_to_send = [(m._buffers, key) for m in module.modules() for key in m._buffers]
-        self.sink = earlier_sink.hand_over() if earlier_sink is not None else make_reducer(
-            dict(module.named_parameters()),
-            axis,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            overlap_communication=overlap_communication,
-            check_reduction=check_reduction,
-            **options,
-        )  # fmt: skip
+        parameters = dict(module.named_parameters())
+        self.sink: GradientSink
+        if earlier_sink is not None:
+            self.sink = earlier_sink.hand_over()
+        elif experts and expert_axis is not None:
+            self.sink = SplitReducer(parameters, axis, expert_axis, **options)
+        else:
+            self.sink = Reducer(parameters, axis, **options)
         set_reducer(module.parameters(), self)
         self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
         self._hooks = hook_gradients(module.parameters(), self._on_gradient)
@@ -185,11 +186,13 @@ class DataParallel(nn.Module):
 
     @property
     def reducer(self) -> Reducer:
-        """The sink, unless a ZeroOptimizer has taken over."""
-        if not isinstance(self.sink, Reducer):
-            # Not an AttributeError: nn.Module would replace it by one of its own.
-            raise RuntimeError(f"a {type(self.sink).__name__} reduces these gradients")
-        return self.sink
+        """The sink, if it is a Reducer: a ZeroOptimizer may have taken over, and a copy has none."""
+        sink = getattr(self, "sink", None)
+        if not isinstance(sink, Reducer):
+            # No AttributeError, because nn.Module would replace its message.
+            who = "nothing" if sink is None else f"a {type(sink).__name__}"
+            raise RuntimeError(f"{who} reduces these gradients")
+        return sink
 
     def _find_sink(self, average: bool) -> GradientSink | None:
         """The `ZeroOptimizer` that reduces these gradients already, if there is one."""
@@ -233,7 +236,8 @@ class DataParallel(nn.Module):
 
 def _refuse_gradient(_: torch.nn.Parameter) -> NoReturn:
     raise RuntimeError(
-        "this is a copy of a DataParallel, and nothing reduces its gradients: wrap its .module to train it"
+        "this is a copy of a DataParallel, and nothing reduces its gradients: to train it, wrap what its "
+        "detach() returns"
     )
 
 

@@ -31,6 +31,7 @@ from torch import nn
 from hpnb.background import Background
 from hpnb.data_parallel.flat_params import FSDPPolicy
 from hpnb.data_parallel.fsdp_hooks import FSDPState, fsdp_state_of
+from hpnb.data_parallel.fsdp_units import find_units
 from hpnb.data_parallel.replicas import broadcast, check_replicas
 from hpnb.data_parallel.split_reducer import is_expert
 from hpnb.gradients import GradientSink
@@ -101,8 +102,8 @@ def fully_shard(
 
     Raises:
         ValueError: nothing to shard, or already sharded or wrapped; experts without expert_axes; replicas
-            that are ranks of `axis` too; a unit that is not there, or has no forward; ranks whose modules
-            differ; a dtype that is no float; prefetch below 0.
+            that are ranks of `axis` too; a unit that is not there, or has no forward; ranks whose modules or
+            options differ; a dtype that is no float; prefetch below 0.
         RuntimeError: in the backward, if parameters got no gradient and find_unused_parameters is off.
 
     >>> def shard():
@@ -120,7 +121,18 @@ def fully_shard(
         raise ValueError(f"prefetch={prefetch} is not a number of units; 0 gathers each when it is needed")
     if fsdp_state_of(module) is not None:
         raise ValueError(f"{type(module).__name__} is sharded already")
-    options = {"dtype": str(dtype), "average": average, "find_unused_parameters": find_unused_parameters}
+    module_of = find_units(module, units)
+    options = {
+        "units": list(module_of),
+        "replicas": 1 if replicas is None else replicas.size,
+        "dtype": dtype,
+        "communication_dtype": communication_dtype,
+        "reshard_after_forward": reshard_after_forward,
+        "prefetch": prefetch,
+        "average": average,
+        "find_unused_parameters": find_unused_parameters,
+        "cpu_offload": cpu_offload,
+    }
     check_replicas(dict(module.named_parameters()), axis, options)
     device = this_device()
     axes = [axis] if replicas is None or replicas.size == 1 else [replicas, axis]
@@ -143,7 +155,7 @@ def fully_shard(
     FSDPState(
         module,
         axis,
-        units,
+        module_of,
         policy,
         prefetch=prefetch,
         reshard_after_forward=reshard_after_forward,

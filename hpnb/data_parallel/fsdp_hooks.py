@@ -32,7 +32,7 @@ from hpnb.background import Background
 from hpnb.data_parallel.flat_params import FlatParam, FSDPPolicy
 from hpnb.data_parallel.fsdp_prefetch import PrefetchOrder
 from hpnb.data_parallel.fsdp_reductions import Reductions, find_used
-from hpnb.data_parallel.fsdp_units import FSDPUnit, assign_parameters, find_units
+from hpnb.data_parallel.fsdp_units import FSDPUnit, assign_parameters
 from hpnb.data_parallel.reducer import unused_message
 from hpnb.data_parallel.split_reducer import is_expert
 from hpnb.gradients import GradientSink, after_backward, in_backward, set_reducer
@@ -71,7 +71,7 @@ class FSDPState(GradientSink):
         self,
         module: nn.Module,
         axis: Axis,
-        units: Iterable[nn.Module | str] | None,
+        module_of: Mapping[str, nn.Module],
         policy: FSDPPolicy,
         *,
         prefetch: int,
@@ -88,7 +88,6 @@ class FSDPState(GradientSink):
         self._prefetch = PrefetchOrder[FSDPUnit](prefetch)
 
         already = frozenset(m for m in module.modules() if fsdp_state_of(m) is not None)
-        module_of = find_units(module, units)
         assigned = assign_parameters(module, module_of, already)
         if not any(assigned.values()):
             raise ValueError(f"{type(module).__name__} has no parameters to shard")

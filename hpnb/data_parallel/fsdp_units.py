@@ -160,7 +160,7 @@ def find_units(module: nn.Module, units: Iterable[nn.Module | str] | None) -> di
 
 
 def assign_parameters(
-    module: nn.Module, units: dict[str, nn.Module], already_sharded: frozenset[nn.Module] = frozenset()
+    module: nn.Module, units: Mapping[str, nn.Module], already_sharded: frozenset[nn.Module] = frozenset()
 ) -> dict[str, dict[str, nn.Parameter]]:
     """{name of the unit: {name of the parameter: parameter}}, in the order of the module; the root is "".
 

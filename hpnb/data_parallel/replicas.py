@@ -16,9 +16,12 @@ _MESSAGE_BYTES = 2**25  # above this a new message begins, because a message is 
 
 
 def check_replicas(tensors: Mapping[str, torch.Tensor], axis: Axis, options: Mapping[str, object]) -> None:
-    """Make sure that all ranks have the same options, and the same tensors except for their values.
+    """Make sure that all ranks have the same tensors, except for their values, and the same options.
 
-    Messages are matched by their order alone, so ranks that differ would sum unrelated gradients.
+    Collectives are matched by their order alone, so ranks that differ would sum unrelated gradients or hang.
+
+    Raises:
+        ValueError: on every rank, with the first tensor or option that differs.
     """
     # Shapes are those in the full model: of what is sharded along this axis already, local shapes differ.
     described = [(n, placement_of(t, n).shape, str(t.dtype), t.requires_grad) for n, t in tensors.items()]
@@ -26,15 +29,17 @@ def check_replicas(tensors: Mapping[str, torch.Tensor], axis: Axis, options: Map
     dist.all_gather_object(messages, (described, dict(options)), axis.group)
     first, first_options = messages[0]
     for rank, (other, other_options) in enumerate(messages):
-        if other_options != first_options:
-            raise ValueError(
-                f"rank {rank} of axis {axis.name} was given {other_options}, and rank 0 {first_options}"
-            )
         for a, b in zip_longest(first, other):
             if a != b:
                 raise ValueError(
                     f"replicas differ along {axis.name}: rank 0 has {a} where rank {rank} has {b}, of "
                     f"{len(first)} and {len(other)} tensors; build and freeze the same model on every rank"
+                )
+        for name in {**first_options, **other_options}:
+            if (a := first_options.get(name)) != (b := other_options.get(name)):
+                raise ValueError(
+                    f"{name}={a} on rank 0 of axis {axis.name}, and {name}={b} on rank {rank}; pass the same "
+                    "on every rank"
                 )
 
 

@@ -137,9 +137,20 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
         self._index_of = {p: i for i, p in enumerate(parameters)}
         self.names = trained_parameter_names(self._full_groups)
         check_parameters(self.names, axis)
-        chosen = {"class": optimizer_class.__name__, "stage": stage, "bucket_mb": bucket_mb,
-                  "average": average, "find_unused": find_unused_parameters}  # fmt: skip
-        check_replicas({name: p for p, name in self.names.items()}, axis, chosen)
+        if elementwise is None:
+            elementwise = is_elementwise(optimizer_class)
+        options = {
+            "optimizer_class": optimizer_class.__name__,
+            "stage": stage,
+            "bucket_mb": bucket_mb,
+            "average": average,
+            "elementwise": elementwise,
+            "cpu_offload": cpu_offload,
+            "communication_dtype": communication_dtype,
+            "overlap_communication": overlap_communication,
+            "find_unused_parameters": find_unused_parameters,
+        }
+        check_replicas({name: p for p, name in self.names.items()}, axis, options)
         ddp_reduces = stage == 1 and not cpu_offload and communication_dtype is None
         ddp = find_ddp(self.names, axis, average, ddp_reduces)
 
@@ -158,8 +169,6 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
             for members in (*(b.parameters for b in assigned), *frozen):
                 if members:
                     broadcast(list(members), self._axis_of(members[0]))
-        if elementwise is None:
-            elementwise = is_elementwise(optimizer_class)
         buckets = [
             ZeroBucket(b.parameters, [self.names[p] for p in b.parameters],
                        self._axis_of(b.parameters[0]), elementwise=elementwise,

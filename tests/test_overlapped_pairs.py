@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -109,6 +110,17 @@ def test_the_time_of_a_pair() -> None:
     assert 12.0 < slow < 2 * pair_seconds([side], lambda nbytes: 3 * nbytes)  # the link sets the pace
     assert pair_seconds([side, Segments((2.0,), ())], float) == 6.0  # 5, and the last message exposed
     assert pair_seconds([Segments((2.0,), ()), side], float) == 7.0  # the one without a message came first
+
+
+def test_fractions_stay_exact() -> None:
+    schedule = schedules.make("dualpipe-v", 8, 8, 2)
+    tenth = Fraction(1, 10)
+    side = Segments((tenth, tenth), (tenth,))  # type: ignore[arg-type]
+    segments = {action: side for row in schedule.actions for action in row}
+    step = exposed_time(schedule, overlapped_pairs(schedule), segments, lambda nbytes: nbytes)
+    for seconds in (step.makespan, *step.compute, *step.exposed, *step.sent):
+        assert isinstance(seconds, Fraction)
+    assert pair_seconds([side, side], lambda nbytes: nbytes) == 4 * tenth
 
 
 def test_half_of_the_messages_of_dualpipe_v_are_hidden() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from hpnb.pipeline_parallel import Action, Costs, Schedule, ScheduleError, schedules
+from hpnb.pipeline_parallel.simulate import replay
 from hpnb.record import Event, Timeline
 
 PUBLISHED = Path(__file__).parent / "published" / "zero_bubble.csv"
@@ -231,6 +232,18 @@ def test_closed_forms(f: int, i: int, w: int) -> None:
             assert exact("zb-h2", p, m, 1, f, i, w)[0] == (p - 1) * (f + i - 2 * w)
 
 
+@pytest.mark.parametrize(("name", "delay"), [("zb-h1", 1), ("zb-h2", 2)])
+def test_the_forms_of_zb_h1_and_zb_h2_hold_if_w_is_at_most_f(name: str, delay: int) -> None:
+    differ = {
+        (f, i, w)
+        for p in (2, 3, 4)
+        for f, i, w in itertools.product(range(1, 6), repeat=3)
+        if exact(name, p, 4 * p, 1, f, i, w)[0] != max(0, (p - 1) * (f + i - delay * w))
+    }
+    assert differ  # so the condition is needed,
+    assert all(w > f for f, _, w in differ)  # and it is enough
+
+
 def test_gpipe_and_1f1b_take_their_time_with_any_number_of_microbatches() -> None:
     for p in range(1, 7):
         for m in range(1, 15):
@@ -320,6 +333,21 @@ def test_a_simulation_by_hand() -> None:
                      "0W0": (0, 47, 48)}  # fmt: skip
     assert tl.source == "simulated"
     assert {(e.axis, e.bytes) for e in tl.events} == {("", 0.0)}
+
+
+def test_fractions_stay_exact_without_a_transfer() -> None:
+    s, third, tenth = make("1f1b", 4, 8), Fraction(1, 3), Fraction(1, 10)
+    timelines = s.simulate(Costs(third, third, third)), s.replay(lambda _: tenth), replay(s, lambda _: tenth)  # type: ignore[arg-type, return-value]
+    for tl, makespan in zip(timelines, (11, Fraction(22, 10), Fraction(22, 10)), strict=True):
+        assert (tl.makespan, type(tl.makespan)) == (makespan, Fraction)
+
+
+def test_only_the_methods_of_a_schedule_refuse_a_deadlock() -> None:
+    stuck = Schedule(["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"])
+    for attempt in (stuck.simulate, lambda: stuck.replay(lambda _: 1.0)):
+        with pytest.raises(ScheduleError):
+            attempt()
+    assert [e.op for e in replay(stuck, lambda _: 1.0).events] == ["F", "F"]
 
 
 def test_a_replay_names_its_source() -> None:

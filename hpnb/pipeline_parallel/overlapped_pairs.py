@@ -97,7 +97,7 @@ def exposed_time(
     pairs: Pairs,
     segments: Mapping[Action, Segments],
     message_seconds: Callable[[float], float],
-    transfer: float = 0.0,
+    transfer: float = 0,
 ) -> ExposedTime:
     """Simulate a step with its messages.
 
@@ -106,8 +106,9 @@ def exposed_time(
         message_seconds: how long a message of so many bytes travels.
         transfer: from the end of an action to when another rank can use its result.
     """
-    ends, free_at = dict[Action, float](), [0.0] * schedule.ranks
-    totals = {name: [0.0] * schedule.ranks for name in ("compute", "exposed", "sent")}
+    ends = dict[Action, float]()
+    free_at: list[float] = [0] * schedule.ranks  # ints, so that Fractions stay exact
+    totals: dict[str, list[float]] = {name: [0] * schedule.ranks for name in ("compute", "exposed", "sent")}
     for rank, _, group in _runnable_groups(schedule, pairs):
         if not group:
             raise ValueError(
@@ -115,7 +116,7 @@ def exposed_time(
             )
         start = free_at[rank]
         for need in (need for action in group for need in schedule.needs(action)):
-            delay = 0.0 if schedule.rank_of[need.stage] == rank else transfer
+            delay = 0 if schedule.rank_of[need.stage] == rank else transfer
             start = max(start, ends[need] + delay)
         sides = [segments[action] for action in group]
         duration = pair_seconds(sides, message_seconds)
@@ -147,8 +148,10 @@ def even_segments(schedule: Schedule, costs: Costs, layers: int, nbytes: float) 
 def pair_seconds(sides: Sequence[Segments], message_seconds: Callable[[float], float]) -> float:
     """How long the sides take together, turn by turn as in `hpnb.overlapped_pair`; one side takes the sum of
     its segments and messages."""
-    position, arrived = [0] * len(sides), [0.0] * len(sides)
-    now = link_free = 0.0
+    position = [0] * len(sides)
+    arrived: list[float] = [0] * len(sides)
+    now: float = 0
+    link_free: float = 0
     side = 0
     while True:
         at = position[side]

@@ -81,7 +81,7 @@ class Schedule:
         return simulate(self, Costs() if costs is None else costs)
 
     def replay(
-        self, duration: Callable[[Action], float], transfer: float = 0.0, source: Source = "simulated"
+        self, duration: Callable[[Action], float], transfer: float = 0, source: Source = "simulated"
     ) -> Timeline:
         """Predict what each rank does when, if each action takes `duration(action)` seconds.
 

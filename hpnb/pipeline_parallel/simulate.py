@@ -4,8 +4,9 @@
                     end(n) + transfer  for every n that `a` needs,  transfer 0 on the same rank )
     end(a)   = start(a) + duration(a)
 
+F needs F of the stage before. I and B need F of their stage, and I or B of the stage after. W needs its I.
 A transfer delays the action that needs it and costs the ranks nothing; messages do not slow each other down.
-The closed forms in `schedules.py` come out exactly.
+The closed forms in `schedules.py` come out exactly, with costs that are Fractions or ints.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ class Costs:
     """Seconds of one stage for one microbatch. A chunk is a stage, so two chunks on a rank take twice that.
 
     Args:
-        forward: of F; one number, or one a stage.
-        input_grad: of I.
-        weight_grad: of W. A backward that is not split, B, costs both.
-        transfer: from the end of an action to when another rank can use its result.
+        forward: seconds of a forward (F); one number, or a list or tuple with one per stage.
+        input_grad: seconds of the gradient of a stage's input (I), given in the same way.
+        weight_grad: seconds of the gradients of its weights (W). A backward that is not split (B) costs both.
+        transfer: seconds from the end of an action to when another rank can use its result.
 
     Raises:
-        ValueError: a cost that is negative or not a number.
+        ValueError: a cost that is negative or not a number, or several in anything but a list or tuple.
 
     >>> schedule = hpnb.pipeline_parallel.schedules.make("gpipe", stages=2, microbatches=2)
     >>> schedule.simulate(hpnb.pipeline_parallel.Costs(forward=1.0, input_grad=1.0, weight_grad=1.0)).makespan
@@ -47,7 +48,7 @@ class Costs:
     forward: PerStage = 1.0
     input_grad: PerStage = 1.0
     weight_grad: PerStage = 1.0
-    transfer: float = 0.0
+    transfer: float = 0
 
     def __post_init__(self) -> None:
         for name, cost in vars(self).copy().items():
@@ -66,7 +67,7 @@ class Costs:
         return sum(_cost_of(cost, action.stage) for cost in parts)
 
     def check_stages(self, stages: int) -> None:
-        """Make sure that there is one cost a stage, or one for all.
+        """Make sure that there is one cost per stage, or one for all.
 
         Raises:
             ValueError: costs of another number of stages.
@@ -79,7 +80,7 @@ class Costs:
                 )
 
     @classmethod
-    def measured(cls, timeline: Timeline, transfer: float = 0.0) -> Costs:
+    def measured(cls, timeline: Timeline, transfer: float = 0) -> Costs:
         """The median of each stage's recorded F, I and W, in seconds.
 
         Where a stage never splits its backward, all of B counts as `input_grad`, and `weight_grad` is 0. Do
@@ -108,7 +109,7 @@ class Costs:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """The Timeline of a checked schedule, if its actions cost `costs`."""
+    """The Timeline of `schedule`, if its actions cost `costs`. Deadlocks: see `replay`."""
     costs.check_stages(schedule.stages)
     return replay(schedule, costs.seconds, costs.transfer)
 
@@ -116,14 +117,19 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 def replay(
     schedule: Schedule,
     duration: Callable[[Action], float],
-    transfer: float = 0.0,
+    transfer: float = 0,
     source: Source = "simulated",
 ) -> Timeline:
-    """The Timeline of a checked schedule, if each action takes `duration(action)` seconds."""
-    free_at: list[float] = [0] * schedule.ranks  # per rank; int 0, so that Fractions stay exact
+    """The Timeline of `schedule`, if each action takes `duration(action)` seconds.
+
+    A schedule that deadlocks is replayed up to where all ranks wait, and nothing is raised. `Schedule.replay`
+    and `Schedule.simulate` check first, and raise ScheduleError.
+    """
+    # Zeros are ints here and in the defaults of `transfer`, so that Fractions stay exact.
+    free_at: list[float] = [0] * schedule.ranks
     ends: dict[Action, float] = {}
     events = []
-    for rank, _, action in schedule.order:
+    for rank, _, action in schedule.order:  # every action comes after what it needs
         start = free_at[rank]
         for need in schedule.needs(action):
             delay = 0 if schedule.rank_of[need.stage] == rank else transfer

@@ -1,5 +1,8 @@
 """The schedules of the literature. Each is one short function that writes the list of one rank.
 
+F is the forward of a microbatch through a stage, I the gradient of the stage's input, W the gradient of its
+weights. B is I and W at once, an unsplit backward.
+
 A list is written as words without numbers, "F F B F B B": the k-th F is the forward of microbatch k, and so
 on. With two chunks on a rank, F0 and F1 are forwards of its first and its second. A bare W is the weight
 gradient that has waited longest. `_number_words` turns the words into actions.
@@ -10,7 +13,7 @@ in turn, and a cool-down of backwards; the schedules differ in how long the warm
 Patterns are written for as many microbatches as they need. The actions of microbatches that do not exist are
 then dropped. What is left keeps its order, so if all of it can be run, so can this.
 
-With p ranks, rank r, m microbatches, v chunks a rank, and F, I, W the costs of all of a rank's stages:
+With p ranks, rank r, m microbatches, v chunks per rank, and F, I, W the costs of all of a rank's stages:
 
     name            idle time of the rank with the longest span     activations kept, in microbatches
                                                                     through all chunks of the rank
@@ -18,8 +21,8 @@ With p ranks, rank r, m microbatches, v chunks a rank, and F, I, W the costs of 
     1f1b            (p-1)(F+I+W)                                    p - r
     interleaved     (p-1)(F+I+W)/v                                  p + (p-1)/v at most
     breadth-first   (p-1)(F+I+W)/v                                  m
-    zb-h1           (p-1)(F+I-W)                                    p
-    zb-h2           (p-1)(F+I-2W)                                   2p - 1
+    zb-h1           (p-1)(F+I-W)     if W <= F                      p
+    zb-h2           (p-1)(F+I-2W)    if W <= F                      2p - 1
     zb-v            0                if F = I = W                   p
     dualpipe-v      (p-1)(F+I-W)/2   if about equal                 p + 1/2
 
@@ -42,14 +45,14 @@ def make(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule
 
     Args:
         name: one of `NAMES`, in small letters or capitals.
-        stages: of the whole pipeline, so there are stages // chunks ranks.
-        microbatches: 1 or more; "dualpipe-v" needs two a rank.
-        chunks: stages a rank. "interleaved" and "breadth-first" give them to the ranks in turn, stage s to
+        stages: stages of the pipeline, so there are stages // chunks ranks.
+        microbatches: 1 or more; "dualpipe-v" needs at least two per rank.
+        chunks: stages per rank. "interleaved" and "breadth-first" give them to the ranks in turn, stage s to
             rank s % ranks. "zb-v" and "dualpipe-v" have two, laid out as a V: rank r has stages r and
             2 * ranks - 1 - r, so rank 0 has both ends.
 
     Raises:
-        ValueError: what the definition does not allow, with what would do.
+        ValueError: arguments that the schedule does not allow; the message names some that it does.
 
     >>> schedules.make("1f1b", stages=4, microbatches=8).simulate().bubble_fraction  # 3/11
     0.2727...
@@ -103,7 +106,7 @@ class PipelineRank:
         return self.num_ranks - self.index - 1
 
 
-# --- one chunk a rank ------------------------------------------------------------------------------
+# --- one chunk per rank ----------------------------------------------------------------------------
 
 
 def gpipe(rank: PipelineRank) -> Iterator[Action]:
@@ -119,7 +122,7 @@ def one_f_one_b(rank: PipelineRank) -> Iterator[Action]:
         rank 3 of 4   . . .       F B F B F B ...
 
     A rank warms up with one forward for each rank after it: its first backward can only come when the last
-    rank has sent one back. As long as gpipe, but with at most num_ranks - rank in-flight microbatches.
+    rank has sent one back. It takes as long as gpipe, with at most num_ranks - rank in-flight microbatches.
     """
     num_warmup_microbatches = min(rank.ranks_after, rank.num_microbatches)
     num_steady_microbatches = rank.num_microbatches - num_warmup_microbatches
@@ -130,10 +133,10 @@ def one_f_one_b(rank: PipelineRank) -> Iterator[Action]:
 
 
 def zb_h1(rank: PipelineRank) -> Iterator[Action]:
-    """Weight gradients wait until the rank has nothing better to do (Qi et al. 2024, arXiv 2401.10241, 2.1).
+    """1F1B with W delayed, so that the cool-down has W to compute (Qi et al. 2024, arXiv 2401.10241, 2.1).
 
-    1F1B, with W on rank r r microbatches behind I. So rank r keeps r microbatches longer than in 1F1B, and
-    every rank keeps p, as rank 0 does there.
+    On rank r, W runs r microbatches after I. So rank r keeps r microbatches more than in 1F1B, and every rank
+    keeps p, as rank 0 does there.
     """
     return _zero_bubble(rank, num_warmup_microbatches=rank.ranks_after + 1, num_delayed=rank.index)
 
@@ -150,8 +153,8 @@ def _zero_bubble(rank: PipelineRank, num_warmup_microbatches: int, num_delayed: 
     """A warm-up of forwards, then I, W and F in turn, with W `num_delayed` microbatches behind I.
 
     The steady unit is I W F where that of 1F1B is F B, so for the same order the warm-up has one F more.
-    There is a unit for every microbatch, so the warm-up's F are too many. Those of microbatches that do not
-    exist are dropped, which leaves the cool-down.
+    Together, warm-up and steady state write more F than there are microbatches. `_number_words` drops the
+    surplus, which is at the end. What is left of the last units, I and W, is the cool-down.
     """
     num_microbatches = max(rank.num_microbatches, num_delayed)
     warmup = "F " * num_warmup_microbatches
@@ -159,7 +162,7 @@ def _zero_bubble(rank: PipelineRank, num_warmup_microbatches: int, num_delayed: 
     return _number_words(warmup + steady + "W " * num_delayed, rank)
 
 
-# --- any number of chunks a rank, given to the ranks in turn ----------------------------------------
+# --- any number of chunks per rank, given to the ranks in turn --------------------------------------
 
 
 def interleaved(rank: PipelineRank) -> Iterator[Action]:
@@ -168,7 +171,7 @@ def interleaved(rank: PipelineRank) -> Iterator[Action]:
         microbatch   0 1 2 3 0 1 2 3 4 5 6 7 4 5 6 7       p = 4, v = 2: the order of the forwards;
         chunk        0 0 0 0 1 1 1 1 0 0 0 0 1 1 1 1       backwards the same, chunk 1 before chunk 0
 
-    Filling the pipeline takes the time of one chunk a rank instead of v; the price is v times as many
+    Filling the pipeline takes the time of one chunk per rank instead of v; the price is v times as many
     messages. The last group of microbatches may be smaller than p.
     """
     p, v = rank.num_ranks, len(rank.stages)
@@ -191,15 +194,15 @@ def interleaved(rank: PipelineRank) -> Iterator[Action]:
 def breadth_first(rank: PipelineRank) -> Iterator[Action]:
     """All microbatches through one chunk, then through the next (Lamy-Poirier 2023, arXiv 2211.05953).
 
-    As long as interleaved. What happens once a chunk (gathering its weights, reducing its gradients) overlaps
-    with all of the chunk's microbatches.
+    A step takes as long as with interleaved. What happens once per chunk, such as gathering its weights or
+    reducing its gradients, overlaps with all of the chunk's microbatches.
     """
     microbatches = range(rank.num_microbatches)
     yield from (Action(stage, "F", k) for stage in rank.stages for k in microbatches)
     yield from (Action(stage, "B", k) for stage in reversed(rank.stages) for k in microbatches)
 
 
-# --- two chunks a rank, there and back -------------------------------------------------------------
+# --- two chunks per rank, there and back -----------------------------------------------------------
 #
 #     rank     0 1 2 3        The turn is on one rank, and so are both ends: the backward of a microbatch
 #     stage    0 1 2 3        starts where its forward did, and all ranks fill up evenly.
@@ -211,11 +214,11 @@ def zb_v(rank: PipelineRank) -> Iterator[Action]:
     p, r = rank.num_ranks, rank.index
     num_microbatches = max(rank.num_microbatches, 2 * p - 1)
     words = (
-        "F0 " * (2 * (p - r) - 1)  # send microbatches down until the first comes back up,
-        + "F1 F0 " * r  # take it up,
-        + "F1 I1 W " * (p - r)  # and send it back as a gradient
+        "F0 " * (2 * (p - r) - 1)  # send microbatches to the turn until the first comes back,
+        + "F1 F0 " * r  # pass it on towards rank 0,
+        + "F1 I1 W " * (p - r)  # where its backward starts: I1 sends its gradient
         + "F0 I0 W F1 I1 W " * (num_microbatches - 2 * p + r + 1)
-        + "I0 W F1 I1 W " * (p - r - 1)  # the last forwards are on their way up,
+        + "I0 W F1 I1 W " * (p - r - 1)  # the last forwards are on their way back to rank 0,
         + "I0 I1 " * r  # the last gradients go first,
         + "I0 W " * (p - r)  # and the weight gradients that waited fill the gaps
         + "W " * (2 * r)
@@ -224,7 +227,7 @@ def zb_v(rank: PipelineRank) -> Iterator[Action]:
 
 
 def dualpipe_v(rank: PipelineRank) -> Iterator[Action]:
-    """DualPipe (DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1) cut in half: one direction, folded.
+    """One direction of DualPipe (DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1), folded into a V.
 
     It pairs an F0 with a B1 and an F1 with a B0, so that kernels of one overlap messages of the other. Where
     stages send tokens to experts, a pair runs so (`overlapped_pairs.py`). Else a rank does one action after
@@ -232,7 +235,7 @@ def dualpipe_v(rank: PipelineRank) -> Iterator[Action]:
     and W are about equal; the pairs are what it has over zb-v.
     """
     p, r, m = rank.num_ranks, rank.index, rank.num_microbatches
-    # Of the last 2 r + 2 backwards, of chunk 1 and 0 in turn, the later half is split.
+    # Of the last 2 r + 2 backwards the later half is split. Even k are of chunk 1, odd k of chunk 0.
     last_backwards = [f"{'B' if k <= r else 'I'}{1 - k % 2}" for k in range(2 * r + 2)]
     words = (
         "F0 " * (2 * (p - r - 1))
@@ -252,15 +255,16 @@ def dualpipe_v(rank: PipelineRank) -> Iterator[Action]:
 
 def _number_words(words: str, rank: PipelineRank) -> Iterator[Action]:
     """Number words such as F, I1 and W, and leave out the microbatches that do not exist."""
-    next_microbatch: dict[tuple[bool, int], int] = defaultdict(int)  # by forward or backward, and stage
+    next_microbatch: dict[tuple[str, int], int] = defaultdict(int)  # by "forward" or "backward", and stage
     waiting: deque[Action] = deque()  # weight gradients whose I is done
     for word in words.split():
         if word == "W":
             action = waiting.popleft()
         else:
             op, stage = cast(Op, word[0]), rank.stages[int(word[1:] or 0)]
-            action = Action(stage, op, next_microbatch[op == "F", stage])
-            next_microbatch[op == "F", stage] += 1
+            kind = "forward" if op == "F" else "backward"
+            action = Action(stage, op, next_microbatch[kind, stage])
+            next_microbatch[kind, stage] += 1
             if op == "I":
                 waiting.append(Action(stage, "W", action.microbatch))
         if action.microbatch < rank.num_microbatches:
@@ -268,7 +272,7 @@ def _number_words(words: str, rank: PipelineRank) -> Iterator[Action]:
 
 
 def default_chunks(name: str) -> int:
-    """The fewest stages a rank for which a schedule is what its name says: 2 if it has several chunks."""
+    """The fewest `chunks` that `name` allows and that do not make it 1F1B or GPipe under another name."""
     return 1 if name.lower() in _ONE_CHUNK else 2
 
 

@@ -10,11 +10,13 @@ import torch
 import transformers
 from plan_models import use_float64
 from rank_pools import RankPools
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter, load_balancing_loss_func
 
 import hpnb
 from hpnb import Layout, Mesh, expert_parallel
 from hpnb.expert_parallel import ExpertLoads
+from hpnb.mesh import Axis
 from hpnb.placement import full_state_dict
 from hpnb.theory import experts as theory
 
@@ -339,6 +341,38 @@ def test_local_experts_compute_as_the_model_does(pools: RankPools, implementatio
 
 
 # --- bytes and refusals ----------------------------------------------------------------------------------
+
+
+class DataDependentShapes(TorchDispatchMode):
+    """Notes operators whose output's shape depends on values: on a GPU the CPU waits for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.dynamic_output_shape in func.tags and (kwargs or {}).get("output_size") is None:
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_plan_counts_rows_and_waits_for_the_gpu_once() -> None:
+    axis = Axis("ep", 1, 0, None, (0,))
+    chosen = torch.tensor([[2, 0], [2, 1]])
+    with DataDependentShapes() as waits:
+        plan = expert_parallel.plan_dispatch(chosen, 4, axis)
+    assert waits.names == []  # what is left is one .tolist() of the sizes
+    assert plan.order.tolist() == [1, 3, 0, 2]
+    assert plan.tokens_per_expert.tolist() == [1, 1, 2, 0]
+    assert (plan.sent, plan.received, plan.experts.tolist()) == ((4,), (4,), [0, 1, 2, 2])
+    nobody = expert_parallel.plan_dispatch(chosen[:0], 4, axis)
+    assert (nobody.tokens_per_expert.tolist(), nobody.sent, len(nobody.experts)) == ([0] * 4, (0,), 0)
+
+
+@pytest.mark.parametrize("wrong", [-1, 4])
+def test_an_expert_that_does_not_exist_is_refused(wrong: int) -> None:
+    with pytest.raises(ValueError, match=f"a router chose expert {wrong} of 4; use numbers from 0 to 3"):
+        expert_parallel.plan_dispatch(torch.tensor([[0, wrong], [1, 2]]), 4, Axis("ep", 1, 0, None, (0,)))
 
 
 def bytes_of_a_layer() -> tuple[float, float]:

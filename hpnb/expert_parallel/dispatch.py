@@ -6,11 +6,12 @@
     sorted by expert                                             rows   t0->0  t1->1 | t0->2  t1->2
     all-to-all                                                   to rank 0           | to rank 1
 
-Sorted by expert, rows are sorted by rank as well, so one uneven all-to-all moves them. First the ranks
-exchange how many rows each expert gets. No row is dropped or padded, however uneven the routing is. Results
-travel back by the same all-to-all with its sizes exchanged, and each token adds up its k rows, times the
-router's weights, which never leave their rank. The backward sends the same bytes once more. Lepikhin et al.
-2020 (GShard, arXiv 2006.16668) dispatch so with a capacity; Gale et al. 2022 (arXiv 2211.15841) without.
+A row is a copy of a token's hidden state, one for each of its k experts. Sorted by expert, rows are sorted by
+rank as well, so one uneven all-to-all (`comm.exchange_rows`) moves them. First the ranks exchange how many
+rows each expert gets. No row is dropped or padded, however uneven the routing is. Results travel back by the
+same all-to-all with its sizes exchanged, and each token adds up its k rows, times the router's weights, which
+never leave their rank. The backward sends the same bytes once more. Lepikhin et al. 2020 (GShard, arXiv
+2006.16668) dispatch so with a capacity; Gale et al. 2022 (arXiv 2211.15841) without.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ class Dispatch:
     """Where the rows of this rank's n tokens go, and what comes here.
 
     Attributes:
-        order: (n k,): place i of the sorted rows has row `order[i]` of (n k); row j belongs to token j // k.
+        order: (n k,): row i, sorted by expert, is row `order[i]` of `chosen.reshape(-1)`; row j is a copy of
+            the hidden state of token j // k.
         tokens_per_expert: (E,): how many of this rank's rows each expert gets.
-        sent, received: rows to and from every rank of the axis.
+        sent, received: how many rows go to, and come from, each rank of the axis.
         experts: (sum(received),): which of this rank's experts each received row is for.
     """
 
@@ -53,29 +55,36 @@ def plan_dispatch(chosen: torch.Tensor, num_experts: int, axis: Axis) -> Dispatc
         num_experts: E, on all ranks of the axis together.
 
     Raises:
-        ValueError: the experts cannot be shared equally.
+        ValueError: the experts cannot be shared equally, or a token chose one that does not exist.
     """
     check_divides(num_experts, axis.size)
     flat = chosen.reshape(-1)
-    order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=num_experts)  # (E,)
+    by_expert, order = flat.sort(stable=True)
+    # Not bincount, whose shape depends on values: on a GPU the CPU would wait for it.
+    bounds = torch.searchsorted(by_expert, torch.arange(num_experts + 1, device=flat.device).to(flat))
+    counts = bounds.diff()  # (E,)
     by_rank = counts.view(axis.size, -1)  # (ep, E / ep)
     received = by_rank
     if axis.size > 1:
-        received = torch.empty_like(by_rank)  # from every rank, for each expert of this one
+        received = torch.empty_like(by_rank)  # received[r, e]: rows from rank r for expert e of this rank
         with communication("all_to_all", axis.name, counts.nbytes, axis.ranks):
             message = dist.all_to_all_single(received, by_rank.contiguous(), group=axis.group, async_op=True)
             wait_for(message, counts.nbytes * (axis.size - 1) // axis.size)
-    sizes = torch.stack([by_rank.sum(1), received.sum(1)]).tolist()  # the one time that the CPU waits
-    numbers = torch.arange(by_rank.size(1), device=flat.device).repeat(axis.size)
-    experts = numbers.repeat_interleave(received.reshape(-1))
+    sizes = torch.stack([by_rank.sum(1), received.sum(1)]).tolist()  # the only place where the CPU waits
+    if sum(sizes[0]) != len(flat):
+        wrong = next(expert for expert in flat.tolist() if not 0 <= expert < num_experts)
+        raise ValueError(
+            f"a router chose expert {wrong} of {num_experts}; use numbers from 0 to {num_experts - 1}"
+        )
+    local_experts = torch.arange(by_rank.size(1), device=flat.device).repeat(axis.size)
+    experts = local_experts.repeat_interleave(received.reshape(-1), output_size=sum(sizes[1]))
     return Dispatch(order, counts, tuple(sizes[0]), tuple(sizes[1]), experts)
 
 
 def dispatch_rows(hidden: torch.Tensor, plan: Dispatch, axis: Axis) -> torch.Tensor:
     """(n, h) tokens of this rank -> (sum(received), h) rows for this rank's experts."""
-    k = len(plan.order) // max(1, len(hidden))
-    return exchange_rows(hidden[plan.order // max(1, k)], axis, plan.sent, plan.received)
+    k = max(1, len(plan.order) // max(1, len(hidden)))  # 1 for a rank without tokens
+    return exchange_rows(hidden[plan.order // k], axis, plan.sent, plan.received)
 
 
 def combine_rows(rows: torch.Tensor, weights: torch.Tensor, plan: Dispatch, axis: Axis) -> torch.Tensor:
@@ -93,11 +102,12 @@ def combine_rows(rows: torch.Tensor, weights: torch.Tensor, plan: Dispatch, axis
 
 def check_divides(num_experts: int, ranks: int, where: str = "the model") -> None:
     """Refuse ranks that cannot hold equally many experts."""
-    if num_experts % ranks:
-        fits = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
-        raise ValueError(
-            f"{where} has {num_experts} experts, which {ranks} ranks cannot hold in equal numbers; use an "
-            f"ep_size of {', '.join(map(str, fits[:-1]))} or {fits[-1]}"
-            if len(fits) > 1
-            else f"{where} has 1 expert, which {ranks} ranks cannot share; use ep_size=1"
-        )
+    if num_experts % ranks == 0:
+        return
+    if num_experts == 1:
+        raise ValueError(f"{where} has 1 expert, which {ranks} ranks cannot share; use ep_size=1")
+    fits = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
+    raise ValueError(
+        f"{where} has {num_experts} experts, which {ranks} ranks cannot hold in equal numbers; use an "
+        f"ep_size of {', '.join(map(str, fits[:-1]))} or {fits[-1]}"
+    )

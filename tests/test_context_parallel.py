@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from rank_pools import RankPools
 
 import hpnb
-from hpnb import Layout, Mesh
+from hpnb import Layout, Mesh, comm
 from hpnb.context_parallel import (
     Chunk,
     Ring,
@@ -30,6 +30,7 @@ from hpnb.context_parallel import (
 from hpnb.context_parallel import fused as fused_module
 from hpnb.context_parallel.blockwise import block_backward
 from hpnb.context_parallel.visibility import Pair, find_pairs, find_pairs_with_all
+from hpnb.mesh import Axis
 
 
 @pytest.fixture(scope="module")
@@ -251,6 +252,36 @@ def test_too_many_packed_texts_are_masked(monkeypatch: pytest.MonkeyPatch) -> No
 def test_ulysses_takes_heads_that_do_not_divide(pools: RankPools) -> None:
     for results in pools[3].run(attend, "ulysses", kv_heads=2):
         assert max(results[name] for name in ("out", "q", "k", "v")) < 1e-12
+
+
+def bytes_in_16_bits(mode: str) -> tuple[float, float]:
+    """Bytes that leave this rank forward and backward, over those of its keys and values."""
+    axis = Mesh(Layout(cp=hpnb.world_size())).cp
+    attention = {"ring": ring_attention, "all-gather": all_gather_attention}[mode]
+    q, k, v = (torch.randn(1, h, 4, 8, dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2))
+    with hpnb.record.traffic() as sent:
+        out = attention(q, k, v, Ring.of(axis, 4, zigzag=True), Visibility(causal=True), 8**-0.5)
+        forward = sent.bytes["cp"]
+        out.sum().backward()
+    return forward / (2 * k.nbytes), (sent.bytes["cp"] - forward) / (2 * k.nbytes)
+
+
+@pytest.mark.parametrize("mode", ["ring", "all-gather"])
+def test_gradients_of_16_bits_travel_in_float32(mode: str, pools: RankPools) -> None:
+    assert pools[3].run(bytes_in_16_bits, mode) == [(2, 2 + 2 * 2)] * 3
+
+
+def test_ulysses_copies_nothing_where_heads_divide(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchanged: list[torch.Tensor] = []
+
+    def exchange(x: torch.Tensor, axis: Axis, split_dim: int, concat_dim: int) -> torch.Tensor:
+        exchanged.append(x)
+        return x
+
+    monkeypatch.setattr(comm, "all_to_all", exchange)
+    q, k, v = (torch.randn(1, 4, 6, 8) for _ in range(3))
+    ulysses_attention(q, k, v, Axis("cp", 1, 0, None, (0,)), Visibility(causal=True), 8**-0.5)
+    assert [x.data_ptr() for x in exchanged[:3]] == [x.data_ptr() for x in (q, k, v)]
 
 
 # --- the mesh --------------------------------------------------------------------------------------------

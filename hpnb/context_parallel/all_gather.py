@@ -11,10 +11,10 @@ A chunk of queries has two blocks at most, whatever cp is: all keys before it, a
 or two for each of cp steps, and its kernels are shorter. In return nothing is computed while keys and values
 travel, and a rank has those of the whole sequence for the time of one attention. They are not kept: the
 backward gathers them once more, and reduce-scatters their gradients. Each rank sends, for its n bytes of keys
-and values, what a ring sends:
+and values in w bytes a value, what a ring sends:
 
     forward     (cp - 1) n
-    backward    (cp - 1) n  +  (cp - 1) n of gradients, in float32 or wider
+    backward    (cp - 1) n  +  (cp - 1) n max(w, 4) / w of gradients, in float32 or wider
 
 Llama 3 was trained so, because grouped queries make n small beside the computing, and because masks of packed
 texts are as simple as on one rank (Grattafiori et al. 2024, arXiv 2407.21783, section 3.3.2).

@@ -35,7 +35,7 @@ from hpnb.context_parallel.all_gather import all_gather_attention
 from hpnb.context_parallel.ring import Ring, ring_attention
 from hpnb.context_parallel.shard_patches import shard_patches
 from hpnb.context_parallel.shard_sequence import shard_batch, token_mask
-from hpnb.context_parallel.ulysses import refuse_heads, ulysses_attention
+from hpnb.context_parallel.ulysses import too_few_heads_message, ulysses_attention
 from hpnb.context_parallel.visibility import Visibility
 from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.layout import CP_MODES, CP_MODES_IN_WORDS
@@ -74,7 +74,7 @@ def parallelize(model: nn.Module, axis: Axis | Mesh, mode: str = "ring") -> Cont
     _check_dropout(model)
     heads = getattr(model.config, "num_attention_heads", axis.size)
     if mode == "ulysses" and heads < axis.size:  # fewer on a rank, by tensor parallelism, the forward refuses
-        raise ValueError(refuse_heads(heads, axis.size))
+        raise ValueError(too_few_heads_message(heads, axis.size))
     name = f"hpnb_{mode.replace('-', '_')}_{next(_numbers)}"
     AttentionInterface.register(name, context.attend)
     _exchange_attention(model, name)

@@ -1,30 +1,36 @@
 """Ring attention: keys and values travel round the ranks of the context axis, queries stay.
 
-    step    rank 0 attends to    rank 1    rank 2    rank 3        and meanwhile
-    0       keys of rank 0       1         2         3             the block goes on to rank r + 1
-    1       keys of rank 3       0         1         2
-    2       keys of rank 2       3         0         1
-    3       keys of rank 1       2         3         0             nothing is sent
+            keys and values of rank
+    step    on rank 0    1    2    3
+    0               0    1    2    3     every rank r sends the block that it attends to on to rank r + 1
+    1               3    0    1    2     the same
+    2               2    3    0    1     the same
+    3               1    2    3    0     nothing is sent
 
-After cp steps every query has met every key, and no rank has held more than two blocks (Liu et al. 2023,
-"Ring attention with blockwise transformers", arXiv 2310.01889). Each rank sends, for blocks of n bytes of
-keys and values together,
+Each rank merges the block of a step into a running output O and log-sum-exp L of the scores (`blockwise.py`):
+
+    L' = log(exp L + exp L_block)      O' = exp(L - L') O + exp(L_block - L') O_block
+
+After cp steps every query has met every key. A rank holds at most two blocks at a time, beside the keys and
+values of its tokens (Liu et al. 2023, "Ring attention with blockwise transformers", arXiv 2310.01889). It
+sends cp - 1 messages forward and 2 (cp - 1) backward. For n bytes of keys and values, w bytes a value:
 
     forward     (cp - 1) n
-    backward    (cp - 1) n        keys and values once more
-              + (cp - 1) n        their gradients, which travel one rank behind and end at home
+    backward    (cp - 1) n                  keys and values once more
+              + (cp - 1) n max(w, 4) / w    their gradients, in float32 or wider: twice the bytes in 16 bits
 
-Grouped queries make n small: keys and values are sent once a group.
+A gradient travels one rank behind its block, and ends on the rank that has the keys. Grouped queries make n
+small: keys and values are sent once per group of query heads.
 
 Blocks whose queries see all keys, or a triangle of them, are computed by fused kernels (`fused.py`). With a
-zigzag and a causal mask that is every block:
+zigzag (`shard_sequence.py`) and a causal mask that is every block:
 
     keys of this rank       both chunks of queries see both chunks of keys, as a triangle
-    of a rank before        both chunks of queries see the first chunk of keys
-    of a rank after         the second chunk of queries sees both chunks of keys
+    of a lower rank         both chunks of queries see the first chunk of keys
+    of a higher rank        the second chunk of queries sees both chunks of keys
 
-Packed texts are such blocks, too. Windows, soft caps and float64 on a GPU go by matrix products
-(`blockwise.py`).
+Packed texts are such blocks, too. Matrix products (`blockwise.py`) compute the blocks that need another mask,
+as at the edge of a window, and every block with a soft cap or in float64 on a GPU.
 """
 
 from __future__ import annotations
@@ -129,6 +135,7 @@ def local_attention(
     scale: float,
 ) -> torch.Tensor:
     """The same where this rank of `axis` has all tokens: (B, H, s, d), (B, H_kv, s, d) -> (B, H, s, d)."""
+    # Its group stays that of all ranks, which is never used: on an axis of one rank nothing is sent.
     alone = replace(axis, size=1, rank=0, ranks=(axis.ranks[axis.rank],))
     return ring_attention(q, k, v, Ring(alone, ((Chunk(0, q.size(2)),),)), visible, scale)
 
@@ -168,23 +175,24 @@ class _RingAttention(torch.autograd.Function):
         attention, dout = ctx.attention, grads[0]
         fused = attention.kernel is not None
         dq, block = torch.zeros_like(q, dtype=lse.dtype), torch.stack([k, v])
-        home = dblock = torch.empty(0)
+        local_grad = dblock = torch.empty(0)  # local_grad: of this rank's block, by this rank's queries
         for step in range(ranks):
             arriving = ring.pass_on(block) if step < ranks - 1 else None
-            # The gradients of the block that came in this step left rank r - 1 after the step before.
+            # Rank r - 1 had this block one step ago, and its sum arrives now. In step 1 the sum is empty:
+            # the rank that has the keys keeps its summand until the end (`local_grad`).
             coming = ring.pass_on(dblock) if step > 1 else None
-            local = torch.zeros_like(block, dtype=lse.dtype)
+            block_grad = torch.zeros_like(block, dtype=lse.dtype)
             for pair in ring.pairs((rank - step) % ranks, visible, q.device, fused):
-                add_gradients(attention, pair, dout, q, block, out, lse, dq, local)
+                add_gradients(attention, pair, dout, q, block, out, lse, dq, block_grad)
             if step == 0:
-                home = local  # stays: it is added when the others' sum comes home
+                local_grad = block_grad
             else:
-                dblock = local if coming is None else local + coming()
+                dblock = block_grad if coming is None else block_grad + coming()
             if arriving is not None:
                 block = arriving()
         if ranks > 1:
-            home = home + ring.pass_on(dblock)()
-        return dq.to(q.dtype), home[0].to(k.dtype), home[1].to(v.dtype), None, None, None
+            local_grad = local_grad + ring.pass_on(dblock)()
+        return dq.to(q.dtype), local_grad[0].to(k.dtype), local_grad[1].to(v.dtype), None, None, None
 
 
 # --- one pair of a chunk of queries and a chunk of keys ----------------------------------------------------
@@ -201,9 +209,9 @@ def merge_pair(
         block: keys and values, (2, B, H_kv, s_k, d).
     """
     keys, values = block[:, pair.samples, :, pair.keys]
-    here = pair.samples, slice(None), pair.queries
-    forward = attention.forward(pair, q[here], keys, values)
-    out[here], lse[here] = merge_blocks(out[here], lse[here], *forward)
+    query_index = pair.samples, slice(None), pair.queries
+    forward = attention.forward(pair, q[query_index], keys, values)
+    out[query_index], lse[query_index] = merge_blocks(out[query_index], lse[query_index], *forward)
 
 
 def add_gradients(
@@ -211,10 +219,12 @@ def add_gradients(
     out: torch.Tensor, lse: torch.Tensor, dq: torch.Tensor, dblock: torch.Tensor,
 ) -> None:  # fmt: skip
     """Add the gradients of one pair to dq and dblock, given out and lse over all keys."""
-    there = slice(None), pair.samples, slice(None), pair.keys
-    here = there[1], slice(None), pair.queries
-    keys, values = block[there]
-    pieces = attention.backward(pair, dout[here], q[here], keys, values, out[here], lse[here])
-    dq[here] += pieces[0]
-    for gradient, piece in zip(dblock[there], pieces[1:], strict=True):
+    key_index = slice(None), pair.samples, slice(None), pair.keys
+    query_index = pair.samples, slice(None), pair.queries
+    keys, values = block[key_index]
+    pieces = attention.backward(
+        pair, dout[query_index], q[query_index], keys, values, out[query_index], lse[query_index]
+    )
+    dq[query_index] += pieces[0]
+    for gradient, piece in zip(dblock[key_index], pieces[1:], strict=True):
         gradient += piece

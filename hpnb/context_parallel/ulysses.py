@@ -1,15 +1,16 @@
 """Ulysses: instead of sharding the tokens, shard the heads for the time of the attention.
 
-    (B, H, s / cp, d)   all tokens of some heads?   no: some tokens of all heads
+    (B, H, s / cp, d)   some tokens of all heads
          | all-to-all
     (B, H / cp, s, d)   all tokens of some heads: an ordinary attention
          | all-to-all
     (B, H, s / cp, d)
 
-Each rank sends (cp - 1) / cp of its shard of q, k, v and of the output, whatever s is (Jacobs et al. 2023,
+Each rank sends (cp - 1) / cp of its shard of q, k, v and of the output in the forward, and as much of their
+gradients in the backward. So the bytes per rank hardly change if s and cp grow together (Jacobs et al. 2023,
 "DeepSpeed Ulysses", arXiv 2309.14509, section 3.2). A ring sends keys and values cp - 1 times; but it also
-works with more ranks than heads. Where there are fewer key-value heads than ranks, or cp does not divide
-them, they are repeated before they are sent.
+works with more ranks than heads. Where cp does not divide the key-value heads or the query heads, key-value
+heads are repeated to as many as query heads before they are sent, even if fewer would do.
 """
 
 from __future__ import annotations
@@ -50,17 +51,18 @@ def ulysses_attention(
     """
     heads = q.size(HEADS)
     if heads < axis.size:
-        raise ValueError(refuse_heads(heads, axis.size))
+        raise ValueError(too_few_heads_message(heads, axis.size))
+    # Otherwise query heads would land on other ranks than the key-value heads of their groups.
     if k.size(HEADS) % axis.size or heads % axis.size:
         k, v = (x.repeat_interleave(heads // k.size(HEADS), HEADS) for x in (k, v))
-    # Heads that do not divide: as many with zeros as are missing, on the last ranks.
-    missing = -heads % axis.size
-    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, missing)) for x in (q, k, v))
+    # Heads of zeros up to a multiple of the ranks: they land on the last ranks and are cut off at the end.
+    if missing := -heads % axis.size:
+        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, missing)) for x in (q, k, v))
     q, k, v = (comm.all_to_all(x, axis, split_dim=HEADS, concat_dim=TOKENS) for x in (q, k, v))
     all_tokens = Chunk(0, q.size(TOKENS))
     keys = visible.without_padding(all_tokens)
-    k, v = (x[:, :, : keys.size] for x in (k, v))
-    if softcap is None and visible.runs is not None:  # packed texts: each sees itself alone
+    k, v = (x[:, :, : keys.size] for x in (k, v))  # queries of padding stay: their outputs are not used
+    if softcap is None and visible.runs is not None:  # packed texts: by the ring's blocks, on one rank
         out = local_attention(q, k, v, axis, visible, scale)
     elif softcap is None and visible.is_triangle(all_tokens, keys):
         out = _attention(q, k, v, scale, is_causal=True)
@@ -70,8 +72,8 @@ def ulysses_attention(
     return comm.all_to_all(out, axis, split_dim=TOKENS, concat_dim=HEADS)[:, :heads]
 
 
-def refuse_heads(heads: int, ranks: int) -> str:
-    """Why so many heads are too few."""
+def too_few_heads_message(heads: int, ranks: int) -> str:
+    """The error message for an attention that has fewer heads than ranks."""
     return (
         f"Ulysses gives each of {ranks} ranks a head, and an attention has {heads} on a rank; use "
         f"cp_size={heads}{' or less' if heads > 1 else ''}, or context_parallel='ring'"
@@ -88,7 +90,7 @@ def _masked_attention(
 ) -> torch.Tensor:
     if softcap is not None:
         return block_forward(q, k, v, scale, mask, softcap)[0].to(q.dtype)
-    return _attention(q, k, v, scale, None if mask is None else mask[:, 0])
+    return _attention(q, k, v, scale, None if mask is None else mask[:, 0])  # (B, 1, s, s)
 
 
 def _attention(

@@ -1,9 +1,15 @@
-"""Forward hooks that change a module's input or its output, or do something around its forward."""
+"""Forward hooks that change a module's input or its output, or do something around its forward.
+
+A copy of a model must not use the original's regions and sums. `copy.deepcopy` follows a partial and a bound
+method, but shares a function, also what it has captured. So a hook that keeps a module, or an object with
+modules in it, is a partial or a bound method.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,33 +22,44 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 def change_input(module: nn.Module, change: Change, prepend: bool = False) -> None:
     """Apply `change` to the module's first argument, however it is passed."""
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
-            return (change(args[0]), *args[1:]), kwargs
-        name = next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor))
-        return args, {**kwargs, name: change(kwargs[name])}
-
+    hook = partial(_change_first_argument, change)
     module.register_forward_pre_hook(hook, with_kwargs=True, prepend=prepend)
 
 
 def change_output(module: nn.Module, change: Change) -> None:
-    module.register_forward_hook(lambda module, args, output: change(output))
+    module.register_forward_hook(partial(_change_output, change))
 
 
 def before_forward(module: nn.Module, call: Callable[[], None]) -> None:
-    module.register_forward_pre_hook(lambda *_: call())
+    module.register_forward_pre_hook(partial(_call, call))
 
 
 def after_forward(module: nn.Module, call: Callable[[], None]) -> None:
     """Not called if the forward raised."""
-    module.register_forward_hook(lambda *_: call())
+    module.register_forward_hook(partial(_call, call))
 
 
 def around_forward(module: nn.Module, begin: Callable[[], None], end: Callable[[], None]) -> None:
     """Call `begin` before all other hooks of a forward, and `end` after it, also if it raised."""
-    module.register_forward_pre_hook(lambda *_: begin(), prepend=True)
-    module.register_forward_hook(lambda *_: end(), always_call=True)
+    module.register_forward_pre_hook(partial(_call, begin), prepend=True)
+    module.register_forward_hook(partial(_call, end), always_call=True)
+
+
+def _change_first_argument(
+    change: Change, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    name = next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor))
+    return args, {**kwargs, name: change(kwargs[name])}
+
+
+def _change_output(change: Change, _: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return change(output)
+
+
+def _call(call: Callable[[], None], *_: Any) -> None:
+    call()
 
 
 def explain_first_failure(block: Part, ranks: int, roles: str, sequence_parallel: bool) -> None:

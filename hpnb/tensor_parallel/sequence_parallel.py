@@ -60,7 +60,7 @@ class SequenceSharding:
         self._seen_shapes: dict[int, set[tuple[int, int]]] = defaultdict(set)  # by tokens of this rank
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceSharding:
-        return self  # hooks are functions, which a copy of a model shares, and they set the shape here
+        return self  # hooks that are functions set the shape here, and a copy of a model shares them
 
     @property
     def sizes(self) -> tuple[int, ...]:

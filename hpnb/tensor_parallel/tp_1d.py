@@ -194,8 +194,8 @@ class TensorParallel1D(TensorParallelMode):
         """
         checkpoints_itself = hasattr(block, "gradient_checkpointing")
 
-        def add_shape(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            if block.training and (block.gradient_checkpointing if checkpoints_itself else True):
+        def add_shape(block: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            if block.training and (not checkpoints_itself or block.gradient_checkpointing):
                 return args, {**kwargs, _SHAPE_ARGUMENT: self.sharding.shape}
             return None
 
@@ -218,10 +218,7 @@ class TensorParallel1D(TensorParallelMode):
         """Sharded activations draw from this rank's state: with sequence parallelism all of a block, else
         what lies between a column- and a row-parallel layer."""
 
-        def draw_independently() -> None:
-            if block.training:
-                self.dropout_rng.use_rank_state()
-
+        draw_independently = partial(_draw_independently, block, self.dropout_rng)
         if self.sharding.enabled:
             before_forward(block, draw_independently)
         else:
@@ -258,7 +255,9 @@ class TensorParallel1D(TensorParallelMode):
                 grad_sums = self._grad_sums.setdefault(module, [])
                 grad_sums.append(grad_sum)
                 if len(grad_sums) == 1:
-                    _use_summed_weights(module, names, grad_sums)
+                    weights = _SummedWeights(names, grad_sums)
+                    module.register_forward_pre_hook(weights.replace)
+                    module.register_forward_hook(weights.restore, always_call=True)
         around_forward(model.module.get_submodule(path), grad_sum.begin, grad_sum.end)
 
     def _last_norm(self, heads: Sequence[str], model: ModelToShard) -> str:
@@ -302,28 +301,35 @@ def _sums_grads(roles: Mapping[str, Role]) -> bool:
     return any(role.sum_grads for role in roles.values())
 
 
-def _use_summed_weights(
-    module: nn.Module, names: Sequence[str], grad_sums: Sequence[ReplicatedGradSum]
-) -> None:
-    """Use a weight in the forward of `module` through the node that sums its gradient over the ranks.
+def _draw_independently(block: nn.Module, dropout_rng: DropoutRng) -> None:
+    if block.training:
+        dropout_rng.use_rank_state()
+
+
+class _SummedWeights:
+    """Use a weight in a module's forward through the node that sums its gradient over the ranks.
 
     As in FSDP, another tensor stands under the weight's name while the forward runs, so `named_parameters`
-    lacks the weight then. If several blocks share `module`, the node is that of the block that runs.
+    lacks the weight then. If several blocks share the module, the node is that of the block that runs. If
+    none runs, because the layer is called by itself, each weight gets a node and a message alone.
     """
-    parameters: dict[str, nn.Parameter] = {}
 
-    def replace(*_: Any) -> None:
-        grad_sum = next((grad_sum for grad_sum in grad_sums if grad_sum.is_begun), grad_sums[0])
-        for name in names:
+    def __init__(self, names: Sequence[str], grad_sums: Sequence[ReplicatedGradSum]) -> None:
+        self.names, self.grad_sums = names, grad_sums
+        self._parameters: dict[str, nn.Parameter] = {}
+
+    def replace(self, module: nn.Module, *_: Any) -> None:
+        """A hook before the module's forward."""
+        running = (grad_sum for grad_sum in self.grad_sums if grad_sum.is_begun)
+        grad_sum = next(running, self.grad_sums[0])
+        for name in self.names:
             parameter = module._parameters[name]
             assert parameter is not None
-            parameters[name] = parameter
+            self._parameters[name] = parameter
             module._parameters[name] = grad_sum.weight(parameter)  # type: ignore[assignment]
 
-    def restore(*_: Any) -> None:
-        for name, parameter in parameters.items():
+    def restore(self, module: nn.Module, *_: Any) -> None:
+        """A hook after it."""
+        for name, parameter in self._parameters.items():
             module._parameters[name] = parameter
-        parameters.clear()
-
-    module.register_forward_pre_hook(replace)
-    module.register_forward_hook(restore, always_call=True)
+        self._parameters.clear()

@@ -4,11 +4,14 @@
     grad = (1/N) sum over ranks r of grad_r            one all-reduce, bucket by bucket, during the backward
 
 Replicas that start equal and apply equal gradients stay equal. So parameters and buffers are sent once, at
-the start, and only buffers (batch statistics) again before each forward. Which bucket is sent when is decided
-in `reducer.py`.
+the start, and only buffers (batch statistics) again before each forward.
 
-A mean of means is not the mean if ranks have unequally many samples. `global_mean` divides each rank's sum by
-the count over all ranks.
+A sink (`GradientSink`) sums the gradients: a `Reducer`, a `SplitReducer` with experts, or a `ZeroOptimizer`.
+DataParallel hooks the parameters and calls the sink when a gradient is ready. By `set_reducer` it registers
+itself for them, so that nothing else reduces them too.
+
+A mean of means is not the mean if ranks have unequally many samples. `global_mean` multiplies each rank's sum
+by N / (count over all ranks), and the mean over N ranks is then the mean over all samples.
 """
 
 from __future__ import annotations
@@ -42,11 +45,11 @@ class DataParallel(nn.Module):
             all-reduce a step, by which the ranks agree on them. The gradient of one that no rank uses stays
             None.
         check_reduction: compare the reduced gradients of all ranks after every backward, which takes time.
-        gradient_as_bucket_view: .grad is a view of its bucket. Do not keep one over the next backward. False
-            copies. With `zero_grad(set_to_none=False)` gradients then exist once. After PyTorch's default,
-            which sets them to None, a backward makes new ones beside the buckets, and each stays until its
-            bucket is full: at most one more bucket, or all of them in a pipeline and after `no_sync`, where
-            nothing is sent before the last backward.
+        gradient_as_bucket_view: .grad is a view of its bucket. Do not keep one over the next backward. With
+            `zero_grad(set_to_none=False)` gradients exist once. After PyTorch's default, which sets them to
+            None, a backward makes new ones beside the buckets, and each stays until its bucket is full: at
+            most one more bucket, or all of them in a pipeline and after `no_sync`, where nothing is sent
+            before the last backward. False copies.
         static_graph: every step uses the same parameters in the same order, which is learned from the first.
         overlap_communication: reduce during the backward; False does it after.
         copy_engines: on GPUs of one node, reduce by their copy engines instead of kernels, which take
@@ -54,7 +57,8 @@ class DataParallel(nn.Module):
         average: False sums instead, for losses that are divided by the global count already. The mean of the
             ranks' means is right if all have equally many samples.
         expert_axis: the ranks that hold the same experts, `mesh.edp`, if experts are sharded
-            (`hpnb.expert_parallel`). Their gradients have the tokens of the other ranks already.
+            (`hpnb.expert_parallel`). An expert sees the tokens that all ranks of `mesh.ep` have sent to it,
+            so its gradient is a sum over them already.
 
     All ranks wrap the same model with the same options, freeze parameters before, and run several wrapped
     models in one order. Register a hook that changes gradients before wrapping, or as `register_hook`. Save
@@ -65,7 +69,7 @@ class DataParallel(nn.Module):
 
     Raises:
         ValueError: a model without trained parameters, on the meta device, wrapped before, or not the same on
-            all ranks.
+            all ranks; options that differ between ranks.
         RuntimeError: in the backward, if parameters got no gradient and find_unused_parameters is off.
 
     >>> def step(x):
@@ -96,7 +100,7 @@ class DataParallel(nn.Module):
         axis = axis_of(axis, "dp")
         self.module, self.axis, self.broadcast_buffers = module, axis, broadcast_buffers
         self._sync = True
-        self._in_backward = False  # `_finish` is queued, for its end
+        self._in_backward = False  # `_finish` is queued for the end of the running backward
         _check(module)
         named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         options: dict[str, Any] = {
@@ -130,19 +134,21 @@ class DataParallel(nn.Module):
         self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
         self._hooks = hook_gradients(module.parameters(), self._on_gradient)
         if average and experts and expert_axis is not None:
-            # An expert's gradient has the tokens of all ranks of ep already, and the reducer divides it by
-            # edp.size. To divide by dp.size instead, it is multiplied by their ratio first.
+            # An expert's gradient is a sum over the tokens of all ranks of ep already, and the reducer
+            # divides by edp.size. To divide by dp.size instead, it is multiplied by their ratio first.
             ratio = expert_axis.size / axis.size
             for p in experts:
                 if p.requires_grad:
                     self._hooks.append(p.register_hook(lambda grad: grad * ratio))
         if not average and earlier_sink is None:
+            # If a second backward added to a sum that is reduced already, every rank would send that sum
+            # again (`Reducer.before_accumulation`). Means need no hook: the mean of N equal ones is itself.
             for p in module.parameters():
                 if p.requires_grad:
                     self._hooks.append(p.register_hook(partial(self._before_accumulation, p)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._in_backward and not in_backward():  # an exception has ended the last backward
+        if self._in_backward and not in_backward():  # an exception ended it before `_finish`
             self._in_backward = False
             self.sink.drop()
         if self.broadcast_buffers and self.training and self._sync:
@@ -168,7 +174,7 @@ class DataParallel(nn.Module):
         return self.module
 
     def hand_over(self) -> GradientSink:
-        """Stop reducing by itself, and return what reduces, for a caller that says when."""
+        """Remove the hooks and return the sink, for a pipeline, which calls `ready` and `finish` itself."""
         self.detach()
         return self.sink
 

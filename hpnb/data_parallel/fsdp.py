@@ -8,11 +8,13 @@ block just before it computes.
 While a block computes, the next one is gathered. After it, its full parameters are freed. In the backward (')
 its gradients are summed, and each rank keeps its shard. With p ranks and n bytes of parameters:
 
-    memory    16 n'/p bytes for n' parameters in mixed precision, and `prefetch` + 1 full blocks at a time
+    memory    16 P/p bytes for P parameters in mixed precision, the full root, and `prefetch` + 1 full blocks
     traffic   3 (p-1)/p n: two all-gathers and a reduce-scatter, where replicas all-reduce 2 (p-1)/p n
 
 With `replicas` the ranks are a grid (HSDP): p shard the parameters, usually those of a node, and r nodes hold
 the same. A shard's gradient is then all-reduced over its r ranks, 2 (r-1)/r n/p bytes between nodes.
+
+The hooks are in `fsdp_hooks.py`, the units in `fsdp_units.py`, and flat storage in `flat_params.py`.
 
 After Rajbhandari et al. 2020, *ZeRO* (arXiv 1910.02054), sections 5.3 and 7, and Zhao et al. 2023, *PyTorch
 FSDP* (arXiv 2304.11277). The root is what lies in no block. It stays unsharded from its forward to the end of
@@ -37,7 +39,7 @@ from hpnb.data_parallel.split_reducer import is_expert
 from hpnb.gradients import GradientSink
 from hpnb.mesh import Axis, Mesh, axis_of
 from hpnb.meta_device import fill_buffers
-from hpnb.placement import load_full_state_dict as load_full_state_dict
+from hpnb.placement import load_full_state_dict as load_full_state_dict  # re-exported
 from hpnb.ranks.current_rank import device as this_device
 
 M = TypeVar("M", bound=nn.Module)
@@ -64,7 +66,8 @@ def fully_shard(
     parameter's data becomes this rank's elements (n,), and its .grad the mean over the ranks of theirs. The
     module goes to `hpnb.device()`, unit by unit, with the values of the axis's rank 0. Buffers are
     replicated, and equal at the start only. Earlier gradients are dropped, and hooks of parameters do not
-    fire. All ranks call this and run the same units. Make master weights (`hpnb.precision`) after it.
+    fire. All ranks call this with the same options, and run the same units. Make master weights
+    (`hpnb.precision`) after it.
 
     Whatever looks at a parameter's shape, or at all gradients, silently sees this rank's elements only. So:
 
@@ -81,7 +84,7 @@ def fully_shard(
     A model on the meta device gets zeros, to be filled by `load_full_state_dict`. It never exists in full.
 
     Args:
-        axis: the data axis, `mesh.dp`; of a mesh that one is taken.
+        axis: the data axis `mesh.dp`, or a Mesh, whose `dp` is taken.
         replicas: ranks that hold the same shard, for shards within a node and replicas over nodes:
             `replicas, axis = mesh.dp.split(nodes, gpus_per_node)`. Gradients are the mean over both.
         expert_axes: (replicas, axis) of experts, if they are sharded over `mesh.ep`. Other ranks hold other
@@ -116,7 +119,7 @@ def fully_shard(
     _check_replica_axis(axis, replicas)
     for what, kind in (("dtype", dtype), ("communication_dtype", communication_dtype)):
         if kind is not None and not kind.is_floating_point:
-            raise ValueError(f"{what}={kind} has no gradients; torch.bfloat16 would do")
+            raise ValueError(f"{what}={kind} is not a floating-point dtype; use torch.bfloat16, say")
     if prefetch < 0:
         raise ValueError(f"prefetch={prefetch} is not a number of units; 0 gathers each when it is needed")
     if fsdp_state_of(module) is not None:
@@ -135,12 +138,13 @@ def fully_shard(
     }
     check_replicas(dict(module.named_parameters()), axis, options)
     device = this_device()
+    # Sent over replicas first and then over shards, the values of one rank reach all.
     axes = [axis] if replicas is None or replicas.size == 1 else [replicas, axis]
     if len(axes) > 1:
         check_replicas(dict(module.named_parameters()), axes[0], options)
 
-    def make_policy(same_shards: Axis | None) -> FSDPPolicy:
-        background = None if same_shards is None or same_shards.size == 1 else Background(same_shards, device)
+    def make_policy(replicas: Axis | None) -> FSDPPolicy:
+        background = None if replicas is None or replicas.size == 1 else Background(replicas, device)
         return FSDPPolicy(device, dtype, communication_dtype, average, cpu_offload, background)
 
     policy, experts = make_policy(replicas), None
@@ -152,7 +156,7 @@ def fully_shard(
             )
         experts = expert_axes[1], make_policy(expert_axes[0])
     _broadcast_buffers(module, axes, policy.device)
-    FSDPState(
+    FSDPState(  # lives in the module's hooks, and `fsdp_state_of` returns it
         module,
         axis,
         module_of,
@@ -166,7 +170,7 @@ def fully_shard(
 
 
 def sink(module: nn.Module) -> GradientSink:
-    """What reduces the gradients of a sharded module, to be set as a pipeline's `gradients`.
+    """The GradientSink of a sharded module, to be set as a pipeline's `gradients`.
 
     Raises:
         ValueError: `module` is not sharded.

@@ -56,11 +56,14 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
     """ZeRO around any optimizer of PyTorch. Use it as an optimizer, and the model as if there were no ranks.
 
     It inherits `ZeroReduceScatter`, which reduces gradients in the backward. This class shards parameters
-    and steps.
+    and steps. From its base it has `buckets` and four attributes that both use: `reducing_sink` is the
+    DataParallel's Reducer if that reduces, `_in_backward` is True during a backward, `_finished` if one was
+    reduced since the last step, and `_replace_gradients` if the next gradients replace those of shards.
 
     Args:
-        params: what any optimizer takes: parameters, named parameters, or groups with options; the same on
-            all ranks. Values become those of the axis's rank 0. Each parameter moves into a flat tensor.
+        params: what any optimizer takes: parameters, named parameters, or groups with options. They and
+            all options are the same on all ranks. Values become those of the axis's rank 0. Each parameter
+            moves into a flat tensor.
         optimizer_class, defaults: e.g. torch.optim.AdamW, and its options.
         axis: the data axis, `mesh.dp`.
         stage: 1 or 2.
@@ -80,12 +83,12 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
 
     Attributes:
         shards: {parameter: this rank's elements of it, a Parameter}, for parameters of which it has some.
-        optimizer: an optimizer_class over the shards; param_groups and state are its own. The .grad of shards
-            are the reduced gradients, and a parameter's .grad is None after a backward. So clip by
+        optimizer: an optimizer_class over the shards, whose param_groups and state these are too. The .grad
+            of shards are the reduced gradients, and a parameter's .grad is None after a backward. So clip by
             `clip_grad_norm_` of this optimizer, or `hpnb.precision.step(zero, [axis], max_norm=...)`:
             torch's function would see nothing, or the shards of one rank.
 
-    What the gradients of a backward do to those that are there:
+    If shards have gradients already, those of the next backward are added or replace them:
 
         before a step                they are added
         after a step                 they replace them, even without a zero_grad: `model.zero_grad()` does not
@@ -97,7 +100,10 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
     Stage 1 on top of a DataParallel leaves it the reduction, and the full gradients.
 
     Raises:
-        ValueError: what cannot work, in one sentence.
+        ValueError: a stage other than 1 and 2; an optimizer that needs a closure or sparse gradients; no
+            parameter that is trained, or one that is on the meta device, sharded along `axis`, or reduced by
+            another; experts without expert_axis or with average=True; ranks whose parameters or options
+            differ.
 
     >>> def step():
     ...     axis = hpnb.Mesh(hpnb.Layout(dp=2)).dp
@@ -130,7 +136,8 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
     ) -> None:
         axis = axis_of(axis, "dp")
         check_class(stage, optimizer_class)
-        # Parses `params` as any optimizer does. What it makes of them is replaced below by self.optimizer's.
+        # Parses `params` as any optimizer does. Later self.param_groups are those of self.optimizer, with
+        # shards, and self._full_groups keeps the groups of full parameters.
         Optimizer.__init__(self, params, {})
         self._full_groups = self.param_groups
         parameters: list[nn.Parameter] = [p for group in self._full_groups for p in group["params"]]
@@ -151,8 +158,9 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
             "find_unused_parameters": find_unused_parameters,
         }
         check_replicas({name: p for p, name in self.names.items()}, axis, options)
-        ddp_reduces = stage == 1 and not cpu_offload and communication_dtype is None
-        ddp = find_ddp(self.names, axis, average, ddp_reduces)
+        # If a DataParallel is around the parameters, it goes on to reduce, and shards take slices.
+        ddp_may_reduce = stage == 1 and not cpu_offload and communication_dtype is None
+        ddp = find_ddp(self.names, axis, average, ddp_may_reduce)
 
         self._axes = [axis]
         if experts := [name for p, name in self.names.items() if is_expert(p)]:
@@ -165,7 +173,7 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
         assigned = assign_buckets_by_group(split_groups(self._full_groups, is_expert), bucket_mb)
         self._frozen = [p for p in parameters if not p.requires_grad]
         if ddp is None:
-            frozen = [[p for p in self._frozen if is_expert(p) == side] for side in (False, True)]
+            frozen = [[p for p in self._frozen if is_expert(p) == expert] for expert in (False, True)]
             for members in (*(b.parameters for b in assigned), *frozen):
                 if members:
                     broadcast(list(members), self._axis_of(members[0]))
@@ -191,10 +199,11 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
         self.defaults = self.optimizer.defaults
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
         is_16_bit = any(p.dtype.itemsize == 2 for p in self.names)
-        # Its hooks on the optimizer step float32 masters and write the shards: see step().
+        # Hooks before and after self.optimizer.step give float32 masters their gradients, and copy masters
+        # into shards.
         self.masters = Masters(self.optimizer) if is_16_bit else None
         self._note_versions()
-        self._connect(ddp, ddp_reduces)
+        self._connect(ddp, ddp_may_reduce)
 
     _step_supports_amp_scaling = True  # so that torch.amp.GradScaler calls `step`, which refuses it
 
@@ -231,7 +240,7 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
                 raise RuntimeError(
                     "no backward since the last step was reduced: the last one must be outside no_sync()"
                 )
-            self._slice_gradients()
+            self._slice_gradients()  # again: since the backward, .grad may be None or another tensor
         elif left := [n for p, n in self.names.items() if p.grad is not None]:
             raise RuntimeError(
                 f"{len(left)} parameters, {left[0]} first, have a gradient that was not reduced: the last "
@@ -244,7 +253,8 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
         self._replace_gradients, self._finished = True, False
 
     def skip(self) -> None:
-        """Call it instead of a `step` that is skipped, so that the next gradients replace these."""
+        """Call it instead of a `step` that is skipped. The next gradients replace those of shards, as after a
+        step; with stage 1 on a DataParallel they are added until they are zeroed."""
         self._replace_gradients, self._finished = True, False
 
     @torch.no_grad()
@@ -285,10 +295,10 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
         self.drop()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while it is being made.
+        """For `Optimizer.__init__`.
 
         Raises:
-            ValueError: later.
+            ValueError: called later.
         """
         if "optimizer" in vars(self):
             raise ValueError("a ZeroOptimizer shards its parameters once; make it with all its groups")
@@ -309,7 +319,8 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
     # --- state ------------------------------------------------------------------------------------
 
     def held(self) -> dict[str, list[torch.Tensor]]:
-        """{"optimizer": states, masters, offloaded shards; "gradients": full and sharded} of this rank."""
+        """This rank's tensors, for `hpnb.record.memory`: {"optimizer": optimizer state, masters and offloaded
+        shards; "gradients": full and sharded}."""
         by_bucket = [bucket.held() for bucket in self.buckets]
         states = [leaf for leaf in tree_leaves(dict(self.optimizer.state)) if isinstance(leaf, torch.Tensor)]
         masters = [] if self.masters is None else self.masters.held()["optimizer"]
@@ -350,7 +361,7 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
 
     @property
     def _indices_by_group(self) -> list[list[int]]:
-        """Of every group the indices of its parameters among all."""
+        """For every group, the indices of its parameters among all parameters."""
         return [[self._index_of[p] for p in group["params"]] for group in self._full_groups]
 
     def _shard_placements(self, parameters: Collection[nn.Parameter]) -> dict[int, Placement]:

@@ -620,6 +620,22 @@ def test_small_modules_may_be_left_to_autograd() -> None:
         assert len(split.pending(0)) == 2 * deferred
 
 
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [(nn.Conv2d(3, 8, 4, 4), (2, 3, 12, 16)), (nn.Conv2d(4, 6, 3, 2, 1, 2, 2), (4, 9, 7)),
+     (nn.Conv1d(2, 4, 3), (5, 2, 9)), (nn.Conv3d(1, 2, 2, bias=False), (2, 1, 3, 4, 5))],
+)  # fmt: skip
+def test_flops_of_a_convolution_are_counted_by_its_output(module: Any, shape: tuple[int, ...]) -> None:
+    x = random(*shape, dtype=torch.float32)
+    flops = 6 * module(x).numel() * module.weight[0].numel()
+    for min_flops, deferred in ((flops, True), (flops + 1, False)):
+        split = SplitBackward([module], min_flops=min_flops)
+        with split.deferring(0):
+            module(x).sum().backward()
+        assert bool(split.pending(0)) is deferred
+        split.remove()
+
+
 def test_only_what_is_asked_for() -> None:
     torch.manual_seed(0)
     model = linear().to(D)
@@ -988,6 +1004,10 @@ def test_a_copy_computes_with_its_own_weights() -> None:
     split.add_weight_gradients(0)
     assert all(p.grad is None for p in model.parameters())
     assert all(p.grad is not None for p in twin.parameters())
+    twin_of_twin = copy.deepcopy(twin)
+    split.remove()
+    assert not any("forward" in m.__dict__ for top in (model, twin, twin_of_twin) for m in top.modules())
+    split = SplitBackward([model])
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)

@@ -6,7 +6,7 @@ Deferring splits a backward in two, the gradient of the input first, those of th
     I   dx = dy A^T                     the stage before waits for it
     W   dA += x^T dy,  db += 1^T dy     only the optimizer waits, at the end of the step
 
-W is half of a backward, and fills what would be a bubble (Qi et al. 2023, *Zero Bubble Pipeline Parallelism*,
+W is half of a backward, and fills what would be a bubble (Qi et al. 2024, *Zero Bubble Pipeline Parallelism*,
 arXiv 2401.10241, section 2). Between I and W a module holds its x and its dy.
 
 Only matmuls and convolutions are deferred (`weight_gradient_rules.py`). Autograd computes all other gradients
@@ -17,16 +17,19 @@ keep two more activations.
 
 Adding by hand also saves time without a split, so backwards that are not split run inside `fused`. Where
 .grad has the dtype of x, the matmul itself adds to it, with no temporary and no second pass over .grad. Under
-autocast x is bfloat16 and .grad float32: there the product is a temporary that is then added.
+autocast x is bfloat16 and .grad float32: there the product is a temporary that is then added. This is
+`DeferredGradient.add` in `weight_gradient_rules.py`.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -46,7 +49,8 @@ class SplitBackward:
         split.add_weight_gradients(key)                 # W
 
     Modules keep class, weights, names, hooks and state dict: only `forward` of the instance is replaced,
-    until `remove`. Outside `deferring` and `fused` backwards are as before, backwards of backwards included.
+    and of deep copies, until `remove`. A newer SplitBackward of the same modules takes its place. Outside
+    `deferring` and `fused` backwards are as before, backwards of backwards included.
 
     Inside `deferring`, post-accumulate hooks (`register_post_accumulate_grad_hook`) fire during I, before W
     has added anything: pass `ready` to W instead. A parameter with a hook of `register_hook`, which may
@@ -55,19 +59,21 @@ class SplitBackward:
 
     Args:
         min_flops: modules with fewer FLOPs in forward and backward keep autograd's backward, because the
-            Python call would cost more than it saves. It depends on shapes only. For `fused` alone: 0 where
-            backwards are split.
+            Python call would cost more than it saves. FLOPs are counted from shapes alone. Use 0 if any
+            backward is split: a module left to autograd cannot be deferred.
     """
 
     def __init__(self, modules: Iterable[nn.Module], min_flops: float = 0.0) -> None:
-        self._modules, self.min_flops = _distinct(modules), min_flops
+        self.min_flops = min_flops
+        self._patches: WeakSet[_PatchedForward] = WeakSet()  # those of deep copies too
         self._queues: dict[Hashable, _Queue] = {}
-        # The mode, the same in all threads, because autograd runs backwards in one thread for each GPU.
-        self._intercepts = False  # whether weight gradients are added by hand,
-        self._queue: _Queue | None = None  # and, if not at once, where a backward puts what W needs
+        # The mode. It holds in all threads, because autograd runs backwards in one thread for each GPU.
+        self._intercepts = False  # whether weight gradients are added by hand
+        self._queue: _Queue | None = None  # where a backward puts what W needs; None: add at once
         # A compiled block is one node of autograd: patches inside are useless and make PyTorch compile again.
-        compiled = {inner for m in self._modules if hasattr(m, COMPILED) for inner in m.modules()}
-        for module in self._modules:
+        distinct = _distinct(modules)
+        compiled = {inner for m in distinct if hasattr(m, COMPILED) for inner in m.modules()}
+        for module in distinct:
             if module in compiled:
                 continue
             rule, current = rule_of(module), module.__dict__.get("forward")
@@ -76,25 +82,24 @@ class SplitBackward:
                 module.forward = _PatchedForward(module, rule, self)
 
     def remove(self) -> None:
-        """Restore the forward of the modules."""
-        for module in self._modules:
-            current = module.__dict__.get("forward")
-            if isinstance(current, _PatchedForward) and current.split is self:
-                del module.__dict__["forward"]
+        """Restore the forward of the modules and of their deep copies."""
+        for patch in list(self._patches):
+            if patch.module.__dict__.get("forward") is patch:
+                del patch.module.__dict__["forward"]
 
-    # --- I ----------------------------------------------------------------------------------------
+    # --- I, or an unsplit backward ----------------------------------------------------------------
 
     def deferring(self, key: Hashable) -> AbstractContextManager[None]:
-        """Backwards inside leave weight gradients to `add_weight_gradients(key)`."""
-        return self._adding(self._queues.setdefault(key, _Queue()))
+        """A backward in this context is I: its weight gradients are left to `add_weight_gradients(key)`."""
+        return self._intercepting(self._queues.setdefault(key, _Queue()))
 
     def fused(self) -> AbstractContextManager[None]:
-        """Backwards inside are not split, but add weight gradients to .grad where they compute them."""
-        return self._adding(None)
+        """A backward in this context is not split, but adds weight gradients to .grad by hand."""
+        return self._intercepting(None)
 
     @contextmanager
     def without_min_flops(self) -> Iterator[None]:
-        """Forwards inside take modules below `min_flops` too: a graph launches them without Python."""
+        """Forwards in this context include small modules too: a graph launches them without Python."""
         before, self.min_flops = self.min_flops, 0.0
         try:
             yield
@@ -102,7 +107,7 @@ class SplitBackward:
             self.min_flops = before
 
     @contextmanager
-    def _adding(self, queue: _Queue | None) -> Iterator[None]:
+    def _intercepting(self, queue: _Queue | None) -> Iterator[None]:
         before = self._intercepts, self._queue
         self._intercepts, self._queue = True, queue
         try:
@@ -126,7 +131,7 @@ class SplitBackward:
     # --- W ----------------------------------------------------------------------------------------
 
     def add_weight_gradients(self, key: Hashable, ready: Ready | None = None) -> None:
-        """Add the weight gradients that wait under `key`, in the order of I, and let go of every x and dy.
+        """Add the weight gradients that wait under `key`, in the order of I, and free x and dy after it.
 
         Args:
             ready: called with each parameter when the last of its gradients under this key has been added.
@@ -137,10 +142,10 @@ class SplitBackward:
                 f"no weight gradients wait under {key!r}; run a backward inside deferring before"
             )
         if queue.deferred:
-            self._add(queue, ready)
+            self._run_queue(queue, ready)
 
     @torch.no_grad()
-    def _add(self, queue: _Queue, ready: Ready | None) -> None:
+    def _run_queue(self, queue: _Queue, ready: Ready | None) -> None:
         while queue.deferred:
             deferred = queue.deferred.popleft()
             deferred.add()
@@ -159,9 +164,9 @@ class SplitBackward:
         """Forget all that waits: the step has failed."""
         self._queues.clear()
 
-    # A module refers to its SplitBackward through its patched forward. A deep copy of the module shares it,
-    # so it is split as the original is, with the weights of the copy. A pickled module gets an empty one,
-    # which never defers.
+    # A module refers to its SplitBackward through its patched forward. A deep copy of the module shares the
+    # SplitBackward: it is split as the original is, with the weights of the copy, until `remove`. A pickled
+    # module gets an empty one, which never defers.
 
     def __deepcopy__(self, _: dict[int, object]) -> SplitBackward:
         return self
@@ -178,7 +183,7 @@ class _Queue:
     waiting: Counter[nn.Parameter] = field(default_factory=Counter)
 
 
-# --- the seam in autograd --------------------------------------------------------------------------------
+# --- the patch of a module's forward ------------------------------------------------------------------------
 
 
 class _PatchedForward:
@@ -186,12 +191,15 @@ class _PatchedForward:
 
     def __init__(self, module: nn.Module, rule: WeightGradientRule, split: SplitBackward) -> None:
         self.module, self.rule, self.split = module, rule, split
+        split._patches.add(self)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _PatchedForward:
+        return _PatchedForward(copy.deepcopy(self.module, memo), self.rule, self.split)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        x: Any
-        min_flops, x = self.split.min_flops, args[0] if len(args) == 1 and not kwargs else None
+        x: Any = args[0] if len(args) == 1 and not kwargs else None
         # Most calls end here: small steps wait for Python, so this comes first.
-        if min_flops and _is_small(x, self.module._parameters.get("weight"), min_flops):
+        if self.split.min_flops and self._is_small(x):
             return type(self.module).forward(self.module, x)
         weight, bias = _registered(self.module)
         if not (_is_ordinary_tensor(x) and _deferrable(weight, bias) and torch.is_grad_enabled()):
@@ -199,6 +207,14 @@ class _PatchedForward:
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return _Split.apply(x, weight, bias, self, dtype)
+
+    def _is_small(self, x: Any) -> bool:
+        """Whether forward and backward of `x` are fewer FLOPs than `min_flops`: per use of a weight, 2 for
+        each of y, dx and dA."""
+        weight = self.module._parameters.get("weight")
+        if type(x) is not torch.Tensor or type(weight) is not nn.Parameter:
+            return False
+        return 6.0 * self.rule.count_uses(self.module, x) * weight.numel() < self.split.min_flops
 
 
 class _Split(torch.autograd.Function):
@@ -214,13 +230,11 @@ class _Split(torch.autograd.Function):
         dtype: torch.dtype | None,
     ) -> torch.Tensor:
         x = _autocast(x, dtype)
-        ctx.patched, ctx.weight, ctx.bias = (
-            patched,
-            weight,
-            bias,
-        )  # a saved tensor may come back as another object
-        # Save the same two in every mode: a non-reentrant checkpoint compares how many are saved. Save the
-        # parameter and not its autocast copy, which would be one more for every microbatch.
+        ctx.patched = patched
+        # The parameters themselves, because their .grad is set: ctx.saved_tensors may return other objects.
+        ctx.weight, ctx.bias = weight, bias
+        # Save two (None counts) in every mode: a non-reentrant checkpoint compares how many are saved. Save
+        # the parameter and not its autocast copy, which would be one more for every microbatch.
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
         ctx.set_materialize_grads(False)
         y = patched.rule.forward(patched.module, x, _autocast(weight, dtype), _autocast(bias, dtype))
@@ -237,8 +251,10 @@ class _Split(torch.autograd.Function):
         if weight is not None:
             dx = rule.input_gradient(module, x, weight.to(x.dtype), dy)
         bias = ctx.bias if ctx.needs_input_grad[2] else None
-        split, wanted = ctx.patched.split, (ctx.weight,) if bias is None else (ctx.weight, bias)
-        if split._intercepts and all(map(_may_add_to_grad, wanted, ctx.next_functions[1:])):
+        split = ctx.patched.split
+        parameters = (ctx.weight,) if bias is None else (ctx.weight, bias)
+        edges = ctx.next_functions[1:]  # of weight and bias; the first is of x
+        if split._intercepts and all(map(_may_add_to_grad, parameters, edges)):
             versions = x._version, dy._version
             # Detached, or it would hold the graph that has made it.
             split._defer_or_add(DeferredGradient(rule, module, ctx.weight, bias, x.detach(), dy, versions))
@@ -270,13 +286,6 @@ def _deferrable(weight: Any, bias: Any) -> bool:
         and weight.is_floating_point()
         and (bias is None or type(bias) is nn.Parameter)
     )
-
-
-def _is_small(x: Any, weight: Any, min_flops: float) -> bool:
-    """Whether a module's forward and backward of `x` are fewer FLOPs than `min_flops`."""
-    if type(x) is not torch.Tensor or type(weight) is not nn.Parameter:
-        return False
-    return 6.0 * x.numel() * weight.numel() < min_flops * (x.size(-1) if x.dim() else 1)
 
 
 def _is_ordinary_tensor(x: Any) -> bool:

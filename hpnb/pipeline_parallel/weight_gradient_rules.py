@@ -50,6 +50,10 @@ class WeightGradientRule(ABC):
     def bias_gradient(self, dy: Tensor) -> Tensor:
         """dL/dbias."""
 
+    def count_uses(self, module: Any, x: Tensor) -> int:
+        """How often the forward of `x` uses each weight: once per token for a matmul."""
+        return x.numel() // (x.size(-1) or 1) if x.dim() else 1
+
     def add_weight_gradient(self, grad: Tensor, module: Any, x: Tensor, dy: Tensor) -> None:
         """grad += dL/dweight."""
         grad.add_(self.weight_gradient(module, x, grad, dy))
@@ -119,6 +123,19 @@ class ConvolutionRule(WeightGradientRule):
 
     def bias_gradient(self, dy: Tensor) -> Tensor:
         return dy.sum((0, *range(2, dy.dim())))
+
+    def count_uses(self, module: Any, x: Tensor) -> int:
+        """Once per position of the output."""
+        sizes = zip(
+            x.shape[-self.dims :], module.kernel_size, module.stride, module.padding, module.dilation,
+            strict=False,
+        )  # fmt: skip
+        positions = (
+            (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+            for size, kernel, stride, padding, dilation in sizes
+        )
+        uses: int = prod(x.shape[: -self.dims - 1]) * prod(positions)
+        return uses
 
     def _gradients(
         self, module: Any, x: Tensor, weight: Tensor, dy: Tensor, wanted: tuple[bool, bool, bool]

@@ -46,9 +46,9 @@ class Boundary:
     @property
     def gradient_specs(self) -> list[TensorSpec]:
         """Of the gradients that come back."""
-        return self.with_gradient(self.specs)
+        return self.select_differentiable(self.specs)
 
-    def with_gradient(self, items: Sequence[Any]) -> list[Any]:
+    def select_differentiable(self, items: Sequence[Any]) -> list[Any]:
         """Those of `items`, one a tensor, whose tensor is sent a gradient back."""
         return [item for item, takes_grad in zip(items, self.requires_grad, strict=True) if takes_grad]
 

@@ -9,15 +9,17 @@
     W   what I has put aside                   ->  weight gradients
     B   as I, with W in it
 
-On the last stage F also computes the loss, and I or B starts from it. One of them first takes part in an
-all-reduce of the replicas, if gradients are corrected (`_take_gradients`).
+On the last stage F also computes the loss, and I or B starts from it. With a loss that returns (sum, count),
+backwards start before the count N of the batch is known, from a guess N' (`loss.py`). The first backward
+after the last stage's last forward learns N by an all-reduce over the replicas. The correction N'/N then
+travels with that microbatch's gradient, and every rank multiplies its gradients by it (`grad_ready.py`).
 
 On a GPU everything here only launches work: kernels wait for transfers and the process does not, so it is
-always ahead of the device. The exception is a shape that is new: the process waits for the sender's. On a CPU
-the process waits for every tensor that it takes.
+always ahead of the device. The exception is a message of unknown shape: the process waits until the sender
+has sent the shape. On a CPU the process waits for every tensor that it receives.
 
 A stage that has a CUDA graph (`cuda_graphs.py`) goes through the same steps, and a replay of the graph
-computes F, I, W or B. `graphs` and the last two tables of `__post_init__` are for these stages alone.
+computes F, I, W or B. `graphs`, `_input_grads` and `_loss_inputs` are for these stages alone.
 """
 
 from __future__ import annotations
@@ -58,17 +60,17 @@ class StepExecutor:
     """Runs the actions of one rank once.
 
     Args:
-        run_stage: (stage, what the stage before gave, inputs) -> what this stage gives.
+        run_stage: (stage, activations of the stage before, inputs) -> activations of this stage.
         boundaries: the shapes of what passes between stages, as far as they are known.
         loss: on the rank of the last stage, unless there is none to compute.
         sends_correction: whether gradients are multiplied by the loss's correction (`loss.py`), which then
             travels with one of them.
-        grad_ready: None runs forwards only.
+        grad_ready: tracks which gradients are complete, and reduces them; None runs forwards only.
         overlapped_steps: the steps whose forward overlaps the backward after it (`overlapped_pairs.py`).
         graphs: what is replayed instead of run (`cuda_graphs.py`).
 
     Attributes:
-        outputs: {microbatch: what the last stage gave}, where they are kept.
+        outputs: {microbatch: outputs of the last stage}, if `keep_outputs`.
     """
 
     rank_schedule: RankSchedule
@@ -90,15 +92,15 @@ class StepExecutor:
         self._messages = StepMessages(self.rank_schedule, self.queues, self.boundaries, self.sends_correction)
         self.times = ActionTimes(self.recorder, gpu_turns(), contended())
         self.outputs: dict[int, Any] = {}
-        # All tables have a (stage, microbatch) as key. A backward's roots are the edges where it starts, with
-        # their gradients as far as these are known. They are the only reference to the autograd graph of a
-        # microbatch, so its activations are freed by its backward, which pops them.
-        self._backward_roots: dict[tuple[int, int], tuple[list[GradientEdge], list[torch.Tensor]]] = {}
-        # What arrived from the stage before and is sent a gradient back.
+        # By (stage, microbatch): the edges where a backward starts, and their gradients as far as they are
+        # known. They are the only reference to the autograd graph of a microbatch, so its activations are
+        # freed by its backward, which pops them.
+        self._backward_starts: dict[tuple[int, int], tuple[list[GradientEdge], list[torch.Tensor]]] = {}
+        # By (stage, microbatch): the received activations for which a gradient is sent back.
         self._received_inputs: dict[tuple[int, int], list[torch.Tensor]] = {}
-        # Of replayed backwards: the gradients of what arrived. And by microbatch: outputs of a graph from
-        # which the loss is computed eagerly.
+        # By (stage, microbatch): the gradients that a replayed backward sends back.
         self._input_grads: dict[tuple[int, int], list[torch.Tensor]] = {}
+        # By microbatch: outputs of a graph from which the loss is computed eagerly.
         self._loss_inputs: dict[int, list[torch.Tensor]] = {}
 
     @property
@@ -107,7 +109,7 @@ class StepExecutor:
         return self._messages.largest
 
     def run(self) -> None:
-        """Go through the actions, and wait until all gradients are reduced or on their way."""
+        """Run the actions, and wait until all gradients are reduced (on a GPU: until that is launched)."""
         with (
             torch.set_grad_enabled(self.grad_ready is not None),
             nullcontext() if self.recorder is None else recording(self.recorder),
@@ -124,6 +126,7 @@ class StepExecutor:
         while step < len(actions):
             overlaps = self._overlaps_next(step)
             group = actions[step : step + (2 if overlaps else 1)]
+            # A receive of this turn may wait until its shape is known; one that is posted ahead must not.
             for ahead, coming in enumerate(actions[step : step + len(group) + AHEAD]):
                 self._messages.post_receives(coming, blocking=ahead < len(group))
             if overlaps:
@@ -135,15 +138,15 @@ class StepExecutor:
     def _run_action(self, action: Action) -> None:
         match action.op:
             case "F":
-                value = self._take_activations(action)
+                value = self._receive_activations(action)
                 value = self._forward(action, value)
-                self._give_activations(action, value)
+                self._send_activations(action, value)
             case "W":
                 self._weight_gradients(action)
             case "I" | "B":
-                starts, grads = self._take_gradients(action)
+                starts, grads = self._receive_gradients(action)
                 self._backward(action, starts, grads)
-                self._give_gradients(action)
+                self._send_gradients(action)
 
     def _overlaps_next(self, step: int) -> bool:
         """Whether the action at `step` overlaps the next one.
@@ -158,27 +161,28 @@ class StepExecutor:
     def _run_pair(self, forward: Action, backward: Action) -> None:
         """A forward and a backward that do not need each other: one computes while the other's messages
         travel."""
-        value, (starts, grads) = self._take_activations(forward), self._take_gradients(backward)
+        value, (starts, grads) = self._receive_activations(forward), self._receive_gradients(backward)
         value, _ = run_pair(
             lambda: self._forward(forward, value), lambda: self._backward(backward, starts, grads)
         )
-        self._give_activations(forward, value)
-        self._give_gradients(backward)
+        self._send_activations(forward, value)
+        self._send_gradients(backward)
 
     # --- the actions -----------------------------------------------------------------------------------
 
-    def _take_activations(self, action: Action) -> Any:
-        """What the stage before has given, if there is one."""
+    def _receive_activations(self, action: Action) -> Any:
+        """The activations of the stage before; None on the first stage."""
         stage, m = action.stage, action.microbatch
         if stage == 0:
             return None
         source = self._schedule.source(action)
         assert source is not None
         boundary = self.boundaries.get(stage - 1, m)
-        assert boundary is not None, "its receive was posted, which takes the shapes"
+        assert boundary is not None, "its receive was posted, so its shape is known"
         value = boundary.assemble(self._messages.take(source))
         if self.grad_ready is not None:
-            self._received_inputs[stage, m] = boundary.with_gradient(tensors_in(value))
+            # `assemble` has made them leaves that require gradients.
+            self._received_inputs[stage, m] = boundary.select_differentiable(tensors_in(value))
         return value
 
     def _forward(self, action: Action, value: Any) -> Any:
@@ -186,9 +190,10 @@ class StepExecutor:
         graphs, inputs = self.graphs, self.microbatches[m]
         with self.times.measure(action):
             if (graph := graphs.graphs.get((stage, m))) is not None:
-                self._received_inputs.pop((stage, m), None)  # a graph copies them, and has inputs of its own
+                # The graph copies the activations into its static inputs, which get the gradients.
+                self._received_inputs.pop((stage, m), None)
                 value, result = graph.forward(value, inputs)
-                self._backward_roots[stage, m] = [], []
+                self._backward_starts[stage, m] = [], []  # nothing for autograd; `_receive_gradients` pops it
                 if stage == self._last_stage:
                     self._finish_replayed_forward(m, graph, value, result)
                 return value
@@ -198,14 +203,14 @@ class StepExecutor:
                     self._finish_forward(m, value)
         return value
 
-    def _give_activations(self, action: Action, value: Any) -> None:
+    def _send_activations(self, action: Action, value: Any) -> None:
         stage, m = action.stage, action.microbatch
         if stage == self._last_stage:
             return
         tensors = tensors_in(value)
         if (stage, m) not in self.graphs.graphs:
             if self.grad_ready is not None:
-                self._backward_roots[stage, m] = gradient_edges(tensors), []
+                self._backward_starts[stage, m] = gradient_edges(tensors), []
             self._messages.announce(action, Boundary.of(value))
         self._messages.give(action, [tensor.detach() for tensor in tensors])
 
@@ -215,14 +220,15 @@ class StepExecutor:
             self.outputs[m] = _detach(outputs)
         if self.loss is None:
             return
-        value, gradient = self.loss(m, outputs)
+        value, loss_gradient = self.loss(m, outputs)  # of the microbatch; d(loss of the batch)/d(value)
         if self.grad_ready is not None:
-            edges = gradient_edges([value])
-            if not edges and any(t.requires_grad for t in tensors_in(outputs)):
+            starts = gradient_edges([value])
+            if not starts and any(t.requires_grad for t in tensors_in(outputs)):
                 raise ValueError(
-                    "the loss has no gradient, though the outputs have: compute it from them, attached"
+                    "the loss has no gradient, though the outputs have: compute the loss from the outputs "
+                    "without detach()"
                 )
-            self._backward_roots[self._last_stage, m] = edges, [gradient] * len(edges)
+            self._backward_starts[self._last_stage, m] = starts, [loss_gradient] * len(starts)
 
     def _finish_replayed_forward(self, m: int, graph: StageGraph, outputs: Any, result: Any) -> None:
         """A graph of the last stage has computed its outputs, and the loss if that could be captured."""
@@ -234,23 +240,23 @@ class StepExecutor:
             self._finish_forward(m, outputs)
             return
         if self.keep_outputs:
-            self.outputs[m] = outputs
-        _, gradient = self.loss.from_result(m, outputs, result)
-        self._backward_roots[self._last_stage, m] = [], [gradient]
+            self.outputs[m] = outputs  # `graph.forward` returns clones, so no replay overwrites them
+        _, loss_gradient = self.loss.from_result(m, outputs, result)
+        self._backward_starts[self._last_stage, m] = [], [loss_gradient]
 
-    def _take_gradients(self, action: Action) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+    def _receive_gradients(self, action: Action) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """Where the backward starts, and with which gradients.
 
-        With the gradient that carries it, this rank also learns the correction of the loss, and passes it to
-        `grad_ready`. On the last stage it is computed here, by a collective of all replicas.
+        One message also carries the correction of the loss, as its last tensor, which is passed to
+        `grad_ready`. On the last stage the correction is computed here, by a collective of all replicas.
         """
         assert self.grad_ready is not None
-        starts, grads = self._backward_roots.pop((action.stage, action.microbatch))
+        starts, grads = self._backward_starts.pop((action.stage, action.microbatch))
         carries_correction = self._messages.carries_correction(action)
         if (source := self._schedule.source(action)) is not None:
             grads = self._messages.take(source)
             if carries_correction:
-                self.grad_ready.correction = grads.pop()
+                self.grad_ready.correction = grads.pop()  # the last tensor of the message
         elif carries_correction:
             assert self.loss is not None
             self.grad_ready.correction = self.loss.correction()
@@ -275,7 +281,7 @@ class StepExecutor:
                 with grad_ready.during_backward(action), self.split_backward.fused():
                     _run_backward(starts, grads)
 
-    def _give_gradients(self, action: Action) -> None:
+    def _send_gradients(self, action: Action) -> None:
         if action.stage == 0:
             return
         key = action.stage, action.microbatch
@@ -286,7 +292,7 @@ class StepExecutor:
         if self._messages.carries_correction(action):
             assert self.grad_ready is not None
             assert self.grad_ready.correction is not None
-            result.append(self.grad_ready.correction)
+            result.append(self.grad_ready.correction)  # the last tensor of the message
         self._messages.give(action, result)
 
     def _weight_gradients(self, action: Action) -> None:

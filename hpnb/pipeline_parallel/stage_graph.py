@@ -153,7 +153,9 @@ class StageGraph:
                 self._hidden = work.boundary.assemble(empty)
         self._input_tensors = tensors_in(self._inputs)
         self._hidden_tensors = tensors_in(self._hidden)
-        self._leaves = [] if work.boundary is None else work.boundary.with_gradient(self._hidden_tensors)
+        self._leaves = (
+            [] if work.boundary is None else work.boundary.select_differentiable(self._hidden_tensors)
+        )
         # What the graphs write, at the same place in every replay.
         self._starts: list[GradientEdge] = []
         self._started_from: list[torch.Tensor] = []  # what the backward starts from

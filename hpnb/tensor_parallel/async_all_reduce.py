@@ -158,7 +158,7 @@ class _Linear(torch.autograd.Function):
         region_exit: RegionExit | None,
     ) -> torch.Tensor:
         ctx.deferred, ctx.region_exit, ctx.dtype = deferred, region_exit, x.dtype
-        if torch.is_autocast_enabled(x.device.type):
+        if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):  # as nn.Linear
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         ctx.save_for_backward(x, weight)

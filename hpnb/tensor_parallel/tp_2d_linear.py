@@ -50,8 +50,8 @@ def linear_2d(
         (samples of i, ..., out of j) for each.
     """
     options = (grid, transposed, pending_grads, len(weights))
-    ys: tuple[torch.Tensor, ...] = _Linear2D.apply(x, *options, *weights, *biases)
-    return ys
+    y: torch.Tensor = _Linear2D.apply(x, *options, *weights, *biases)
+    return split_outputs(y, x, [w.size(1 if transposed else 0) for w in weights])
 
 
 class _Linear2D(torch.autograd.Function):
@@ -64,23 +64,21 @@ class _Linear2D(torch.autograd.Function):
         pending_grads: PendingWeightGrads | None,
         layers: int,
         *parameters: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> torch.Tensor:
         weights, biases = parameters[:layers], parameters[layers:]
         ctx.dtype, x = x.dtype, cast_for_autocast(x)
         ctx.grid, ctx.transposed, ctx.pending_grads = grid, transposed, pending_grads
         ctx.save_for_backward(x, *weights)
         ctx.sizes = [w.size(1 if transposed else 0) for w in weights if w is not None]
         w = concat_weights(weights, transposed, x.dtype)  # (in, out of all layers)
-        y = ab(x.flatten(0, -2), w, grid, concat_biases(biases, ctx.sizes, x))
-        ys: tuple[torch.Tensor, ...] = y.view(*x.shape[:-1], y.size(-1)).split(ctx.sizes, -1)
-        return ys
+        return ab(x.flatten(0, -2), w, grid, concat_biases(biases, ctx.sizes, x))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
         grid, transposed, layers = ctx.grid, ctx.transposed, len(weights)
-        dy = (dys[0] if layers == 1 else torch.cat(dys, -1)).to(x.dtype).flatten(0, -2)
+        dy = dy.to(x.dtype)
         w = concat_weights(weights, transposed, x.dtype)
         needs = ctx.needs_input_grad[5:]
         for_x, for_w = ctx.needs_input_grad[0], any(needs[:layers])
@@ -110,7 +108,7 @@ def logits_2d(
         pending_grads: as in `linear_2d`.
     """
     z: torch.Tensor = _Logits2D.apply(x, embedding, grid, tuple(vocab_sizes), pending_grads)
-    return z
+    return z.view(*x.shape[:-1], z.size(-1))
 
 
 class _Logits2D(torch.autograd.Function):
@@ -126,15 +124,14 @@ class _Logits2D(torch.autograd.Function):
         ctx.dtype, x = x.dtype, cast_for_autocast(x)
         ctx.grid, ctx.vocab_sizes, ctx.pending_grads = grid, vocab_sizes, pending_grads
         ctx.save_for_backward(x, embedding)
-        z = abt(x.flatten(0, -2), embedding.to(x.dtype), grid, vocab_sizes)
-        return z.view(*x.shape[:-1], z.size(-1))
+        return abt(x.flatten(0, -2), embedding.to(x.dtype), grid, vocab_sizes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dz: torch.Tensor) -> tuple[Any, ...]:
         x, embedding = ctx.saved_tensors
         grid, for_x, for_e = ctx.grid, ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        dz, flat_x = dz.to(x.dtype).flatten(0, -2), x.flatten(0, -2)
+        dz, flat_x = dz.to(x.dtype), x.flatten(0, -2)
         sums, dx = PanelSums(grid.down), torch.zeros_like(flat_x) if for_x else None
         panels = [Panels(dz, grid.across, 1, ctx.vocab_sizes)]
         if dx is not None:
@@ -166,7 +163,17 @@ def _start_depth_sum(
 def cast_for_autocast(x: torch.Tensor) -> torch.Tensor:
     """x in the dtype of autocast's matmuls, if that is on."""
     device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+    casts = x.dtype != torch.float64 and torch.is_autocast_enabled(device)  # autocast leaves float64 alone
+    return x.to(torch.get_autocast_dtype(device)) if casts else x
+
+
+def split_outputs(y: torch.Tensor, x: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """(n, out of all layers) -> (..., out) of each layer, which may be changed in place.
+
+    A view that a Function returns may not be, nor one of `Tensor.split`; nobody uses y itself after this.
+    """
+    y = y.view(*x.shape[:-1], y.size(-1))
+    return (y,) if len(sizes) == 1 else tuple(torch.unsafe_split_with_sizes(y, list(sizes), -1))
 
 
 def concat_weights(

@@ -36,7 +36,7 @@ from torch.autograd.function import once_differentiable
 from hpnb.background import Background, Pending
 from hpnb.mesh import Axis
 from hpnb.tensor_parallel.async_weight_grads import PendingWeightGrads, finish_or_defer
-from hpnb.tensor_parallel.tp_2d_linear import cast_for_autocast, concat_biases
+from hpnb.tensor_parallel.tp_2d_linear import cast_for_autocast, concat_biases, split_outputs
 
 
 class MatmulAxes3D:
@@ -70,8 +70,8 @@ def linear_3d(
         (rows of i and k, ..., out of j) for each.
     """
     blocks = _WeightBlocks([tuple(w.shape) for w in weights], cube.rows, dim, transposed, sizes)
-    ys: tuple[torch.Tensor, ...] = _Linear3D.apply(x, cube, blocks, pending_grads, *weights, *biases)
-    return ys
+    y: torch.Tensor = _Linear3D.apply(x, cube, blocks, pending_grads, *weights, *biases)
+    return split_outputs(y, x, blocks.outputs)
 
 
 class _Linear3D(torch.autograd.Function):
@@ -83,7 +83,7 @@ class _Linear3D(torch.autograd.Function):
         blocks: _WeightBlocks,
         pending_grads: PendingWeightGrads | None,
         *parameters: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> torch.Tensor:
         layers = len(blocks.outputs)
         weights = [w for w in parameters[:layers] if w is not None]
         ctx.dtype, x = x.dtype, cast_for_autocast(x)
@@ -97,18 +97,16 @@ class _Linear3D(torch.autograd.Function):
         y, y_pending = _reduce_scatter(summand, cube.inputs)
         y_pending.wait()
         bias = concat_biases(parameters[layers:], blocks.outputs, x)
-        y = y if bias is None else y.add_(bias)
-        ys: tuple[torch.Tensor, ...] = y.view(*x.shape[:-1], y.size(-1)).split(blocks.outputs, -1)
-        return ys
+        return y if bias is None else y.add_(bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
         cube, blocks, layers = ctx.cube, ctx.blocks, len(weights)
         needs = ctx.needs_input_grad[4:]
         for_x, for_w, for_b = ctx.needs_input_grad[0], any(needs[:layers]), any(needs[layers:])
-        dy = (dys[0] if layers == 1 else torch.cat(dys, -1)).to(x.dtype).flatten(0, -2)
+        dy = dy.to(x.dtype)
         grads: list[torch.Tensor | None] = [None] * len(needs)
         if for_b:
             grads[layers:] = dy.sum(0).split(blocks.outputs)

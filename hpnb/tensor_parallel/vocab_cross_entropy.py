@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.mesh import Axis
@@ -146,6 +147,7 @@ class _CrossEntropy(torch.autograd.Function):
         return torch.where(valid, loss, 0.0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         softmax, columns, is_local, valid, log_sum = ctx.saved_tensors
         dtype, vocab_size, smoothing, z_loss = ctx.options

@@ -38,7 +38,7 @@ StartedCollective = tuple[torch.Tensor, Pending, torch.Tensor]
 
 @dataclass(frozen=True)
 class RegionEntry:
-    """What happens to x on its way into a region, and to its gradient on the way out."""
+    """What happens to x where a region begins, and to dx at the same place; see `SequenceSharding`."""
 
     forward: Callable[[torch.Tensor], torch.Tensor]
     backward: Callable[[torch.Tensor], StartedCollective]
@@ -46,7 +46,7 @@ class RegionEntry:
 
 @dataclass(frozen=True)
 class RegionExit:
-    """What happens to z on its way out of a region, and to its gradient on the way in."""
+    """What happens to z where a region ends, and to dz at the same place; see `SequenceSharding`."""
 
     forward: Callable[[torch.Tensor], torch.Tensor]
     backward: Callable[[torch.Tensor], torch.Tensor]
@@ -77,7 +77,7 @@ class DeferredWeightGrad:
                 product = (x.t() @ dy if self.transposed else dy.t() @ x).to(self.dtype)
                 d_weight = product if d_weight is None else d_weight + product
             if for_bias:
-                column_sums = (dy.t() @ _ones(len(dy), dy.dtype, dy.device)).to(self.dtype)  # beats dy.sum(0)
+                column_sums = (dy.t() @ _ones(len(dy), dy.dtype, dy.device)).to(self.dtype)  # one matmul
                 d_bias = column_sums if d_bias is None else d_bias + column_sums
         return d_weight, d_bias
 
@@ -126,7 +126,7 @@ class _EnterRegion(torch.autograd.Function):
     def backward(ctx: Any, dx: torch.Tensor | None, *placeholders: torch.Tensor | None) -> Any:
         needs, pending = ctx.needs_input_grad, Pending()
         if dx is not None:
-            dx, pending, _sent = ctx.entry.backward(dx)  # _sent belongs to the collective until it is over
+            dx, pending, _sent = ctx.entry.backward(dx)  # _sent must live until pending.wait()
         grads: list[torch.Tensor | None] = []
         for deferred, for_weight, for_bias in zip(ctx.deferred, needs[3::2], needs[4::2], strict=True):
             grads += deferred.compute(for_weight, for_bias)

@@ -54,7 +54,7 @@ from hpnb.tensor_parallel.tp_1d_regions import (
 from hpnb.tensor_parallel.vocab_cross_entropy import cross_entropy, vocab_shard
 from hpnb.tensor_parallel.vocab_embedding import VocabParallelEmbedding
 
-_SHAPE_ARGUMENT = "hpnb_batch_shape"  # the keyword under which a recomputed forward gets (b, s)
+_SHAPE_ARGUMENT = "hpnb_batch_shape"  # keyword of a recomputed forward: (b, s), for sequence parallelism
 
 
 class TensorParallel1D(TensorParallelMode):
@@ -82,7 +82,7 @@ class TensorParallel1D(TensorParallelMode):
             self._check_convolutions(model)
 
     def _check_convolutions(self, model: ModelToShard) -> None:
-        """A convolution between two regions would see this rank's tokens alone, without their neighbours."""
+        """A convolution in a block would see this rank's tokens alone, without their neighbours."""
         for path, (section, _) in model.layers.items():
             module = model.module.get_submodule(path)
             if section == "block" and isinstance(module, _ConvNd) and max(module.kernel_size) > 1:
@@ -95,7 +95,7 @@ class TensorParallel1D(TensorParallelMode):
     def _check_units(self, units: int, what: str, path: str) -> None:
         if units < self.axis.size:
             works = f"use at most {units} ranks along {self.axis.name}"
-            if units == 1 and what != "heads":  # 1 is the default of Role.units
+            if units == 1 and what != "heads":  # 1 is the default of Role.units, too
                 works = f"say units= in its role (its heads, or hidden columns), or {works}"
             raise ValueError(f"{path} has {units} {what}, which {self.axis.size} ranks cannot share; {works}")
 
@@ -154,7 +154,7 @@ class TensorParallel1D(TensorParallelMode):
         for path, (section, _) in model.layers.items():
             head = model.module.get_submodule(path)
             if section == "head" and isinstance(head, ColumnParallelLinear):
-                if not self.sharding.enabled:  # else the backward of gather_tokens sums over the ranks
+                if not self.sharding.enabled:  # with it, the backward of gather_tokens sums already
                     head.region = region = ParallelRegion(path, self.sharding, [head])
                     change_input(head, region.begin)
                     head.register_forward_hook(region.end, always_call=True)
@@ -165,7 +165,7 @@ class TensorParallel1D(TensorParallelMode):
         paths = [path for path in model.layers if path == name or path.startswith(name + ".")]
         if self.sharding.enabled:
             self._sum_replicated_grads(name, paths, model)
-            if block is not model.anatomy.blocks[0].module:  # which splits the tokens
+            if block is not model.anatomy.blocks[0].module:  # the hook of split_tokens sets it there
                 change_input(block, self.sharding.recall_batch_shape)
             self._pass_batch_shape(block, model)
         else:
@@ -215,8 +215,8 @@ class TensorParallel1D(TensorParallelMode):
                 module.register_forward_pre_hook(take_shape, with_kwargs=True, prepend=True)
 
     def _connect_dropout(self, block: nn.Module, layers: Sequence[nn.Module]) -> None:
-        """Sharded activations draw from this rank's state: with sequence parallelism all of a block, else
-        what lies between a column- and a row-parallel layer."""
+        """Dropouts of sharded activations use this rank's state: with sequence parallelism all of a block,
+        else those between a column- and a row-parallel layer."""
 
         draw_independently = partial(_draw_independently, block, self.dropout_rng)
         if self.sharding.enabled:
@@ -240,7 +240,7 @@ class TensorParallel1D(TensorParallelMode):
         module.register_forward_hook(region.end, always_call=True)
 
     def _sum_replicated_grads(self, path: str, layers: Sequence[str], model: ModelToShard) -> None:
-        """Sum the gradients of replicated weights, which a rank uses on its tokens alone.
+        """Sum the gradients of replicated weights, which a rank uses on some tokens or heads alone.
 
         Args:
             path: the block or head layer with whose forward the sum begins and ends.
@@ -250,7 +250,7 @@ class TensorParallel1D(TensorParallelMode):
         for layer in layers:
             module = model.module.get_submodule(layer)
             names = [name for name, role in model.layers[layer][1].items() if not is_sharded(role)]
-            if not isinstance(module, ColumnParallelLinear | RowParallelLinear):  # these see all tokens
+            if not isinstance(module, ColumnParallelLinear | RowParallelLinear):  # which get all tokens
                 grad_sum.add(module, *names)
                 grad_sums = self._grad_sums.setdefault(module, [])
                 grad_sums.append(grad_sum)

@@ -10,7 +10,9 @@
 GELU, or an attention whose heads are columns. A transformer block has two such pairs, and each is a region:
 attention and MLP. For a batch of b sequences with s tokens of hidden size h,
 
-    bytes that leave a rank, per block, forward and backward:   4 * 2 (t-1)/t * b s h * element size
+    bytes that leave a rank, per block:   4 * 2 (t-1)/t * b s h * element size
+
+because each of the two pairs has one all-reduce in the forward and one in the backward.
 
 The bias of a row-parallel layer is added once: by the first rank, in its matmul, before the sum.
 
@@ -42,7 +44,7 @@ class ParallelLinear(ShardedLayer):
     """A linear layer whose weight is (out, in), or (in, out) if `transposed`.
 
     Attributes:
-        adds_bias: whether this rank adds the bias. If not, another rank does; both compute its gradient.
+        adds_bias: whether this rank adds the bias. If not, another rank does; all compute its gradient.
         region: with which columns it shares inputs. None for a column whose input's gradient is summed
             elsewhere, and for a row without columns.
     """
@@ -58,7 +60,7 @@ class ParallelLinear(ShardedLayer):
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """Some columns of A: (..., in) -> (..., out of this rank)."""
+    """This rank's columns of A: (..., in) -> (..., out of this rank)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.region is None:
@@ -67,7 +69,7 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """Some rows of B: (..., in of this rank) -> (..., out), summed over the ranks."""
+    """This rank's rows of B: (..., in of this rank) -> (..., out), summed over the ranks."""
 
     def __init__(self, old: nn.Module, transposed: bool, sharding: SequenceSharding) -> None:
         super().__init__(old, transposed, adds_bias=sharding.axis.rank == 0)

@@ -4,8 +4,8 @@
     logits_2d    Z = X E^T         dX = dZ E,   dE = dZ^T X                             products and the bytes
 
 Input and output of a layer have the same layout, batch over the grid's rows and hidden size over its columns,
-so column- and row-parallel layers do not differ here. Layers with the same input (q, k and v) are one
-product: X is sent once.
+so column- and row-parallel layers do not differ here. Layers that are passed together (q, k and v,
+which have the same input) are one product: X is sent once.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def linear_2d(
         x: (samples of i, ..., in of j).
         weights: blocks, in of i, out of j: (out, in), or (in, out) if `transposed`, as Conv1D has it.
         biases: (out of j,), equal along i and depth; gradients cover this rank's samples.
-        pending_grads: where to leave sums over depth that are on their way (`async_weight_grads.py`); without
-            it they are waited for.
+        pending_grads: gets the running sums over depth, for which `await_weight_grads` waits; without it they
+            are waited for here.
 
     Returns:
         (samples of i, ..., out of j) for each.

@@ -52,7 +52,7 @@ def cross_entropy(
             float32 at least.
         targets: (...), equal on all ranks; `ignore_index` counts for nothing.
         vocab_size: V.
-        label_smoothing: share of the target's weight that is spread over the vocabulary, 0 to 1.
+        label_smoothing: e; the target keeps 1 - e, and each token of the vocabulary gets e / V.
         z_loss: c above.
 
     Raises:
@@ -72,7 +72,7 @@ def cross_entropy(
         )
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing={label_smoothing} is not a share; use 0 to 1")
-    is_token = (targets >= 0) & (targets < vocab_size) | (targets == ignore_index)
+    is_token = ((targets >= 0) & (targets < vocab_size)) | (targets == ignore_index)
     check_in_vocabulary(targets, is_token, f"targets of 0 to {vocab_size - 1}, or {ignore_index} to ignore")
     losses: torch.Tensor = _CrossEntropy.apply(
         logits.flatten(0, -2),

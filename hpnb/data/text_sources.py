@@ -15,7 +15,7 @@ import re
 import sysconfig
 import textwrap
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,11 +183,20 @@ def _docstrings(source: bytes) -> str:
         return ""
     described = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = sorted(
-        (node for node in ast.walk(tree) if isinstance(node, described)),
+        (node for node in (tree, *_statements_in(tree)) if isinstance(node, described)),
         key=lambda node: getattr(node, "lineno", 0),
     )
     docstrings = [ast.get_docstring(node) or "" for node in nodes]
     return "\n\n".join(text for text in docstrings if len(text) >= _LEAST)
+
+
+def _statements_in(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements inside `node`, at any depth. Expressions, most of the tree, are not entered: none of
+    them holds a class or a function with a docstring."""
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for child in getattr(node, field, ()):
+            yield child
+            yield from _statements_in(child)
 
 
 def _split_paragraphs(text: str, seen: set[str]) -> tuple[str, ...]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
-import subprocess
-import sys
 import urllib.parse
+import warnings
 from pathlib import Path
 
 import pytest
 from PIL import Image
 from readme_images import IMAGES, figure
+from scripts_here import run_script_here
 
 from hpnb.bench import result_files
 
@@ -32,10 +33,11 @@ def example(text: str, number: int) -> str:
 def run(code: str, folder: Path) -> list[str]:
     script = folder / "example.py"
     script.write_text(code)
-    command = [sys.executable, script]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=folder)
-    assert ran.stderr == ""
-    return ran.stdout.splitlines()
+    with contextlib.chdir(folder), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # which pytest would keep from stderr
+        printed, errors = run_script_here(script)
+    assert errors == ""
+    return printed.splitlines()
 
 
 # --- code ------------------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
-"""The programs of five Colossal-AI tutorials in hpnb's vocabulary, under torchrun, as users would write them.
+"""The programs of five Colossal-AI tutorials in hpnb's vocabulary, as users would write them.
 
 Each is a script of its own, with a small model, and small files in the format in which its data is published.
-It has to end, and the loss of its last epoch has to be below that of its first steps.
+It has to end, and the loss of its last epoch has to be below that of its first steps. With --slow torchrun
+runs the scripts. Without it forked ranks do, because under torchrun every rank imports everything for itself,
+and tests/test_launch_hybrid.py tests torchrun.
 """
 
 from __future__ import annotations
@@ -9,20 +11,47 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from real_files import write_beans, write_cifar10, write_mrpc
+from scripts_here import run_script_here
 from transformers import ViTForImageClassification
+
+import hpnb
 
 ROOT = Path(__file__).parents[1]
 TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def torchrun(folder: Path, ranks: int, text: str, *arguments: str) -> str:
-    """Run a script on `ranks` processes; returns what it printed."""
-    script = folder / "train.py"
-    script.write_text(text)
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a script on `ranks` processes in `tmp_path`; returns what it printed."""
+
+    def run(ranks: int, text: str, *arguments: str) -> str:
+        script = tmp_path / "train.py"
+        script.write_text(text)
+        if request.config.getoption("--slow"):
+            printed, errors = torchrun(script, ranks, *arguments)
+        else:
+            monkeypatch.setenv("DATA", str(tmp_path))
+            monkeypatch.chdir(tmp_path)
+            both = hpnb.launch(run_script_here, script, arguments, ranks=ranks, device="cpu", timeout=240)
+            printed, errors = ("".join(texts) for texts in zip(*both, strict=True))
+        assert "Warning: Seems like" not in errors, errors  # of a scheduler that lost its optimizer
+        assert "Warning: Detected call" not in errors, errors
+        return printed
+
+    return run
+
+
+def torchrun(script: Path, ranks: int, *arguments: str) -> tuple[str, str]:
+    """What all ranks print, and their errors."""
+    folder = script.parent
     environ = {name: value for name, value in os.environ.items() if name not in TOLD}
     environ.update(CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", DATA=str(folder))
     done = subprocess.run(
@@ -31,9 +60,7 @@ def torchrun(folder: Path, ranks: int, text: str, *arguments: str) -> str:
         capture_output=True, text=True, timeout=240, env=environ, stdin=subprocess.DEVNULL, cwd=folder,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Warning: Seems like" not in done.stderr, done.stderr  # of a scheduler that lost its optimizer
-    assert "Warning: Detected call" not in done.stderr, done.stderr
-    return done.stdout
+    return done.stdout, done.stderr
 
 
 def losses(printed: str) -> list[float]:
@@ -161,9 +188,9 @@ booster.save_model(model, sys.argv[1], shard=True)
 
 
 @pytest.mark.sampled(1, of="tutorials")
-def test_vit_in_a_pipeline(tmp_path: Path) -> None:
+def test_vit_in_a_pipeline(tmp_path: Path, run: Run) -> None:
     write_beans(tmp_path, train=16)
-    falls(losses(torchrun(tmp_path, 2, VIT_PIPELINE, str(tmp_path / "saved"))), steps=2)
+    falls(losses(run(2, VIT_PIPELINE, str(tmp_path / "saved"))), steps=2)
     saved, told = ViTForImageClassification.from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not told["missing_keys"]
     assert not told["unexpected_keys"]
@@ -313,9 +340,9 @@ for epoch in range(NUM_EPOCHS):
 
 @pytest.mark.sampled(1, of="tutorials")
 @pytest.mark.parametrize("pipeline", [2, 1])
-def test_gpt2_with_zero(tmp_path: Path, pipeline: int) -> None:
+def test_gpt2_with_zero(tmp_path: Path, run: Run, pipeline: int) -> None:
     write_mrpc(tmp_path, train=16)
-    falls(losses(torchrun(tmp_path, 2, GPT2_HYBRID, str(pipeline))), steps=2 * pipeline)
+    falls(losses(run(2, GPT2_HYBRID, str(pipeline))), steps=2 * pipeline)
 
 
 # --- a ViT on every axis -----------------------------------------------------------------------------------
@@ -459,9 +486,9 @@ for epoch in range(NUM_EPOCH):
 
 
 @pytest.mark.sampled(1, of="tutorials")
-def test_vit_on_tensor_and_pipeline_ranks(tmp_path: Path) -> None:
+def test_vit_on_tensor_and_pipeline_ranks(tmp_path: Path, run: Run) -> None:
     write_beans(tmp_path, image_size=40, train=16, validation=10)
-    falls(losses(torchrun(tmp_path, 4, VIT_HYBRID)), steps=2)
+    falls(losses(run(4, VIT_HYBRID)), steps=2)
 
 
 # --- 003: a ViT of timm's parts as an nn.Sequential, in a pipeline, by a Trainer with hooks ----------------
@@ -627,9 +654,9 @@ if hpnb.rank() == 0:
 @pytest.mark.parametrize(
     ("head", "last"), [("representation_size=16", "head"), ("distilled=True", "head_dist")]
 )
-def test_sequential_vit_with_trainer_and_hooks(tmp_path: Path, head: str, last: str) -> None:
+def test_sequential_vit_with_trainer_and_hooks(tmp_path: Path, run: Run, head: str, last: str) -> None:
     program = write_cifar10(tmp_path, 4) + VIT_SEQUENTIAL.replace("DISTILLED_OR_NOT", head)
-    printed = torchrun(tmp_path, 2, program)
+    printed = run(2, program)
     falls(losses(printed), steps=12)  # four epochs: augmentation makes single steps differ
     lines = printed.splitlines()
     epochs = [line for line in lines if line.startswith("epoch ")]
@@ -764,10 +791,10 @@ if hpnb.rank() == 0:
     ids=["data", "pipeline", "1d", "2d", "2.5d", "3d"],
 )  # fmt: skip
 def test_vit_from_data_to_hybrid_parallelism(
-    tmp_path: Path, ranks: int, pipeline: int, tensor: str | None
+    tmp_path: Path, run: Run, ranks: int, pipeline: int, tensor: str | None
 ) -> None:
     config = VIT_CONFIG.replace("pipeline=2, ", f"pipeline={pipeline}, ")
     config = config.replace("dict(mode=TENSOR_PARALLEL_MODE, size=TENSOR_PARALLEL_SIZE)", str(tensor))
     (tmp_path / "config.py").write_text(config)
-    printed = torchrun(tmp_path, ranks, write_cifar10(tmp_path, 4) + VIT_FROM_CONFIG, "--config", "config.py")
+    printed = run(ranks, write_cifar10(tmp_path, 4) + VIT_FROM_CONFIG, "--config", "config.py")
     falls(losses(printed), steps=8)  # four epochs, because mixup makes single steps differ

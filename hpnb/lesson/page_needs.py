@@ -302,7 +302,7 @@ NEEDS: dict[str, PageNeed] = {
         splits_heads=True,
     ),
     "03.modes": PageNeed(
-        "images", Trial(replace(SMALL_VIT, heads=16, layers=1), 64),
+        "images", Trial(replace(SMALL_VIT, heads=16, layers=1), 32),
         _blocks((4096, 256), (4096, 128), (2048, 256), (2048, 128), (1024, 256), (1024, 128), (1024, 64),
                 (512, 128), (256, 64)), _modes,
         _block_steps(40), 60.0,

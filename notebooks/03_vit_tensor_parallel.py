@@ -158,7 +158,7 @@ def without_sum(x, A, B, axis):
 # %%
 def compare_mlps():
     axis, generator = vit_tensor.tensor_axis(), torch.Generator().manual_seed(0)
-    shapes = (64, 48), (48, 192), (192, 48)  # x, A, B
+    shapes = (64, 48), (48, 192), (192, 48)  # x, A, B: on the CPU, so Gloo adds them
     x, A, B = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
     serial_x = x.clone().requires_grad_()
     serial_z = F.gelu(serial_x @ A) @ B
@@ -277,16 +277,12 @@ lesson.check(exercises.column_row, mlp)
 #
 # From here on, the library's `parallelize(model, mesh.tp, mode="1d")` replaces the linear layers by sharded ones, as above.
 # We call that *1D*. `machine_card` measures this machine's latency α, bandwidth and matmul rate, its *card*. ρ is the rate
-# over the bandwidth. Replace the `None`s by your guesses; until then a naive *rule of thumb* stands there. The cell then
-# trains a sharded and a serial ViT for three steps, in float64.
+# over the bandwidth. Replace the `None`s by your guesses; until then a naive *rule of thumb* stands there. In the answers,
+# *predicted* is the page's formula. The cell then trains a sharded and a serial ViT for three steps, in float64.
 
 # %%
 card = lesson.machine_card(N)
 card.show()
-lesson.record("03.rho", card.rho, "FLOP/B")
-lesson.record("03.value-bytes", DTYPE.itemsize)
-lesson.record("03.wide", 7 * card.rho * DTYPE.itemsize / 2 / 4.5)  # h for 8 ranks
-lesson.record("03.padded", {"tokens": (IMAGES - 1) * SIZE.tokens, "ranks": N})
 question = f"How many bytes leave each of {N} ranks in a block's forward and backward?"
 gradients = 12 * SIZE.hidden**2 * DTYPE.itemsize
 rule = theory.bytes_sent("all_reduce", gradients, N)  # what replicas send
@@ -297,6 +293,7 @@ distances = pool.run(vit_tensor.train_beside_one_process, TINY, leaves)[0]
 parity = lesson.Parity({"after three steps": distances})
 lesson.show(parity, title="A tensor-parallel ViT trains like one process")
 lesson.claim("The sharded ViT equals one process", parity.equal)
+predictions.record_formula(card, DTYPE)  # numbers of a fold below
 
 # %% [markdown]
 # ### Overlap in the backward
@@ -330,7 +327,7 @@ class OverlappedColumnLinear(torch.autograd.Function):
 
 
 def compare_with_blocking():
-    group = vit_tensor.tensor_axis().group
+    group = vit_tensor.tensor_axis().group  # Gloo for CPU tensors, as these
     x = torch.ones(48, 48, dtype=torch.float64, requires_grad=True)  # all ranks' x
     w = torch.randn(48, 48, dtype=torch.float64, requires_grad=True)  # my columns
     ys = OverlappedColumnLinear.apply(x, w, group), CopyToRanks.apply(x, group) @ w
@@ -394,8 +391,8 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # </details>
 #
 # The formula is for numbers of 2 bytes. With v bytes r is 2/v times as large, and here v is <data value="03.value-bytes">2</data>. With attention's
-# scores the formula predicts r = <data value="03.ratio.predicted">0.703</data>. The run has <data value="03.ratio">1.48</data>. So
-# <data value="03.verdict">the formula calls the interconnect too slow, the run fast enough, because computing took longer than its products, not because the link was faster</data>.
+# scores the formula predicts r = <data value="03.ratio.predicted">0.703</data>. The run has <data value="03.ratio">1.48</data>.
+# <data value="03.verdict">the formula calls the interconnect too slow, the run fast enough, because computing took longer than its products, not because the link was faster</data>
 # A run's r says only how its time is shared: slower computing raises it, too.
 #
 # <details><summary>Three factors between the formula and the run</summary>
@@ -426,12 +423,6 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # <data value="03.rho:,.0f">2,255</data> FLOP a byte. Eight such ranks would want h above <data value="03.wide:,.0f">3,508</data>.
 # </details>
 #
-# <details><summary>How much does overlap help?</summary>
-#
-# Weight gradients are a third of the products. If they are a third of the computing time, too, overlap covers at most that
-# much communication. At r = 1 a step then takes 1 + 1 - 1/3 = 5/3 of the computing time, and a rank computes 60 % of it.
-# </details>
-#
 # **Takeaway.** By the formula, ask for r ≥ 1, so for h above (t-1)ρ/4.5. For eight ranks and usual widths, only the fastest
 # links give that, those inside a *node*, which is one machine.
 #
@@ -455,7 +446,7 @@ class HandwrittenMlp(torch.nn.Module):
         return z + self.fc2.bias
 
 
-def train(faulty_layers, steps=16):
+def train(faulty_layers, steps):
     axis = vit_tensor.tensor_axis()
     transform = hpnb.data.ImageTransform(32, device=hpnb.device())
     batch = next(iter(hpnb.data.Loader(leaves, 24, transform=transform)))
@@ -467,7 +458,8 @@ def train(faulty_layers, steps=16):
 
 # %%
 cases = {"right": (), "left out in layer 2": (2,), "left out everywhere": (0, 1, 2, 3)}
-runs = {case: pool.run(train, faulty_layers) for case, faulty_layers in cases.items()}
+steps = 16 if here.device == "cuda" else 12
+runs = {case: pool.run(train, faulty, steps) for case, faulty in cases.items()}
 errors = {case: ranks[0].errors for case, ranks in runs.items()}
 del errors["left out everywhere"]
 title = "One missing all-reduce: a cliff in the gradients of step 1"
@@ -583,7 +575,7 @@ for mode, sp in (("1D", False), ("1D+SP", True)):
     counted |= {f"{mode} sends (B)": sent, f"{mode} keeps (B)": kept}
     predicted[f"{mode} sends (B)"] = theory.block_sent(block, "1d", N, 1, sp).bytes()
     predicted[f"{mode} keeps (B)"] = theory.activation_bytes(block, "1d", N, 1, sp)
-lesson.record("03.sp-more", counted["1D+SP sends (B)"] - counted["1D sends (B)"], "B")
+predictions.record_padding(counted, uneven * SIZE.tokens, N)  # for the text
 lesson.show(predicted=predicted, counted=counted, key="03.sp", title="SP keeps less")
 lesson.claim("SP keeps less", counted["1D+SP keeps (B)"] < counted["1D keeps (B)"])
 
@@ -671,7 +663,8 @@ lesson.check(exercises.sequence_parallel, block)
 
 # %%
 def summa_product(q, side=32):
-    down, across = vit_tensor.tensor_axis().split(q, q)  # my column, my row
+    # ranks in rows of q: the axis down my column, and the one across my row
+    down, across = vit_tensor.tensor_axis().split(q, q)
     generator = torch.Generator().manual_seed(0)
     shape = (q * side, q * side)
     x, W = (torch.randn(shape, generator=generator).double() for _ in range(2))
@@ -761,12 +754,12 @@ rule = ("1d+sp", "2.5d", "3d")
 lesson.predict("03.modes", question, None, kind="ranking", rule_of_thumb=rule)
 predicted, counted, off, kept = {}, {}, {}, {}
 block = TINY.block(32, bytes_per_value=4)
-two = ViTSize(hidden=64, layers=2, heads=8, mlp=256, patch=8, image=32)  # layers
+one = ViTSize(hidden=64, layers=1, heads=8, mlp=256, patch=8, image=32)  # layer
 with hpnb.Ranks(8, device="cpu") as eight:
     for mode, depth in {"1d+sp": 1, "2.5d": 2, "3d": 1}.items():
         grid, sp = mode.removesuffix("+sp"), mode.endswith("+sp")  # sequence parallel
         layout = grid, sp, depth
-        off[mode] = max(eight.run(vit_tensor.worst_gradient_error, two, *layout))
+        off[mode] = max(eight.run(vit_tensor.worst_gradient_error, one, *layout))
         task = TINY, 32, torch.float32, *layout
         counted[mode], kept[mode] = eight.run(vit_tensor.measure_block, *task)[0]
         predicted[mode] = theory.block_sent(block, grid, 8, depth, sp).bytes()
@@ -816,23 +809,21 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 
 # %% [markdown]
 # With <data value="03.tokens.few">6,304</data> tokens, 1D took <data value="03.race.1d.measured">6.29 ms</data> and 2D <data value="03.race.2d.measured">23.5 ms</data>. That is <data value="03.too-low.1d">1.65</data> and <data value="03.too-low.2d">3.46</data> times as long as
-# predicted. Predictions leave out norms, launches and waiting.
+# predicted. Predictions count what norms send, but leave out their computing, launches and waiting. Sequence parallelism took
+# <data value="03.sp-longer.few">2.02 ms more</data> than 1D.
 #
 # <details><summary>Which rates do we predict with?</summary>
 #
 # The four ranks run on <data value="03.hardware">4 x NVIDIA H100 80GB HBM3</data>. Their latency α is <data value="03.alpha">13.6 µs, as on the page's card</data>.
-#
-# On GPUs, the matmul rate is the card's. On a CPU, the card's rate comes from one product of a few milliseconds, during which
-# a rank mostly keeps a core. A block lasts longer, and ranks take turns if cores are fewer. So there we multiply the card's
+# On GPUs, the matmul rate is the card's. On a CPU, ranks take turns if cores are fewer, so there we multiply the card's
 # rate by cores over ranks, if that is below 1. Here we take <data value="03.rate">748 TFLOP/s</data>.
 # </details>
 #
 # <details><summary>Why can sequence parallelism be slower?</summary>
 #
-# With few tokens, sequence parallelism took <data value="03.sp-longer.few">2.02 ms more</data> than 1D, and latency alone predicts <data value="03.norms">81.4 µs</data> more.
-#
+# Latency alone predicts <data value="03.norms">81.4 µs</data> more with few tokens.
 # By theory the two halves of an all-reduce take as long as the all-reduce. In a ring of four, both take 2 (4 - 1) = 6 steps,
-# and each step one latency α. So the prediction adds only the latencies of the all-reduce of norm gradients.
+# and each step one latency α. So the prediction adds only the latencies of one more call, the all-reduce of norm gradients.
 #
 # Timed alone, an all-reduce took <data value="03.halves.all-reduce.measured">534 µs</data> and its two halves <data value="03.halves.reduce-scatter-all-gather.measured">660 µs</data>. A block has four such pairs, so by
 # these times its halves take <data value="03.four-halves">502 µs more</data> than its all-reduces would. The run does not explain the rest.
@@ -907,20 +898,19 @@ lesson.explorers.tensor_modes()
 #
 # <details><summary>Answer</summary>
 #
-# ρ is 8,000. At best 1D has 4.5 · 8,192/(15 · 8,000) = 0.31. The scores of attention add s/6h, which makes 0.36 with
-# sequences of 8,192. The batch is in neither. 2D on 16 ranks meets the challenge with a batch of 8 such sequences,
-# where a rank keeps 1.9 GB. By the table of the section on grids, 5.1 GB leave a rank, 103 ms at 50 GB/s.
-# That table counts the mean bytes that a rank sends, 3/4 of a block for each broadcast or reduce. But each takes as long
-# as sending all of the block, so 103 ms become 103 · 4/3 = 137 ms. Latency adds 3 ms.
-# Computing takes 57.7 ms, so the ratio is 57.7/140.1 = 0.41. Both curves of the middle panel are for 2D. They
-# rise because 2D's weight traffic does not grow with the batch, while computing does. In this setting 1D would take
-# 220.0 ms. Sequence parallelism adds 0.3 ms to that, which hardly matters.
+# ρ is 8,000. At best 1D has 4.5 · 8,192/(15 · 8,000) = 0.31, and 0.36 with attention's scores. The batch is in neither.
+#
+# 2D on 16 ranks meets the challenge with a batch of 8 such sequences, where a rank keeps 1.9 GB. It sends for 140 ms: by the
+# table of the section on grids 103 ms, times 4/3, because a broadcast lasts as long as sending all of its block; and 3 ms of
+# latency. It computes for 57.7 ms, so the ratio is 0.41. Its weight traffic does not grow with the batch, while
+# computing does. In this setting 1D would send for 220 ms.
 # </details>
 #
-# **Takeaway.** Use 1D inside a node, and a grid only when a matrix must be shared across nodes. On 64 ranks, 3D or 2.5D is
-# predicted to spend less time communicating than 1D, except where tokens are few and h is large.
+# **Takeaway.** Inside a node, use 1D: it makes the fewest calls, and the fast link carries its bytes. Use a grid only when a
+# matrix must be shared across nodes. On 64 ranks, 3D or 2.5D is predicted to spend less time communicating than 1D, except
+# where tokens are few and h is large.
 #
-# ### Exercise 5: how many ranks should share a matrix?
+# ### Exercise 5: the number of ranks that share a matrix
 #
 # *Extra, design, 20 minutes.* Choose the fastest t that fits.
 #
@@ -955,10 +945,12 @@ lesson.check(exercises.choose_ranks, choose)
 # <details><summary>Solution</summary>
 #
 # Replicas that fit are not always best. The check's third job has h = 8,192 and 8,192 tokens. On 64 GPUs that is n =
-# 128 tokens a GPU. To cover the gradients, it would take about ρ tokens, which is 8,000. The predicted step takes
-# <data value="03.job.t1">1.57 s</data> for t = 1, most of it gradients, and <data value="03.job.t16">190 ms</data> for t = 16, although r is only 0.31 there. For one layer, the
-# all-reduces of activations send 16 n h (t-1) bytes from a GPU, and those of gradients about 48 h²/t. The sum is
-# least where t² = 3h/n. Here that is t = 14, and 16 is the divisor of 64 next to it. This leaves out overlap.
+# 128 tokens a GPU. The backward computes 4 FLOPs for each weight and token, and the all-reduce sends about 4 bytes for
+# each weight. So hiding it takes about ρ = 8,000 tokens a GPU. The predicted step takes
+# <data value="03.job.t1">1.57 s</data> for t = 1, most of it gradients, and <data value="03.job.t16">190 ms</data> for t = 16, although r is only 0.31 there.
+#
+# For one layer, the all-reduces of activations send 16 n h (t-1) bytes from a GPU, and those of gradients about 48 h²/t.
+# The sum is least where t² = 3h/n. Here that is t = 14, and 16 is the divisor of 64 next to it. This leaves out overlap.
 #
 # ```python
 # def choose(job):
@@ -983,8 +975,7 @@ lesson.check(exercises.choose_ranks, choose)
 # - Sequence parallelism keeps less and sends hardly more bytes. It can still take longer, so measure it.
 # - Grids send fewer bytes in large batches, but make many small calls.
 #
-# **When not to use this.** The backward computes 4 FLOPs for each weight and token, and replicas send about 4 bytes
-# for each weight. So both take equally long at ρ tokens a GPU. Use replicas if the model fits and each GPU has many
+# **When not to use this.** Computing covers what replicas send from about ρ tokens a GPU on. Use replicas if the model fits and each GPU has many
 # times ρ tokens. Otherwise share matrices inside a node, with r ≥ 1. With few tokens a smaller r can still beat
 # replicas (exercise 5), so predict both. Across nodes, try pipelines before a grid.
 #

@@ -87,13 +87,19 @@ def test_a_formula_and_a_run_may_judge_a_link_differently() -> None:
     slow = {"computing": 3.8, "latency of all-reduces": 1.2, "waiting and the rest": 1.3}
     fast = {**slow, "waiting and the rest": 0.5}
     verdict = predictions.verdict
-    assert verdict(2.0, 1.0, slow) == "both the formula and the run call the interconnect fast enough"
-    said = "the formula calls the interconnect too slow, the run fast enough, because "
-    assert verdict(0.7, 1.7, slow) == (
-        f"{said}computing took longer than its products, not because the link was faster"
+    assert verdict(2.0, 1.0, slow) == (
+        "Both the formula and the run say that the interconnect is fast enough (r at least 1)."
     )
-    assert verdict(0.7, 1.7, fast).startswith(f"{said}communication took less time")
-    assert verdict(1.7, 0.7, slow).endswith("communication took longer than its bytes alone")
+    said = (
+        "The formula says that the interconnect is too slow (r below 1),"
+        " and the run says that it is fast enough (r at least 1)."
+    )
+    assert verdict(0.7, 1.7, slow) == (
+        f"{said} The link was not faster."
+        " The run's r is larger because computing took 3.80 times as long as its matrix products alone would."
+    )
+    assert verdict(0.7, 1.7, fast).startswith(f"{said} The run's r is larger because communication took less")
+    assert verdict(1.7, 0.7, slow).endswith("communication took longer than its bytes alone.")
 
 
 def test_words_say_whether_tokens_set_the_time() -> None:

@@ -358,7 +358,7 @@ TASKS = {
 }
 
 
-@exercise("03.5", "how many ranks should share a matrix?", 20)
+@exercise("03.5", "the number of ranks that share a matrix", 20)
 def choose_ranks(choose: Callable[[TensorTask], Any]) -> Iterator[Finding]:
     for name, task in TASKS.items():
         t, sizes = choose(task), divisors(task.devices)

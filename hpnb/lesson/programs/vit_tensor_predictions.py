@@ -120,6 +120,19 @@ def constant_share(growth: float, factor: float) -> float:
     return min(1.0, max(0.0, (factor - growth) / (factor - 1)))
 
 
+def record_formula(card: MachineCard, dtype: torch.dtype) -> None:
+    """Record ρ, bytes of a value, and the hidden size from which eight ranks have r = 1 on this link."""
+    record("03.rho", card.rho, "FLOP/B")
+    record("03.value-bytes", dtype.itemsize)
+    record("03.wide", 7 * card.rho * dtype.itemsize / 2 / 4.5)
+
+
+def record_padding(counted: Mapping[str, float], tokens: int, ranks: int) -> None:
+    """Record tokens that the ranks do not divide, and bytes that sequence parallelism sends more than 1D."""
+    record("03.padded", {"tokens": tokens, "ranks": ranks})
+    record("03.sp-more", counted["1D+SP sends (B)"] - counted["1D sends (B)"], "B")
+
+
 def record_host(few: Timeline, many: Timeline, factor: float) -> None:
     """Record under 03.host what two recorded blocks say of launches, the second of more
     tokens, `factor` times as many.
@@ -206,18 +219,21 @@ def grid_in_words(seconds: Mapping[str, float], sent: float) -> str:
 
 def verdict(predicted: float, measured: float, slower: Mapping[str, float]) -> str:
     """Whether a link is fast enough by a predicted and by a measured ratio of computing to communication, and
-    why not by both, by `slower_than_predicted`.
+    why not by both, by `slower_than_predicted`: whole sentences.
     """
-    words = ["fast enough" if ratio >= 1 else "too slow" for ratio in (predicted, measured)]
-    if words[0] == words[1]:
-        return f"both the formula and the run call the interconnect {words[0]}"
+    fast = [ratio >= 1 for ratio in (predicted, measured)]
+    words = ["fast enough (r at least 1)" if is_fast else "too slow (r below 1)" for is_fast in fast]
+    if fast[0] == fast[1]:
+        return f"Both the formula and the run say that the interconnect is {words[0]}."
     computing, *messages = slower.values()
-    longer = math.prod(messages) > 1
+    said = f"The formula says that the interconnect is {words[0]}, and the run says that it is {words[1]}."
+    longer = f"took {computing:.2f} times as long as its matrix products alone would"
     if measured < predicted:
-        why = "communication took longer than its bytes alone" if longer else "computing took less time"
-    elif longer:
-        why = "computing took longer than its products, not because the link was faster"
-    else:
-        why = "communication took less time than its bytes alone"
-        why += ", and computing longer than its products" if computing > 1 else ""
-    return f"the formula calls the interconnect {words[0]}, the run {words[1]}, because {why}"
+        slow_link = math.prod(messages) > 1
+        why = "communication took longer than its bytes alone" if slow_link else f"computing {longer}"
+        return f"{said} The run's r is smaller because {why}."
+    if math.prod(messages) > 1:
+        return f"{said} The link was not faster. The run's r is larger because computing {longer}."
+    why = "communication took less time than its bytes alone"
+    why += f", and computing {longer}" if computing > 1 else ""
+    return f"{said} The run's r is larger because {why}."

@@ -261,13 +261,12 @@ lesson.check(exercises.ragged_mean, ragged_loss)
 # ```
 #
 # Communication is *exposed* while a rank waits for it and computes nothing. The last bucket usually is: it is full only
-# when the backward ends.
+# when the backward ends. So very large buckets overlap little.
 #
 # We try the bucket and hook below on `SMALL`. Its gradient has <data value="01.small">413,699</data> numbers, in float64 of 8 bytes.
 
 # %%
-values = SMALL.parameters(classes=3)
-lesson.record("01.small", values)
+lesson.record("01.small", values := SMALL.parameters(classes=3))
 lesson.record("01.factor", 2 * (N - 1) / N)
 expected = theory.bytes_sent("all_reduce", 8 * values, N)
 lesson.predict("01.step-bytes", "How many bytes does each rank send in a step?",
@@ -276,7 +275,8 @@ lesson.predict("01.step-bytes", "How many bytes does each rank send in a step?",
 
 def attach_bucket(parameters, all_reduce, in_flight):
     def on_gradient(_):  # autograd calls it when one of the gradients is complete
-        if all(p.grad is not None for p in parameters):  # the bucket is full
+        # zero_grad left None, so all are there only when the bucket is full
+        if all(p.grad is not None for p in parameters):
             flat = torch.cat([p.grad.flatten() for p in parameters])  # (numel,)
             in_flight.append((parameters, flat, all_reduce(flat)))
 
@@ -356,13 +356,13 @@ def record_versions():
 # %% [markdown]
 # A *round* times A, B and C once. We divide within each round, because a busy moment of the machine hits all three. We
 # give the median of nine rounds and a *range*, from the second lowest to the second highest. The *verdict* on a ratio is
-# *slower* if its range lies above 1, *faster* if below, and otherwise *cannot tell*, or undecided. Printed ranges are
-# rounded, verdicts are not.
+# *slower* if its range lies above 1, *faster* if below, and otherwise *cannot tell*, or undecided.
 #
 # The first figure is the prediction. The second is one round, the nearest to the medians in the table.
 
 # %%
 alone, rounds = pool.run(record_versions)[0]
+# the same computing for A, B and C, so that they differ only by messages on the link
 ideal = {v: alone[mb].as_long_as(alone[BUCKET_MB]).on(card.link, N, during)
          for v, (mb, during) in VERSIONS.items()}  # fmt: skip
 predicted = {v: timeline.makespan for v, timeline in ideal.items()}
@@ -385,13 +385,12 @@ lesson.claim("buckets are not slower than tensors", b_over_a.verdict != "slower"
 lesson.record("01.b-over-a", figures.describe_ratio(b_over_a, b_by_formula))
 lesson.record("01.c-over-b", figures.describe_ratio(c_over_b, c_by_formula))
 lesson.record("01.versions", figures.describe_versions(rounds))
-launches = pool.run(launch_timing.vit_launches, SIZE, sizes.few, DTYPE)[0]
-lesson.record("01.launch", figures.describe_launches(launches, here.device))
 
 # %% [markdown]
 # <details><summary>How to read the figures</summary>
 #
-# Every ratio of two measured steps here is a median over rounds, so quotients of medians in seconds may differ.
+# Every ratio of two measured steps here is a median over rounds, so quotients of medians in seconds may differ. Printed
+# ranges are rounded, verdicts are not.
 #
 # If rounds are independent, the true median lies in the range with 95 % confidence. The rule of thumb of the question
 # is a C that exposes nothing. The *ratio* in its answer is the measured value over the guess.
@@ -412,21 +411,12 @@ lesson.record("01.launch", figures.describe_launches(launches, here.device))
 # second figure. There the slowest rank works on messages for <data value="01.versions.handling.a">55.3 ms</data> in A and <data value="01.versions.handling.b">822 µs</data> in B.
 #
 # **Overlap.** C takes <data value="01.overlap:.3f">0.999</data> times as long as B (<data value="01.c-over-b.low:.3f">0.982</data> to <data value="01.c-over-b.high:.3f">1.036</data>): the verdict is *<data value="01.c-over-b.verdict">cannot tell</data>*. The prediction of
-# <data value="01.overlap.predicted:.3f">0.929</data> lies <data value="01.c-over-b.predicted-is">below this range</data>. It leaves out two costs: C's backward also fills the buckets, and an all-reduce beside
-# it may slow it. The next section measures both, on a wider model.
+# <data value="01.overlap.predicted:.3f">0.929</data> lies <data value="01.c-over-b.predicted-is">below this range</data>. The prediction leaves out two costs. C's backward also
+# fills the buckets, and an all-reduce that runs beside this backward may slow it. The next section measures both costs.
 #
-# **Late ranks.** Ranks with equal work still do not start together, and the prediction leaves this out too. In C the last rank
-# begins its backward <data value="01.versions.late.seconds">2.23 ms</data> after the first, a median of nine rounds. Messages of early ranks wait for it. Meanwhile
-# these ranks compute in C, and idle in B. A rank that is slow by itself would be last in every round. Here one rank is
+# **Late ranks.** Ranks with equal work do not start together. In C the last rank
+# begins its backward <data value="01.versions.late.seconds">2.23 ms</data> after the first, a median of nine rounds. Messages of early ranks wait for it. A rank that is slow by itself would be last in every round. Here one rank is
 # last most often: <data value="01.versions.late.last">rank 3 in 4 of 9 rounds</data>.
-#
-# <details><summary>How long does a step without messages take on each rank?</summary>
-#
-# The end of the cell times it by the clock of each process, so compare these times only with each other. On GPUs it also
-# times *launches*, the calls that start a GPU's kernels. The fastest rank
-# takes <data value="01.launch.fastest">62.7 ms</data> and the slowest, <data value="01.launch.rank">rank 0</data>, takes <data value="01.launch.slowest">66.3 ms</data>, and
-# <data value="01.launch.words">its process has launched the step after 54.5 ms, so launches do not set the time there</data>.
-# </details>
 #
 # <details><summary>In your tools: overlap</summary>
 #
@@ -513,8 +503,8 @@ lesson.check(exercises.reducer, reducer)
 # A step is *free* if communication makes it less than 1.1 times as long as the step alone. By the law a step that reduces
 # *during* the backward is free from 0.87 of the law's knee on. One that reduces *after* it is free from 6.7 knees on.
 #
-# A measured size is *free* if its range of step / step alone lies below 1.1, and that of every larger size too. It is *not
-# free* if its range lies above 1.1, and otherwise undecided.
+# A measured size is *free* if, at this size and at every larger one, the range of step / step alone lies below 1.1. It is
+# *not free* if its range lies above 1.1, and otherwise undecided.
 #
 # <details><summary>The law's two curves, which the next figure has as lines</summary>
 #
@@ -554,7 +544,7 @@ def time_steps(images):
     return step_timing.rounds_in_turn(steps, repeats=9)
 
 
-batches = [n for n in (1, 4, 16, 64, 128) if n <= wide.batch]  # images of a rank
+batches = [n for n in (1, 4, 16, 64) if n <= wide.batch]  # images of a rank
 times = {wide.size.tokens * n: pool.run(time_steps, n)[0] for n in batches}
 
 # %%
@@ -587,12 +577,13 @@ lesson.record("01.extra", figures.cost_of_overlap(times[middle]))
 # %% [markdown]
 # **When is it free here?** Sizes are tokens per rank.
 #
-# - Reduced during the backward, a step is <data value="01.measured.during">not free at 197, 788 and 3,152, undecided at 12,608</data>. By the law it is free from <data value="01.law.during:,.0f">1,471</data> on.
+# - Reduced during the backward, a step is <data value="01.measured.during">not free at 197, 788 and 3,152, undecided at 12,608</data>. By the law it is free from <data value="01.law.during:,.0f">1,471</data> on,
+#   0.87 times the law's knee of <data value="01.law.knee:,.0f">1,691</data>.
 # - Reduced after it, a step is <data value="01.measured.after">not free at 197, 788 and 3,152, free from 12,608 on</data>. By the law it is free from <data value="01.law.after:,.0f">11,275</data> on.
 # - Overlap, against reducing after the backward, is <data value="01.measured.overlap">faster at 3,152, slower at 788, undecided at 197 and 12,608</data>.
 #
-# You guessed from how many tokens on a step with overlap is free. Your guess is scored only if, with overlap, a size that
-# we timed is free. Otherwise the question stays open.
+# Your guess was the number of tokens from which a step with overlap is free. It is scored only if, with overlap, a size
+# that we timed is free.
 #
 # A measured ratio can leave the law's line in both directions. A step that computes slower than R lowers the ratio.
 # Costs that the law leaves out, such as latencies, raise the ratio. With <data value="01.slow.tokens:,">197</data> tokens the step alone takes <data value="01.slow.times:.1f">8.5</data> times as
@@ -608,16 +599,16 @@ lesson.record("01.extra", figures.cost_of_overlap(times[middle]))
 # | reducing during the backward adds | <data value="01.extra.during">8.74 ms</data> |
 # | an all-reduce of all gradients in one message takes | <data value="01.extra.all-reduce">10.3 ms</data> |
 #
-# Overlap can save at most what reducing after the backward adds. Besides the bytes, that is the latency of every bucket,
-# the filling of buckets, and waits for late ranks.
+# Overlap can save at most the <data value="01.extra.after">15.4 ms</data> that reducing after the backward adds. Reducing in buckets has three costs that
+# one message by itself lacks: a latency for every bucket, the filling of buckets, and waits for late ranks.
 #
 # <details><summary>The law's times and the measured ones</summary>
 #
 # At B the all-reduce takes <data value="01.wide.by-bandwidth">11.0 ms</data>. At R the step alone, with the scores of attention, takes <data value="01.wide.at-rate">30.8 ms</data>. Measured, they
 # take <data value="01.extra.all-reduce">10.3 ms</data> and <data value="01.alone">39.4 ms</data>. The step with overlap takes <data value="01.extra.compared">1.58 ms less than</data> the two measured times together.
 #
-# With <data value="01.slow.tokens:,">197</data> tokens, do launches make the step slower than at R? On its slowest rank, <data value="01.slow.rank">rank 0</data>, we see this:
-# <data value="01.slow.words">its process needs 16.3 ms only to launch the step, so launches set the time there</data>.
+# *Launches* are the calls that start a GPU's kernels. With <data value="01.slow.tokens:,">197</data> tokens, do they make the step slower than at R? On its
+# slowest rank, <data value="01.slow.rank">rank 0</data>, we see this: <data value="01.slow.words">its process needs 16.3 ms only to launch the step, so launches set the time there</data>.
 # </details>
 #
 # The law assumes that the backward keeps its speed while an all-reduce runs, and that filling buckets takes no time. To
@@ -668,8 +659,7 @@ lesson.record("01.wide", figures.describe_wide(wide.size, DTYPE, card))
 #
 # An all-reduce also adds and copies numbers. A longer backward has no more bytes to reduce, so this cost becomes a smaller share of the step.
 #
-# On a CPU the threads of an all-reduce occupy cores. Would overlap pay if an idle core did the sending? A run with a rank
-# on every core cannot say.
+# On a CPU the threads of an all-reduce occupy cores.
 #
 # On GPUs the kernels of an all-reduce occupy memory bandwidth and *multiprocessors*, the units
 # that compute the backward. In one node, `hpnb.DataParallel(model, axis, copy_engines=True)` reduces without
@@ -758,7 +748,7 @@ def train_fp16(agree):
     weights = list(model.parameters())
     scaler = hpnb.precision.LossScaler(2.0**16, growth_interval=12, hysteresis=1)
     loader = hpnb.data.Loader(leaves, 8, axis, transform=to_tensors)
-    for epoch in range(max(12, 3 * axis.size)):
+    for epoch in range(max(8, 3 * axis.size)):
         loader.set_epoch(epoch)
         for batch in loader:
             loss = model(**batch).loss
@@ -873,11 +863,11 @@ lesson.check(exercises.sampler, diagnose)
 def one_zero_step(stage):
     axis, adam = Mesh(Layout(dp=hpnb.world_size())).dp, torch.optim.AdamW
     model = replica = hpnb.models.vit(SMALL, classes=32, dtype=torch.bfloat16)
-    if stage in (1, 2):
+    if stage in (1, 2):  # it has the masters itself; in stage 3 parameters are shards
         optimizer = hpnb.ZeroOptimizer(model.parameters(), adam, axis, stage=stage)
     else:
         replica = (hpnb.fully_shard if stage == 3 else hpnb.DataParallel)(model, axis)
-        hpnb.precision.Masters(optimizer := adam(model.parameters()))  # stage 3: shards
+        hpnb.precision.Masters(optimizer := adam(model.parameters()))
     batch = {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.arange(2)}
     for _ in range(2):  # Adam creates its moments in the first step
         with hpnb.record.traffic() as t, hpnb.record.memory(model, optimizer) as memory:
@@ -900,7 +890,7 @@ lesson.claim("stage 1 sends no more", (sent["stage 1"] - sent["stage 0"], "==", 
 # Stage 0, plain data parallelism, keeps <data value="01.zero.stage-0">6.65 MB</data> of states on each rank. Stage 3 keeps <data value="01.zero.stage-3">1.66 MB</data>.
 #
 # Stages 1 and 2 send <data value="01.zero-sent.stage-1.counted">1.25 MB</data>, as many bytes as stage 0, because an all-reduce consists of the same two halves. Stage 3
-# sends <data value="01.zero-sent.stage-3.counted">1.85 MB</data>, about three such halves: it gathers weights twice and reduce-scatters gradients once.
+# sends <data value="01.zero-sent.stage-3.counted">1.85 MB</data>, about 1.5 times as many, in three such halves: it gathers weights twice and reduce-scatters gradients once.
 #
 # <details><summary>In your tools: ZeRO</summary>
 #

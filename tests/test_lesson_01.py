@@ -80,13 +80,13 @@ def test_page_01_puts_its_results_into_words() -> None:
     assert [str(step["lies"]).split(" ")[3] for step in steps] == ["below", "within", "above"]
     assert steps[0]["alone"] == (2.0, "s")
     open_range = figures.explain_step(causes, 0.0, step_timing.Spread(1.2, 0.9, 1.3))
-    assert (
-        open_range["lies"] == "The result lies within this range, which includes 1, so this run cannot decide"
-    )
-    for at_times, last, side in ((1.5, 0.1, "below"), (0.5, 0.55, "above")):  # 1.0, in a range up or down
+    wanted_words = "The sum lies within this range, which includes 1, so this run cannot decide"
+    assert open_range["lies"] == wanted_words
+    sides = ((1.5, 0.1, "below", "upper"), (0.5, 0.55, "above", "lower"))  # 1.0, in a range up or down
+    for at_times, last, side, ends in sides:
         busy = {figures.ALONE: [1.0] * 9, "sharing": [1.0] * 5 + [at_times] * 4}
         lies = str(figures.explain_step(busy, last, step_timing.Spread(1.4, 1.3, 1.5))["lies"])
-        assert lies.startswith(f"The result lies {side} this range, but the ranges of the factors reach it")
+        assert lies.startswith(f"The sum lies {side} this range, but with the {ends} ends of the factors")
         assert lies.endswith("so this run cannot decide")
     slower, unclear = step_timing.Spread(1.2, 1.1, 1.3), step_timing.Spread(1.2, 0.9, 1.3)
     alone = step_timing.Backward(1.0, 3.0, (2.0, 3.0), (10.0, 10.0))
@@ -128,11 +128,21 @@ def test_page_01_names_the_late_rank_and_what_makes_it_late() -> None:
     words = [
         figures.describe_launches(*run) for run in ((bound, "cuda"), (unbound, "cuda"), (unbound, "cpu"))
     ]
-    ends = {"rank": "rank 1", "fastest": (2.0, "s"), "slowest": (4.0, "s")}
-    assert all(ends.items() <= one.items() for one in words)
-    assert "needs 3.90 s only to launch" in str(words[0]["words"])
+    assert [said["rank"] for said in words] == ["rank 1"] * 3
+    assert "needs 3.90 s just to launch" in str(words[0]["words"])
     assert "launches do not set the time" in str(words[1]["words"])
     assert "on CPUs there are no launches" in str(words[2]["words"])
+
+
+def test_hundreds_of_messages_keep_their_colour() -> None:
+    def step(messages: int) -> Timeline:
+        sent = [Event(0, -1, "all_reduce", -1, 1.0 + i, 2.0 + i, "dp") for i in range(messages)]
+        return Timeline((Event(0, -1, "F", -1, 0.0, 1.0), *sent))
+
+    one = step_timing.Spread(1.0, 1.0, 1.0)
+    fig = figures.versions({"A: tensors": step(101), "B: buckets": step(2)}, one, one)
+    artists = [artist for ax in fig.axes for artist in ax.collections if artist.get_label() == "all_reduce"]
+    assert [artist.get_linewidth()[0] for artist in artists] == [0.0, 0.6]  # type: ignore[index]
 
 
 def test_launches_are_timed_on_every_rank() -> None:

@@ -289,7 +289,7 @@ NEEDS: dict[str, PageNeed] = {
         _steps(60, False), 40.0, laptop_few=2, laptop_bucket_mb=2.0,
     ),
     "01.wide": PageNeed(
-        "images a rank", Trial(replace(SMALL_VIT, layers=1), 128),
+        "images a rank", Trial(replace(SMALL_VIT, layers=1), 64),
         _wide(*((h, n) for h in (4096, 2048, 1024, 512) for n in (64, 32, 16))), _replica,
         _steps(72, False), 60.0,
     ),
@@ -313,7 +313,7 @@ NEEDS: dict[str, PageNeed] = {
         _steps(42, True), splits_heads=True,
     ),
     "05": PageNeed(
-        "a rank", Trial(GPT2Size(192, 12, 6, 768, 1511, 64), 2), _gpt2s(*_MANY_TOKENS), _unsharded,
+        "a rank", Trial(GPT2Size(192, 8, 6, 768, 1511, 64), 2), _gpt2s(*_MANY_TOKENS), _unsharded,
         _steps(100, False), laptop_bucket_mb=2.0,
     ),
     "06": PageNeed(

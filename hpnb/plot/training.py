@@ -12,9 +12,10 @@ from matplotlib.ticker import MaxNLocator
 
 from hpnb.plot.canvas import SMALL, Key
 from hpnb.plot.curves import CurvePanel, Look, Series, curves, looks, rule, set_ticks
-from hpnb.plot.grammar import INK, SERIES, OpStyle
+from hpnb.plot.grammar import CARD, INK, SERIES, OpStyle
 
 MARK = OpStyle(INK, "", "mark", ":")  # no series has its colour
+UNCROSSED = {"facecolor": CARD, "edgecolor": "none", "pad": 1.0}  # no mark runs through such words
 SERIAL = OpStyle("#C3CAD3", "", "one process")
 
 
@@ -77,7 +78,8 @@ def drift(
               lambda y: "0" if y <= foot * 1.01 else f"{y:.0e}")  # fmt: skip
     if min(values) == 0:
         distance_ax.annotate("0: equal bit for bit", (1, 0), (-4, 5), "axes fraction", "offset points",
-                             size=SMALL, color=INK, ha="right")  # fmt: skip
+                             size=SMALL, color=INK, ha="right",
+                             bbox=UNCROSSED if len(marks) else None)  # fmt: skip
     return fig
 
 

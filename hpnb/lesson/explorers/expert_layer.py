@@ -86,7 +86,7 @@ def _readings(experts: int, top_k: int, ep: int, imbalance: float, link: str) ->
 
     def draw(fast: bool) -> Picture:
         from hpnb.plot.bars import Bar, BarPanel, bars
-        from hpnb.plot.grammar import STYLE, OpStyle
+        from hpnb.plot.grammar import CARD, STYLE, OpStyle
 
         rows = {}
         for size in _EP:
@@ -104,6 +104,8 @@ def _readings(experts: int, top_k: int, ep: int, imbalance: float, link: str) ->
             looks, text=not fast, right=1.0,
             title=f"predicted · {experts} experts, top-{top_k}, imbalance {imbalance:g}, {link}",
         )  # fmt: skip
+        for words in (words for ax in figure.axes for words in ax.texts):  # no line runs through bytes
+            words.set_bbox({"facecolor": CARD, "edgecolor": "none", "pad": 1.0})
         return figure, (
             f"Time of a layer of experts over ep; at ep {ep} computing takes {number(cost.ideal, 's')}, "
             f"waiting {number(cost.waiting, 's')} and messages {number(cost.messages, 's')}."

@@ -38,6 +38,7 @@ LIMIT = 1.1  # below this ratio communication counts as free
 LAUNCH_BOUND = 0.9  # of a step, spent in launching it
 FOR_MESSAGES = "work for messages"
 _LAW_POINTS = 300
+_OUTLINED = 100  # messages of a rank that have outlines; those of more would cover their colour
 
 
 def typical_round(rounds: Mapping[str, Sequence[Timeline]]) -> dict[str, Timeline]:
@@ -76,7 +77,12 @@ def versions(timelines: Mapping[str, Timeline], buckets: Spread, overlap: Spread
     if buckets.verdict != "faster":
         title = f"The verdict on buckets: {buckets.verdict}; on overlap: {overlap.verdict}"
     named = map(_name_work, timelines.values())
-    return timeline(*named, names=list(timelines), exposed=True, bubble=None, title=title)
+    fig = timeline(*named, names=list(timelines), exposed=True, bubble=None, title=title)
+    many = _OUTLINED * len(next(iter(timelines.values())).ranks)
+    for artist in (artist for ax in fig.axes for artist in ax.collections):
+        if artist.get_label() == "all_reduce" and len(artist.get_paths()) > many:
+            artist.set_linewidth(0)
+    return fig
 
 
 def _name_work(tl: Timeline) -> Timeline:
@@ -128,8 +134,8 @@ def _late_ranks(tls: Sequence[Timeline]) -> dict[str, object]:
 
 
 def describe_launches(launches: Sequence[Launch], device: str) -> dict[str, object]:
-    """Seconds of the fastest and the slowest of ranks with equal work and no messages, and what launching has
-    to do with it; on a "cpu" the process computes itself.
+    """The slowest of ranks with equal work and no messages, and what launching has to do with it; on a "cpu"
+    the process computes itself.
     """
     rank = max(range(len(launches)), key=lambda rank: launches[rank].done)
     slowest = launches[rank]
@@ -137,15 +143,10 @@ def describe_launches(launches: Sequence[Launch], device: str) -> dict[str, obje
     if device == "cpu":
         words = "on CPUs there are no launches to time"
     elif slowest.launched >= LAUNCH_BOUND * slowest.done:
-        words = f"its process needs {took} only to launch the step, so launches set the time there"
+        words = f"its process needs {took} just to launch the step, so launches set the time there"
     else:
         words = f"its process has launched the step after {took}, so launches do not set the time there"
-    return {
-        "rank": f"rank {rank}",
-        "fastest": (min(launch.done for launch in launches), "s"),
-        "slowest": (slowest.done, "s"),
-        "words": words,
-    }
+    return {"rank": f"rank {rank}", "words": words}
 
 
 def range_words(value: float, measured: Spread) -> str:
@@ -176,8 +177,11 @@ def explain_step(
     )
     ratio = factors.median + share
     place = range_words(ratio, measured)
-    if ratio < measured.low <= factors.high + share or ratio > measured.high >= factors.low + share:
-        place += ", but the ranges of the factors reach it"
+    if ratio < measured.low <= factors.high + share:
+        place += ", but with the upper ends of the factors' ranges it would reach it"
+        meaning = "this run cannot decide"
+    elif ratio > measured.high >= factors.low + share:
+        place += ", but with the lower ends of the factors' ranges it would reach it"
         meaning = "this run cannot decide"
     elif measured.low <= 1:
         place += ", which includes 1"
@@ -191,7 +195,7 @@ def explain_step(
     return {
         "ratio": ratio,
         "share": share,
-        "lies": f"The result lies {place}, so {meaning}",
+        "lies": f"The sum lies {place}, so {meaning}",
         "alone": (median(alone), "s"),
         "last-bucket": (last, "s"),
     }

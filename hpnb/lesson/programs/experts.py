@@ -25,7 +25,7 @@ from hpnb.lesson.programs.gpt2_tensor import random_values
 from hpnb.lesson.programs.step_timing import relative_distance
 from hpnb.mesh import Axis
 
-_STEPS = {"cpu": (50, 20), "cuda": (60, 30)}
+_STEPS = {"cpu": (40, 16), "cuda": (60, 30)}
 ExpertLayer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Compute, Axis], torch.Tensor]
 KeepRows = Callable[[torch.Tensor, int], torch.Tensor]  # (n, k) experts, capacity -> (n, k) bool
 

@@ -420,7 +420,7 @@ points = pool.run(moe.loss_within_capacity, models, keep_within,
                   (*factors, float("inf")), held_out, E, K)[0]  # inf: no drops
 dropped = {name: [share for share, _ in run[:-1]] for name, run in points.items()}
 rise = {name: [x - run[-1][1] for _, x in run[:-1]] for name, run in points.items()}
-title = "measured · a balanced model drops few rows at 1.25 times the mean load"
+title = "measured · a balanced model drops fewer rows at 1.25 times the mean load"
 lesson.show(figures.capacity(factors, dropped, rise, title))
 at, at_3 = factors.index(1.25), 100 * dropped["no balancing"][factors.index(3.0)]
 lost, few = (100 * dropped[name][at] for name in models)

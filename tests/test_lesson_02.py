@@ -43,7 +43,12 @@ def test_a_split_backward_is_timed_beside_one_in_one_piece() -> None:
 def test_the_split_step_is_divided_by_the_other_one() -> None:
     rounds = {vit_pipeline.IN_ONE_PIECE: [1.0] * 9, vit_pipeline.SPLIT: [1.25] * 9}
     columns = vit_pipeline_words.compare_split(rounds)
-    assert [list(column.values()) for column in columns.values()] == [[1.25], ["1.250 to 1.250"], ["slower"]]
+    assert [list(column.values()) for column in columns.values()] == [
+        [1.25],
+        ["1.250 to 1.250"],
+        ["slower"],
+        [9],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -100,9 +105,35 @@ def test_a_balanced_partition_is_faster_only_if_all_of_its_steps_are() -> None:
     assert say(3, 4) == "all its steps are shorter than all of the uniform partition's"
     assert say(7, 8) == "all its steps are longer than all of the uniform partition's"
     assert "does not decide" in say(4, 5.5)
-    assert say(3, 4, source="simulated") == "both are simulated from the same times of layers"
+    assert (
+        say(3, 4, source="simulated")
+        == "it and the uniform partition are simulated from the same times of layers"
+    )
     blocks["by time"] = [6, 6]
     assert say(3, 4) == "this is the uniform partition"
+
+
+def test_the_ranges_of_what_is_compared_are_printed_with_units(capsys: pytest.CaptureFixture[str]) -> None:
+    steps = {"fast": steps_of(1, 4, 2), "slow": steps_of(3)}
+    vit_pipeline_words.claim_faster(steps, "fast", "slow")
+    bubbles = {"less": bubbles_of(32, 16), "more": bubbles_of(4, 8)}
+    vit_pipeline_words.claim_less_idle(bubbles, "less", "more")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == 'Not decided whether every repeat of "fast" is faster than "slow": the repeats overlap'
+    assert lines[1] == "Range of steps: fast 1.00 s to 4.00 s, slow 3.00 s."
+    assert lines[3] == "Range of bubbles: less 3.03 % to 5.88 %, more 11.1 % to 20.0 %."
+
+
+def test_on_a_cpu_a_model_is_drawn_once_and_every_caller_gets_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = ViTSize(hidden=32, layers=2, heads=2, mlp=64, patch=8, image=16)
+    monkeypatch.setattr(hpnb, "device", lambda: torch.device("cpu"))
+    (a, batch), (b, _) = (vit_pipeline.fresh_vit_and_batch(size, 4, torch.float32) for _ in range(2))
+    assert len(batch["labels"]) == 4
+    for first, second in zip(a.parameters(), b.parameters(), strict=True):
+        assert torch.equal(first, second)
+        assert first.data_ptr() != second.data_ptr()
+    other, batch = vit_pipeline.fresh_vit_and_batch(size, 2, torch.float64)
+    assert next(other.parameters()).dtype == batch["pixel_values"].dtype == torch.float64
 
 
 def test_the_race_says_how_far_predictions_are_off_and_who_works_longest(
@@ -249,7 +280,8 @@ def test_the_second_panel_has_an_axis_of_its_own() -> None:
     above, below = fig.axes
     assert above.get_ylim() == (0, pytest.approx(1.14 * 6.0))
     assert below.get_ylim() == (0, pytest.approx(1.14 * 3.0))
-    assert {"6.00", "1.75", "the same steps with CUDA graphs"} <= {t.get_text() for t in fig.findobj(Text)}
+    below = "the same steps with CUDA graphs, on another scale"
+    assert {"6.00", "1.75", below} <= {t.get_text() for t in fig.findobj(Text)}
     assert fig.get_label() == (
         "The bars end at 3.00 s at 1, 6.00 s at 8; with CUDA graphs at 3.00 s at 1, 1.75 s at 8"
     )

@@ -5,12 +5,13 @@ Schedules that are compared run in turn, so that a machine that slows down slows
 
 from __future__ import annotations
 
+import copy
 import gc
 import statistics
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +49,17 @@ def microbatch_loss(outputs: Any, inputs: Batch) -> torch.Tensor:
     """The mean cross entropy of a microbatch, as a Pipeline takes it; of 16-bit logits in float32."""
     logits = outputs.logits
     return cross_entropy(logits.float() if logits.dtype.itemsize == 2 else logits, inputs["labels"])
+
+
+def fresh_vit_and_batch(size: ViTSize, images: int, dtype: torch.dtype) -> tuple[Any, Batch]:
+    """`vit_and_batch`; on a CPU a copy of what an earlier call drew, because drawing weights takes longer."""
+    if hpnb.device().type != "cpu":
+        return vit_and_batch(size, images, dtype)
+    model, batch = _drawn(size, images, dtype)
+    return copy.deepcopy(model), dict(batch)
+
+
+_drawn = lru_cache(maxsize=1)(vit_and_batch)
 
 
 def small_models_and_batch(dataset: Any) -> tuple[torch.nn.Module, torch.nn.Module, torch.nn.Module, Batch]:
@@ -101,7 +113,7 @@ def time_rounds(
     gc.collect()  # what an earlier cell built may still be there
     pipes, timelines = {}, {}
     for name, schedule in schedules.items():
-        model, batch = vit_and_batch(size, images, dtype)
+        model, batch = fresh_vit_and_batch(size, images, dtype)
         how = (cuts or {}).get(name, "uniform")
         pipes[name] = hpnb.Pipeline(model, all_ranks("pp"), schedule, microbatch_loss, cut=how, example=batch)
         timelines[name] = list[Timeline]()
@@ -184,14 +196,21 @@ IN_ONE_PIECE, SPLIT = "backward in one piece", "split backward"
 
 
 def time_split_backward(
-    size: ViTSize, images: int, dtype: torch.dtype, stages: int, microbatches: int, repeats: int = 15
+    size: ViTSize,
+    images: int,
+    dtype: torch.dtype,
+    stages: int,
+    microbatches: int,
+    repeats: int | None = None,
 ) -> dict[str, list[float]]:
     """{IN_ONE_PIECE: seconds of each round, SPLIT: ...} of a step of one rank, with the blocks of one stage.
 
     Launch it with one rank, which has no neighbours: it never idles, so a longer step has more to compute.
+    `repeats` are 15 rounds, on a CPU 9.
     """
     if hpnb.device().type == "cpu":
         torch.set_num_threads(1)  # as on ranks that share the machine
+        repeats = repeats or 9
     stage = replace(size, layers=max(1, size.layers // stages))
     steps = {}
     for way, name in ((IN_ONE_PIECE, "1f1b"), (SPLIT, "zb-h1")):
@@ -201,14 +220,14 @@ def time_split_backward(
         steps[way] = partial(pipe.step, batch, return_outputs=False, record=False)
         for _ in range(warmup_steps()):
             steps[way]()
-    return rounds_in_turn(steps, repeats)
+    return rounds_in_turn(steps, repeats or 15)
 
 
 def measure_activations(
     size: ViTSize, images: int, dtype: torch.dtype, schedule: Schedule
 ) -> tuple[float, float, int]:
     """Of one step on this rank: bytes of activations at their peak, bytes sent, and messages sent."""
-    model, batch = vit_and_batch(size, images, dtype)
+    model, batch = fresh_vit_and_batch(size, images, dtype)
     pipe = hpnb.Pipeline(model, all_ranks("pp"), schedule, microbatch_loss)
     pipe.step(batch, record=False)
     with hpnb.record.traffic() as t, hpnb.record.memory(pipe.module) as recorder:

@@ -47,13 +47,32 @@ def repeats_of(here: Banner) -> int:
 
 
 def claim_faster(rounds: Mapping[str, Sequence[Timeline]], fast: str, slow: str) -> None:
-    """Claim that all steps of `fast` are shorter than all of `slow`, or say that the run does not decide."""
-    gpt2_pipeline.claim_faster(_repeats(rounds), fast, slow)
+    """Claim that all steps of `fast` are shorter than all of `slow`, or say that the run does not decide.
+
+    The range of both is printed.
+    """
+    runs = _repeats(rounds)
+    gpt2_pipeline.claim_faster(runs, fast, slow)
+    print(range_words("steps", {name: runs[name].seconds for name in (fast, slow)}, "s"))
 
 
 def claim_less_idle(rounds: Mapping[str, Sequence[Timeline]], less: str, more: str) -> None:
-    """Claim that all bubbles of `less` are below all of `more`, or say that the run does not decide."""
+    """Claim that all bubbles of `less` are below all of `more`, or say that the run does not decide.
+
+    The range of both is printed.
+    """
     gpt2_pipeline.claim_less_idle(_repeats(rounds), less, more)
+    bubbles = {name: [100 * tl.bubble_fraction for tl in rounds[name]] for name in (less, more)}
+    print(range_words("bubbles", bubbles, "%"))
+
+
+def range_words(what: str, values: Mapping[str, Sequence[float]], unit: str) -> str:
+    """In words, the least and the largest values: "Range of steps: a 1.00 s to 2.00 s, b 3.00 s"."""
+    ranges = []
+    for name, numbers in values.items():
+        ends = list(dict.fromkeys(number(end(numbers), unit) for end in (min, max)))
+        ranges.append(f"{name} {' to '.join(ends)}")
+    return f"Range of {what}: {', '.join(ranges)}."
 
 
 def _repeats(rounds: Mapping[str, Sequence[Timeline]]) -> dict[str, StepRepeats]:
@@ -143,10 +162,10 @@ def balanced_words(rounds: Mapping[str, Sequence[Timeline]], blocks: Mapping[str
     if list(blocks["by time"]) == list(blocks["uniform"]):
         return "this is the uniform partition"
     if rounds["uniform"][0].source == "simulated":
-        return "both are simulated from the same times of layers"
+        return "it and the uniform partition are simulated from the same times of layers"
     runs = _repeats(rounds)
     if runs["by time"].overlaps(runs["uniform"]):
-        return "the steps of both overlap, so the run does not decide between them"
+        return "its repeats overlap with the uniform partition's, so the run does not decide which is faster"
     faster = runs["by time"].slowest < runs["uniform"].fastest
     return f"all its steps are {'shorter' if faster else 'longer'} than all of the uniform partition's"
 
@@ -173,7 +192,9 @@ def compare_split(rounds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, 
     """Columns of a table with one row: how many times as long a step with split backwards takes."""
     row, ratio = "split / in one piece", divide_rounds(rounds[SPLIT], rounds[IN_ONE_PIECE])
     spread = f"{ratio.low:.3f} to {ratio.high:.3f}"  # two digits may leave the median outside
-    return {"factor": {row: ratio.median}, "range": {row: spread}, "verdict": {row: ratio.verdict}}
+    columns: dict[str, float | str] = {"factor": ratio.median, "range": spread, "verdict": ratio.verdict}
+    columns["rounds"] = len(rounds[SPLIT])
+    return {head: {row: value} for head, value in columns.items()}
 
 
 def best_and_rivals(

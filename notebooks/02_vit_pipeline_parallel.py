@@ -204,7 +204,8 @@ def run_schedule(schedule, compute, axis, shape, dtype):
                 grad_output = comm.receive(shape, axis, rank + 1, dtype).detach()
             stage_input, output = in_flight.pop(k)
             output.backward(grad_output)
-            message, to = stage_input.grad if rank > 0 else None, rank - 1
+            message = stage_input.grad if rank > 0 else None
+            to = rank - 1
         if 0 <= to <= last:
             sends.append(dist.isend(message, axis.ranks[to], axis.group))
     for send in sends:
@@ -220,9 +221,9 @@ def run_schedule(schedule, compute, axis, shape, dtype):
 def train(schedule, steps=4):
     axis, m = Mesh(Layout(pp=hpnb.world_size())).pp, schedule.microbatches
     by_loop, by_library, alone, batch = vit_pipeline.small_models_and_batch(leaves)
-    microbatches, shape, losses = split_batch(batch, m), (16 // m, 17, 64), []
+    microbatches, loss_of = split_batch(batch, m), vit_pipeline.microbatch_loss
+    shape, losses = (16 // m, 17, 64), []  # 16 images; 16 patches + 1 token; 64 numbers
     stage, last = cut(layers(by_loop), axis.size)[axis.rank], axis.rank == axis.size - 1
-    loss_of = vit_pipeline.microbatch_loss
     pipe = hpnb.Pipeline(by_library, axis, schedule, loss_of)
 
     def compute(hidden, k):
@@ -279,8 +280,9 @@ trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")
 #
 # <details><summary>Why the rule of thumb may come nearer</summary>
 #
-# The rule of thumb, (p-1)/m, divides idle time by working time, so it is always above the formula. If it comes nearer to the
-# run, or the table says that it holds, that is an accident: the rule knows nothing about unequal stages.
+# The rule of thumb, (p-1)/m, divides idle time by working time; a later section calls it overhead over ideal. So it is always
+# above the formula. If it comes nearer to the run, or the table says that it holds, that is an accident: the rule knows nothing
+# about unequal stages.
 # </details>
 #
 # The lower curves show what is *in flight*. A rank keeps a microbatch's activations from its forward until its backward, so
@@ -453,7 +455,7 @@ def run_swapped():
 
 
 try:
-    hpnb.launch(run_swapped, ranks=4, device="cpu", timeout=5)
+    hpnb.launch(run_swapped, ranks=4, device="cpu", timeout=2)
 except hpnb.RankError as hang:
     lesson.show(hang)
 lesson.field_guide.add(  # the series' table of symptoms
@@ -462,11 +464,11 @@ lesson.field_guide.add(  # the series' table of symptoms
     "two actions of one rank have changed places",
     notebook="02",
 )
-lesson.field_guide.show()
+lesson.field_guide.show("02")
 
 # %% [markdown]
-# It hangs. The first table shows where ranks wait; the lists that `check` printed show why. The last column of
-# the *field guide* names each row's notebook; later ones that ran have rows, too.
+# It hangs. The first table shows where ranks wait; the lists that `check` printed show why. The second is this page's row of
+# the *field guide*; `lesson.field_guide.show()` shows all rows.
 #
 # ## Smaller pieces of work
 #
@@ -626,10 +628,10 @@ lesson.check(exercises.place_w, place_w)
 # ### The race
 #
 # Exercise 3's schedule is ZB-H1. The prediction uses only the 1F1B step's times and halves backwards into I and W.
-# For interleaved and ZB-V it takes all stages as equally fast, so there it is too short if stages are unequal.
+# For interleaved and ZB-V it takes all stages as equally fast.
 #
 # The schedules run in turn, <data value="02.run.repeats:.0f">5</data> times. We show <data value="02.run.shown">the median step</data>. *Spread* is a schedule's longest step minus its
-# shortest. Where Python launches kernels more slowly than a GPU runs them, *work* contains waits for launches.
+# shortest.
 
 # %%
 task = SIZE, IMAGES, DTYPE, made
@@ -667,7 +669,7 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 #
 # <details><summary>Does a split backward also take more computing?</summary>
 #
-# We time one rank alone, by the clock, with a stage's layers, in fifteen rounds. Split, the step takes
+# We time one rank alone, by the clock, with a stage's layers, in <data value="02.split.split-in-one-piece.rounds:.0f">15</data> rounds. Split, the step takes
 # <data value="02.split.split-in-one-piece.factor:.3f">1.034</data> times as long, with the range <data value="02.split.split-in-one-piece.range">0.980 to 1.115</data> and the verdict *<data value="02.split.split-in-one-piece.verdict">cannot tell</data>*.
 #
 # In the race, *work* goes from <data value="02.race.work">94.1 ms under 1f1b to 119 ms under zb-h1</data>, although all five compute the same gradients. Differences that
@@ -693,7 +695,8 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 # times of all stages and give each chunk half of the average; likewise for I and W. So no stage is slower than another, and
 # the predicted step is shorter than with unequal stages.
 #
-# In the figure below the table, weight gradients have no numbers, because many are short. That figure shows where ZB-H2 puts
+# In the figure below the table, weight gradients have no numbers, because many are short; nor have other actions that are
+# too narrow for a digit. That figure shows where ZB-H2 puts
 # W. At the end it computes W while 1F1B's ranks wait in the cool-down. W does not fill all gaps, because the lists fix the
 # order of actions before their times are known. An action that takes clearly longer than its like in the other schedule has
 # waited for launches, or its rank was disturbed.
@@ -742,7 +745,7 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 #   its idle share of that time. The zero-bubble paper reports it.
 #
 # The cell simulates that paper's 6.2B model, 8 stages and 24 microbatches, from its published times. The explorer, a figure
-# with knobs, simulates, too. It opens on ZB-H2.
+# with knobs, simulates other pipelines. It opens on ZB-H2.
 #
 # **Challenge.** Get the bubble of a pipeline of 4 ranks under 11 %.
 #
@@ -798,8 +801,8 @@ lesson.explorers.pipeline_bubble()
 # $$ \text{step} \approx \sum_s t_s + (m-1)\,\max_s t_s $$
 #
 # For large m the idle share goes to 1 - mean/max, not to 0. The cell moves blocks from stage 0 to stage 1. It also lets the
-# library balance measured layer times. Titles state the prediction. If the output's last line says "Not decided",
-# repeats of uniform and heavy overlap, and the run does not show which is faster.
+# library balance measured layer times. The titles of its table and its figure say what the formula predicts. If the output says
+# "Not decided", this run has not confirmed it.
 
 # %%
 blocks = SIZE.layers // N
@@ -829,7 +832,7 @@ words.claim_faster(rounds, "uniform", "heavy")
 
 # %% [markdown]
 # By medians, the uniform partition takes <data value="02.cut.uniform">148 ms</data>, the heavy one <data value="02.cut.heavy">182 ms</data>. Balancing by time gives the partition
-# <data value="02.cut-step.by-time.blocks-of-each-stage">[7, 6, 5, 6]</data> and <data value="02.cut.by-time">177 ms</data>. Beside uniform, <data value="02.cut.verdict">the steps of both overlap, so the run does not decide between them</data>.
+# <data value="02.cut-step.by-time.blocks-of-each-stage">[7, 6, 5, 6]</data> and <data value="02.cut.by-time">177 ms</data>; <data value="02.cut.verdict">the steps of both overlap, so the run does not decide between them</data>.
 #
 # <details><summary>What can balancing gain here?</summary>
 #
@@ -840,8 +843,7 @@ words.claim_faster(rounds, "uniform", "heavy")
 # <details><summary>May we compare these steps with the race's?</summary>
 #
 # Where each rank has a GPU, they are of the same kind, but steps vary from cell to cell, as the fold on the best m shows. Where ranks
-# share cores, they are simulated from times of single layers, measured on rank 0 while the other ranks wait. So compare steps
-# of one cell only.
+# share cores, they are simulated from times of single layers, measured on rank 0 while the other ranks wait.
 # </details>
 #
 # <details><summary>How much longer does rank 1 work?</summary>
@@ -918,7 +920,8 @@ lesson.check(exercises.diagnosis, diagnose)
 #
 # $$ \text{step} = (m+p-1)\left(\frac{T}{p\,m} + c\right) \qquad\text{least at}\qquad m = \sqrt{\frac{(p-1)\,T}{p\,c}} $$
 #
-# The cell takes T and c from the work of ranks at the smallest and the largest m, and splits each step into parts.
+# With more microbatches, slots are shorter, so filling and draining cost less. But each of the m + p - 1 slots adds c. The cell
+# takes T and c from the work at the smallest and the largest m, and splits each step into parts.
 
 # %%
 SWEEP = [m for m in (1, 2, 4, 8, 16, 32, 64) if m <= max(16, IMAGES // 8)]
@@ -930,7 +933,8 @@ by_graphs, notes = pool.run(vit_pipeline.time_graphs, *task, repeats=6)[0]
 ran, graphed = (vit_pipeline.median_steps(r, by_m) for r in (rounds, by_graphs))
 busy = {m: step_timing.compute_seconds(tl) for m, tl in ran.items()}  # T/p + m c
 c = max(0.0, busy[most] - busy[1]) / (most - 1)
-ideal = max(0.0, min(busy[1] - c, *busy.values()))  # T/p; at most what ranks worked
+# T/p = busy[1] - c, but noise must make it neither negative nor more than the work
+ideal = max(0.0, min(busy[1] - c, *busy.values()))
 parts = [vit_pipeline.step_parts(tls, by_m, ideal) for tls in (ran, graphed) if tls]
 predicted = [theory.step_seconds(N * ideal, N, m, c) for m in SWEEP]
 best, rivals = words.best_and_rivals(ran, rounds)
@@ -955,8 +959,9 @@ if graphed:
 #
 # <details><summary>How to read the lower panel</summary>
 #
-# If the figure has a lower panel, it has an axis of its own, and the formula belongs to the upper panel. With graphs one m runs
-# after the other, so a small difference between two m decides nothing there.
+# If the figure has a lower panel, it has an axis of its own, and the formula belongs to the upper panel. With graphs, which keep
+# their memory, all repeats of one m run before the next m starts. So a slow drift of the machine can look like a small
+# difference between two m.
 # </details>
 #
 # <details><summary>What the parts are, and why the line need not meet the bars</summary>
@@ -964,6 +969,12 @@ if graphed:
 # *Ideal* is T/p. What actions take beyond it is *launches and small kernels*. For the *bubble*, we replay the step: each action
 # takes its recorded time and starts as soon as its rank is free and its input is computed. The bubble is the length of this replay
 # minus the mean work of a rank.
+#
+# If a step's messages take time, the figure has a fourth part, *host wait and transfers*: what the step takes beyond
+# its replay without messages. In a replayed step, launch costs are inside the actions, so this part holds only
+# transfers. In a step that was measured with a GPU for each rank, it also holds the *host wait*: a rank is free and
+# has its input, but its process has not launched the next action. Waits inside an action count as *launches and small
+# kernels*. No schedule removes either. Larger microbatches do, and so do CUDA graphs.
 #
 # T and c come from the work alone. The formula adds the bubble of equal stages, and takes c as the same at every m.
 # Short actions vary more, relative to their length, and in the replay a rank waits for slow actions of others. So
@@ -973,9 +984,8 @@ if graphed:
 #
 # <details><summary>How sure is the best m?</summary>
 #
-# For six rounds, every m takes its turn. We show <data value="02.run.shown">the median step</data>. If two m were equally fast, one would take longer in
+# There are six rounds, and in each round every m takes one step. We show <data value="02.run.shown">the median step</data>. If two m were equally fast, one would take longer in
 # all six rounds in only 1 of 32 cases. So we call an m slower only if it took longer in all six; any other may be as good.
-# With CUDA graphs one m runs after the other, because graphs keep their memory.
 #
 # From cell to cell, steps can vary more: 1F1B with m = 8 took <data value="02.ran.1f1b.makespan">151 ms</data> beside GPipe, <data value="02.race.step.1f1b">175 ms</data> in the race and
 # <data value="02.sweep-step.usual">156 ms</data> here. So compare steps of one cell only.
@@ -994,15 +1004,6 @@ if graphed:
 # <details><summary>Which m to choose</summary>
 #
 # With m = 2p, this page's 8, the formula's bubble is 27 %, with 4p 16 %. But the larger c is, the smaller is the best m. A large m also saves memory: 1F1B keeps p microbatches of batch/m samples.
-# </details>
-#
-# <details><summary>Host wait in replayed and in measured steps</summary>
-#
-# If a step's messages take time, the figure has a fourth part, *host wait and transfers*: what the step takes beyond
-# its replay without messages. In a replayed step, launch costs are inside the actions, so this part holds only
-# transfers. In a step that was measured with a GPU for each rank, it also holds the *host wait*: a rank is free and
-# has its input, but its process has not launched the next action. Waits inside an action count as *launches and small
-# kernels*. No schedule removes either. Larger microbatches do, and so do CUDA graphs.
 # </details>
 #
 # <details><summary>In your tools: CUDA graphs</summary>

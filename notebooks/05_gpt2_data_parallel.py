@@ -118,7 +118,7 @@ lesson.claim("The backward has already freed the activations",
 #
 # Gradients lie in flat buckets. The table lists a bucket as one flat tensor, or under the shape of its first gradient, with all bytes of the bucket.
 #
-# *Temporary* is the category for the rest. A weight here takes <data value="05.shape.bytes">2</data> bytes. If it takes 4, new moments count as *optimizer*. If it takes 2, the update first copies all gradients to float32, and until it ends, these copies and the new moments count as *temporary*.
+# *Temporary* is the category for the rest. A weight here takes <data value="05.shape.bytes">2</data> bytes. With 2-byte weights, the update first copies all gradients to float32; until it ends, these copies and the new moments count as *temporary*. With 4-byte weights there are no copies, and new moments count as *optimizer*.
 # </details>
 #
 # **Takeaway.** Adam allocates its state in the first update. So only the second step has activations and state
@@ -250,7 +250,8 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 
 # %% [markdown]
 # The checkpointed block stores only its input, <data value="05.stored.by-hand.counted">32.8 kB</data>, instead of <data value="05.stored.no-checkpoint.counted">985 kB</data>.
-# Without a checkpoint, a block stores about 28 times its input, or 30 where attention stores its probabilities.
+# Without a checkpoint, a block stores about 28 times its input. Where attention stores its probabilities, add heads × length /
+# hidden size, in this small block 2.
 #
 # <details><summary>In your tools</summary>
 #
@@ -286,14 +287,14 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 # ## When is a step fullest?
 #
 # The fullest moment decides between ZeRO and recomputation. Take T tokens a rank, hidden size h, vocabulary size V and w bytes a
-# value. A step can be fullest at four moments. Each holds weights, optimizer state and, with ZeRO-0 and 1, gradients. In addition:
+# value. A step can be fullest at four moments. All hold weights and optimizer state. ZeRO-0 and 1 hold all gradients throughout.
+# ZeRO-2 and 3 free theirs after the update, so they hold none at the turn, and P/N of them at the end. In addition:
 #
 # - **turn** from forward to backward: about 28 T h values of each block, 28 times its input, and 12 V T bytes of the
 #   loss, for float32 log-probabilities and two gradients of that size.
 # - **block i**, counted from 0, in its backward: the activations of blocks 0 to i, and what the fold lists. With recomputation, the
 #   inputs of blocks 0 to i and all activations of block i.
-# - **end** of the backward: no activations. ZeRO-2 and 3 free gradients after each update. So they hold none at the turn, and P/N at
-#   the end.
+# - **end** of the backward: no activations.
 # - **step**, the update: the same as at the end, and a float32 copy of 16-bit gradients, which the optimizer needs for master weights.
 #
 # <details><summary>What else is there in the backward of block i?</summary>
@@ -309,6 +310,8 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 # `theory.step_memory` predicts the largest of the four. On a GPU we add the *workspaces* of cuBLAS, the matmul
 # library. On all pages, a prediction *holds* if the answer is 0.8 to 1.25 times the prediction, before rounding. An *identity* must hold
 # exactly.
+#
+# We predict and measure this page's model. For XL on two ranks, with one sequence of 1,024 tokens each, we only predict.
 
 # %%
 lesson.predict("05.fitting", "How many of ZeRO-0 to ZeRO-3 fit the budget?",
@@ -327,6 +330,7 @@ workspace = max(pool.run(device_timing.matmul_workspace))  # bytes; 0 on a CPU
 
 # %%
 memory = gpt2_zero.predict_memories(*setting, CONFIGS, N, BUCKET, workspace)
+# XL, 1 sequence a rank, on 2 ranks
 large = {c: gpt2_zero.predict_memory(XL, 1, torch.bfloat16, c, 2) for c in CONFIGS}
 peaks = {config: run.profile.peak for config, run in runs.items()}
 expected, xl = ({c: step.peak for c, step in s.items()} for s in (memory, large))
@@ -347,26 +351,24 @@ error = max(abs(peaks[config] / expected[config] - 1) for config in CONFIGS)
 lesson.claim("Every peak is predicted within a tenth", (error, "<", 0.1))
 lesson.show(predicted=xl, unit="B", key="05.xl", title="XL on two ranks",
             columns={"predicted moment": {c: m.fullest.name for c, m in large.items()}})
-lesson.show(columns={"XL on two ranks, ZeRO-1 (B)": vars(large[ZeroConfig(1)].fullest),
-                     "this page, ZeRO-0 (B)": vars(memory[ZeroConfig(0)].fullest)},
-            key="05.worked", title="Two predicted peaks by category")
+words.record_worked(large[ZeroConfig(1)].fullest, memory[ZeroConfig(0)].fullest)
 lesson.claim("ZeRO-2 fits XL with room to spare", (xl[ZeroConfig(2)], "<", 0.8 * 24e9))
 
 # %% [markdown]
 # Recording slows the step: trust bytes, not clocks. Activations grow until the turn and are gone at the
-# end. With ZeRO-3, *temporary*, the category for the rest, contains the gathered weights.
+# end. With ZeRO-3, *temporary* contains the gathered weights.
 #
 # Of the four ZeRO stages without recomputation, <data value="05.fitting">0</data> fit the budget. Of all <data value="05.fits.of">9</data> configurations, <data value="05.fits.all">4</data> fit. ZeRO-3 with
-# recomputation peaks at <data value="05.peak.zero-3-+-recompute.measured">8.93 GB</data>. The formula is right within a tenth.
+# recomputation peaks at <data value="05.peak.zero-3-+-recompute.measured">8.93 GB</data>.
 #
-# And XL on two ranks, in bf16 with 1,024 tokens each? ZeRO-0 is predicted to peak at <data value="05.xl.zero-0.predicted">31.2 GB</data>, in the update: the float32 copy of
+# And XL on two ranks, in bf16? ZeRO-0 is predicted to peak at <data value="05.xl.zero-0.predicted">31.2 GB</data>, in the update: the float32 copy of
 # all gradients takes 6.2 GB, and recomputation cannot help. ZeRO-1 needs <data value="05.xl.zero-1.predicted">20.6 GB</data>. But a GPU also needs room for the CUDA
 # context, workspaces and fragmentation. So our pages plan with 80 % of a GPU, here 19.2 GB. ZeRO-2 fits with <data value="05.xl.zero-2.predicted">17.5 GB</data>, ZeRO-1
 # only if it recomputes, with <data value="05.xl.zero-1-+-recompute.predicted">18.7 GB</data>.
 #
 # <details><summary>Both peaks, line by line</summary>
 #
-# The formulas above give the last table's categories. At the turn, *activations* include one of the loss's three terms, 4 V T. This
+# The formulas above, by category. At the turn, *activations* include one of the loss's three terms, 4 V T. This
 # page's fullest moment is: <data value="05.worked.name.this-page-zero-0">turn</data>.
 #
 # | | XL on two ranks: ZeRO-1, at the turn | | this page: ZeRO-0 | |
@@ -460,11 +462,10 @@ lesson.record("05.limit", words.limit_in_words(floor, took[TOKENS]))
 lesson.record("05.floor", {"launch": floor, "step": took[TOKENS]}, "s")
 lesson.record("05.tokens", {"equal": floor / slope, "page": TOKENS, "ranks": N})
 words.record_shape(SIZE, DTYPE)
-lesson.claim("8 tokens take less than twice as long as 2", (took[8], "<", 2 * took[2]))
 
 # %% [markdown]
-# We take the lowest median of five rounds, <data value="05.floor.launch">69.7 ms</data>, as the time that launching needs. On a CPU, computing comes on top of
-# it. By the lines, launching and computing take equally long at <data value="05.limit.equal">about</data> <data value="05.tokens.equal:,.0f">1,958</data> tokens. This page trains with
+# We take the lowest median of five rounds, <data value="05.floor.launch">69.7 ms</data>, as the time that launching needs.
+# By the lines, launching and computing take equally long at <data value="05.limit.equal">about</data> <data value="05.tokens.equal:,.0f">1,958</data> tokens. This page trains with
 # <data value="05.tokens.page:,.0f">4,096</data> tokens a rank. Without messages, their forward and backward take <data value="05.floor.step">146 ms</data>. Mainly <data value="05.limit.word">computing</data> sets this time.
 #
 # To predict a step, take forward, backward and update of one rank that sends nothing: `alone`. Recomputation adds a forward. With
@@ -478,13 +479,7 @@ lesson.claim("8 tokens take less than twice as long as 2", (took[8], "<", 2 * to
 #
 # <details><summary>On a laptop</summary>
 #
-# On a CPU the cores that compute also move the messages, so nothing overlaps, and we predict all communication as exposed.
-# </details>
-#
-# <details><summary>One step, timed twice</summary>
-#
-# Forward and backward of a rank that sends nothing took <data value="05.floor.step">146 ms</data> above, and <data value="05.alone.both">153 ms</data> in the cell that measures the steps: the same
-# operations at another moment, with updates in between. We predict from the second time, because it was taken in one cell with the steps.
+# On a CPU, computing comes on top of launching. The cores that compute also move the messages, so nothing overlaps, and we predict all communication as exposed.
 # </details>
 
 # %%
@@ -508,12 +503,13 @@ lesson.claim("Not offloaded, no step takes 3 times its prediction", (most, "<", 
 after = {c: runs[c].parts["exposed after the update"] for c in CONFIGS}
 lesson.claim("ZeRO-2 communicates after its update, ZeRO-3 hardly does",
              (after[ZeroConfig(2)], ">", 2 * after[ZeroConfig(3)]))
-lesson.record("05.alone", {"forward": alone[0], "both": sum(alone[:2])}, "s")
+lesson.record("05.alone", {"forward": alone[0]}, "s")
 
 # %% [markdown]
-# The table *What a saved byte costs* has prices of a saved GB. A negative price means that the median step was also shorter.
+# In the table *What a saved byte costs*, a negative price means that the median step was also shorter.
 #
-# ZeRO-3 instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">19.5 GB</data> and added <data value="05.price.zero-0-to-zero-3.added">-15.7 ms</data> to the median step. Their ranges, from fastest to slowest, <data value="05.ranges">overlap: either may be faster</data>.
+# ZeRO-3 instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">19.5 GB</data>, and its median step was <data value="05.changed.zero-3">15.7 ms shorter</data>. Their ranges, from fastest to slowest, <data value="05.ranges">overlap: either may be faster</data>.
+# The steps of ZeRO-1 and 2 were <data value="05.changed.zero-1">44.2 ms longer</data> and <data value="05.changed.zero-2">48.3 ms longer</data> than ZeRO-0's; we predicted <data value="05.changed.zero-1-predicted">10.0 ms shorter</data> for ZeRO-1.
 #
 # Recomputation changed a step by <data value="05.recompute.least">100 ms</data> to <data value="05.recompute.most">177 ms</data>, depending on the ZeRO stage. We predicted one forward, <data value="05.alone.forward">60.8 ms</data>.
 #
@@ -539,12 +535,13 @@ lesson.record("05.alone", {"forward": alone[0], "both": sum(alone[:2])}, "s")
 # </details>
 #
 # The usual rule says "use the lowest ZeRO stage that fits", because ZeRO-3 sends 1.5 times as many bytes. But only exposed
-# communication costs time. So we simulate XL on 8 GPUs of 400 TFLOP/s, with 8 sequences each.
-# Simulated, ZeRO-1 equals ZeRO-2. On which links does ZeRO-3 expose more?
+# communication costs time, and every stage from 1 on leaves a rank 1/N of the update. So we simulate the exposed communication of
+# XL on 8 GPUs of 400 TFLOP/s, with 8 sequences each. There ZeRO-1 equals ZeRO-2. Which stage exposes least on a fast link, and
+# from which bandwidth on does ZeRO-3 expose less than ZeRO-2?
 
 # %%
 lesson.predict("05.exposed", "Which exposes less on a link of 1 TB/s?", kind="ranking",
-               rule_of_thumb=["ZeRO-0", "ZeRO-2", "ZeRO-3"])  # by bytes sent
+               rule_of_thumb=["ZeRO-0", "ZeRO-2", "ZeRO-3"])  # by bytes, then by stage
 # 8 sequences a rank, on 8 ranks
 exposed = {f"ZeRO-{z}": gpt2_zero.exposed_by_bandwidth(XL, 8, z, 8) for z in (0, 2, 3)}
 links = gpt2_zero.BANDWIDTHS  # 1 GB/s to 1 TB/s
@@ -571,18 +568,21 @@ lesson.claim("ZeRO-3 exposes less than ZeRO-2 on fast links only", less == sorte
 #
 # The prices above are of this page's steps on this machine. Here XL is simulated on 8 GPUs with NDR (50 GB/s) and 8 sequences each. Do not compare the two.
 #
-# | XL, 8 GPUs | saves | adds to a step | a saved GB |
+# | XL, 8 GPUs | saves | adds, update aside | a saved GB |
 # |---|---|---|---|
 # | ZeRO-3 instead of ZeRO-0 | <data value="05.xl-price.shard.saved">22.0 GB</data> | <data value="05.xl-price.shard.added">8.06 ms</data> | <data value="05.xl-price.shard.each">367 µs</data> |
 # | ZeRO-3, recomputing all blocks | <data value="05.xl-price.recompute.saved">34.0 GB</data> | <data value="05.xl-price.recompute.added">66.8 ms</data> | <data value="05.xl-price.recompute.each">1.96 ms</data> |
 # | offloading optimizer state | <data value="05.xl-price.offload.saved">18.7 GB</data> | <data value="05.xl-price.offload.added">685 ms</data> | <data value="05.xl-price.offload.each">36.7 ms</data> |
 #
 # Offloading is computed without sharding, from 25 GB/s of PCIe and 100 GB/s of CPU memory, as in the fold on tools.
+#
+# The GPU's update is left out. It moves 28 bytes a parameter, which takes XL about 15 ms at 3 TB/s of GPU memory. ZeRO-3 on 8 GPUs
+# saves 7/8 of it, 13 ms. That is more than the <data value="05.xl-price.shard.added">8.06 ms</data> that it exposes more, so here sharding costs no time.
 # </details>
 #
-# **Takeaway.** Do not shard a model that fits. Otherwise use the stage that fits and exposes least: for XL simulated on 8 GPUs,
-# ZeRO-3 from <data value="05.link.crossing">27.4 GB/s</data> on. A saved GB costs least by sharding, more by recomputation, most by offloading.
-# Our own steps do not decide this.
+# **Takeaway.** Take the ZeRO stage that fits and exposes least: for XL simulated on 8 GPUs, ZeRO-3 from <data value="05.link.crossing">27.4 GB/s</data> on.
+# The shorter update can pay for what it exposes. In the simulation a saved GB costs least by sharding, more by recomputation, most by
+# offloading.
 #
 # ### Exercise 2: which blocks to recompute
 #
@@ -723,8 +723,10 @@ lesson.claim("ZeRO-3 trains a deeper model", (depth[deep], ">", depth[shallow]))
 # With ZeRO-3 and recomputation, a block costs 16/N bytes a parameter. Before the update, its stored input adds w T h bytes. In the
 # update, the float32 copy of 16-bit gradients adds 4/N bytes a parameter instead. The fuller moment limits the depth: by prediction, here *<data value="05.fullest.zero-3">step</data>*.
 #
-# With more ranks, what is divided by N vanishes. What remains is stored inputs, about three gathered blocks, the gathered
-# embedding and the logits.
+# <details><summary>And with more ranks?</summary>
+#
+# What is divided by N vanishes. What remains is stored inputs, about three gathered blocks, the gathered embedding and the logits.
+# </details>
 #
 # ### An autopsy
 #
@@ -760,8 +762,7 @@ lesson.field_guide.add(  # the series' table of symptoms
 
 # %% [markdown]
 # The loss fell from <data value="05.autopsy.first:.2f">9.61</data> to <data value="05.autopsy.last:.2f">8.26</data> in <data value="05.autopsy.steps">8</data> steps. The shape tokens × V is alive <data value="05.autopsy.copies">9</data> times: once for each
-# step that began. These are the logits inside `outputs`, which the list keeps. A normal
-# step frees its logits. The fix is `log.append(outputs.loss.item())`.
+# step that began. These are the logits inside `outputs`, which the list keeps. The fix is `log.append(outputs.loss.item())`.
 #
 # **Takeaway.** When memory grows, look for a shape that is alive as often as steps have begun.
 #
@@ -827,10 +828,10 @@ def noise_scales(model, axis, rows):
             total = total + gradient
         sums.append(comm.all_reduce(total, axis))  # over 8 samples
     b_norm = comm.all_reduce(torch.stack(small).mean(), axis) / axis.size  # E |g_b|^2
-    for B in (8, len(rows)):
+    for B in (8, len(rows)):  # both formulas with b = 1, times B - 1
         means = torch.stack(sums).unflatten(0, (-1, B // 8)).sum(1) / B  # (batches, P)
         B_norm = means.square().sum(1).mean()  # E |g_B|^2
-        signal, noise = B * B_norm - b_norm, B * (b_norm - B_norm)  # times B - 1
+        signal, noise = B * B_norm - b_norm, B * (b_norm - B_norm)
         scales[B] = (noise / signal.clamp(min=noise / 1e4)).item()  # it may be negative
     return scales
 
@@ -846,8 +847,8 @@ lesson.predict("05.doubling", "Steps with batches of 4, over steps with batches 
                rule_of_thumb=2)
 rows, test = (gradient_noise.token_rows(TINY, split) for split in ("train", "test"))
 early, late = (pool.run(train_and_estimate, rows, test, loss)[0] for loss in (6, 5))
-few = 1 if here.device == "cpu" else 2
-trained = {4: 2, 8: 2, 16: few, 32: few, 64: few}  # batch: runs, whose steps we average
+repeats = 1 if here.device == "cpu" else 2
+trained = dict.fromkeys((4, 8, 16, 32, 64), repeats)  # {batch: runs to average}
 steps = gradient_noise.mean_steps(pool, TINY, rows, test, trained, 5)  # {batch: steps}
 fewest, fitted = theory.fitted_wall([*steps][1:], [*steps.values()][1:])  # not 4
 scales = {f"loss {loss}, batches of {B}": sorted(scale[B] for scale in estimates)
@@ -873,8 +874,8 @@ lesson.claim("The scale grows as the loss falls", larges[0] > first[-1])
 # predicted <data value="05.doubling.predicted:.2f">1.79</data>.
 #
 # Doublings of the batch divided the steps by <data value="05.doublings.least:.2f">1.27</data> to <data value="05.doublings.most:.2f">1.63</data>. By the law, the last one divides them by <data value="05.doublings.law-last:.2f">1.32</data>. <data value="05.doublings.wall">The last doubling saved least, as the law says.</data>
-# Steps are counted in fives, in at most <data value="05.repeats.most">2</data> runs of a batch size. So doublings that saved nearly the same cannot be
-# told apart.
+# We look at the test loss every five steps, and <data value="05.repeats.words">average up to 2 runs</data> for each batch size. So doublings that saved nearly
+# the same cannot be told apart.
 #
 # At a loss of 5, batches of 8 gave noise scales from <data value="05.scale.loss-5-batches-of-8.lowest:.0f">48</data> to <data value="05.scale.loss-5-batches-of-8.highest:.0f">101</data> samples. The same samples in one batch of
 # 128 gave <data value="05.scale.loss-5-batches-of-128.lowest:.0f">50</data> to <data value="05.scale.loss-5-batches-of-128.highest:.0f">66</data>.
@@ -894,8 +895,7 @@ lesson.claim("The scale grows as the loss falls", larges[0] > first[-1])
 # loss with two batch sizes.
 #
 # How many ranks can a batch keep busy? At most the critical batch divided by the token knee. GPT-3 used batches of 3.2 million tokens.
-# At 400 TFLOP/s and 50 GB/s, ρ is 8,000 FLOPs a byte, so the knee is about 8,000 tokens. The same holds for ZeRO-3: its forward gathers 2 bytes
-# a parameter, and computes 2 FLOPs a parameter and token. With GPT-3's batch as critical batch, at most 3.2 M / 8,000 = 400 ranks are useful.
+# At 400 TFLOP/s and 50 GB/s, ρ is 8,000 FLOPs a byte, so the knee is about 8,000 tokens. With GPT-3's batch as critical batch, at most 3.2 M / 8,000 = 400 ranks are useful.
 #
 # ### Exercise 4: a noise scale from two norms
 #
@@ -936,7 +936,7 @@ lesson.check(exercises.noise_scale, scale_from_norms)
 #
 # - A parameter costs 16 bytes, which the first update completes. Test two steps.
 # - ZeRO shards states, recomputation shrinks activations. Predict the fullest moment, then choose.
-# - Only exposed communication costs time. If you must shard, take the ZeRO stage that exposes least on your link.
+# - Only exposed communication costs time. Of the ZeRO stages that fit, take the one that exposes least on your link.
 # - How far? Here from <data value="05.depth.zero-0.measured">23 blocks</data> to <data value="05.depth.zero-3-+-recompute.measured">150 blocks</data> on <data value="05.tokens.ranks">4</data> ranks; by simulation 32.5 billion parameters fit on 64 GPUs of 80 GB. Then the
 #   batch limits data parallelism, to about 400 ranks for GPT-3's.
 #

@@ -88,8 +88,9 @@ def zero_frontier(
     for name, configs in families.items():
         x, y = [peaks[c] / size for c in configs], [took[c][1] / scale for c in configs]
         series.append(Series(name, x, y, look[name], "dots"))
+    marks = "number: ZeRO stage, line: fastest to slowest step, unless the mark hides it"
     more = [
-        Key(OpStyle(SOFT, "", "number: ZeRO stage, line: fastest to slowest step"), "words"),
+        Key(OpStyle(SOFT, "", marks), "words"),
         Key(CAPACITY, "line", f"budget {byte_count(capacity)}"),
     ]
     low, high = (edge(s for spread in took.values() for s in spread) / scale for edge in (min, max))

@@ -61,12 +61,20 @@ def batch_wall(
     title = f"To a test loss of {target:g}, larger batches take fewer steps and more samples"
     fig = curves(panels, title=title, gap=0.35)
 
+    marks = [noise for _, noise in laws.values()]
+
     def beside(ax: Axes, words: str, at: float, height: float, color: str) -> None:
-        """Words left of an upright line if there is room, on paper of their own."""
-        inches = fig.get_figwidth() * ax.get_position().width * log(at / low) / log(high / low)
-        fits = inches > text_inches(words, SMALL) + 0.1
-        side: Literal["left", "right"] = "right" if fits else "left"
-        note(ax, words, at, height, (-5, 0) if fits else (5, 0), side, color)
+        """Words left of an upright line if there is room up to the next one, else right of it if there is
+        room there, on paper of their own.
+        """
+        before = max((mark for mark in marks if low < mark < at), default=low)
+        behind = min((mark for mark in marks if at < mark < high), default=high)
+        inch = log(high / low) / (fig.get_figwidth() * ax.get_position().width)
+        needed = (max(text_inches(line, SMALL) for line in words.split("\n")) + 0.1) * inch
+        right = log(at / before) < needed <= log(behind / at)
+        side: Literal["left", "right"] = "left" if right else "right"
+        note(ax, words, at, height, (5, 0) if right else (-5, 0), side, color)
+        ax.texts[-1].set_va("bottom")
         ax.texts[-1].set_bbox({"facecolor": CARD, "edgecolor": "none", "pad": 0.8})
 
     for ax in fig.axes:
@@ -79,11 +87,12 @@ def batch_wall(
         set_ticks(ax.xaxis, batches, lambda b: number(b) if b % 1 else f"{b:,.0f}")
         log_ticks(ax.yaxis, count, (1, 2, 5))
     above, below = fig.axes
+    marks += (estimates or {}).values()
     for name, scale in (estimates or {}).items():
         rule(below, scale, name, SOFT, "--")
-        beside(below, f"{name}: {scale:.3g}", scale, 0.05, SOFT)
+        beside(below, f"{name}: {scale:.3g}".replace(", ", ",\n"), scale, 0.03, SOFT)
     above.set_ylim(min(steps) / 1.5, max(steps) * 1.6)
-    below.set_ylim(bottom=below.get_ylim()[0] / (1.8 if estimates else 1.0))  # room for their names
+    below.set_ylim(bottom=below.get_ylim()[0] / (2.5 if estimates else 1.0))  # room for their names
     for batch, taken in measured.items():  # on the side of the point that the first law leaves free
         under = any(taken < fewest * (1 + noise / batch) for fewest, noise in list(laws.values())[:1])
         write_values(above, [batch], [taken], [f"{taken:,.1f}".removesuffix(".0")], offset=-7 if under else 7)

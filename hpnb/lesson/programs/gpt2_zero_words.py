@@ -12,6 +12,7 @@ from hpnb.lesson.programs.gpt2_zero_predictions import ZeroConfig, predict_memor
 from hpnb.lesson.tables import number
 from hpnb.lesson.values import record
 from hpnb.models import GPT2Size
+from hpnb.theory.step_memory import Moment
 
 
 def record_steps(
@@ -20,7 +21,8 @@ def record_steps(
     """Record what the page says of measured steps beside the `parts` that are predicted of them.
 
     Ratios of both (05.off), what recomputation adds (05.recompute), whether ZeRO-0 and ZeRO-3 overlap
-    (05.ranges), seconds of and after the update (05.update, 05.after), and what offloading adds (05.offload).
+    (05.ranges), how much shorter or longer steps are than ZeRO-0's (05.changed), seconds of and after the
+    update (05.update, 05.after), and what offloading adds (05.offload).
     """
     medians = {c: run.seconds[1] for c, run in runs.items()}
     totals = {c: sum(part.values()) for c, part in parts.items()}
@@ -34,11 +36,20 @@ def record_steps(
     apart = "do not overlap"
     together = "overlap: either may be faster"
     record("05.ranges", together if first <= slowest and fastest <= last else apart)
+    base = ZeroConfig(0)
+    changed = {f"zero-{z}": _change_in_words(medians[base], medians[ZeroConfig(z)]) for z in (1, 2, 3)}
+    predicted_1 = _change_in_words(totals[base], totals[ZeroConfig(1)])
+    record("05.changed", {**changed, "zero-1-predicted": predicted_1})
     record("05.update", {str(c): runs[c].parts["update"] for c in map(ZeroConfig, range(4))}, "s")
     after = {str(c): run.parts["exposed after the update"] for c, run in runs.items()}
     predicted = parts[ZeroConfig(2)]["exposed after the update"]
     record("05.after", {**after, "predicted": predicted}, "s")
     record("05.offload", _offload_in_words(medians, totals))
+
+
+def _change_in_words(before: float, after: float) -> str:
+    """For prose: how much "shorter" or "longer" a step is, such as "15.7 ms shorter"."""
+    return f"{number(abs(after - before), 's')} {'shorter' if after < before else 'longer'}"
 
 
 def _offload_in_words(medians: Mapping[ZeroConfig, float], totals: Mapping[ZeroConfig, float]) -> str:
@@ -57,6 +68,16 @@ def record_shape(size: GPT2Size, dtype: torch.dtype) -> None:
     """Record under 05.shape what formulas of the page need of a model."""
     shape = {"bytes": dtype.itemsize, "hidden": size.hidden, "vocabulary": size.vocab_size}
     record("05.shape", shape)
+
+
+def record_worked(xl: Moment, here: Moment) -> None:
+    """Record under 05.worked two predicted peaks by category: of XL on two ranks with ZeRO-1, and of the
+    page's model with ZeRO-0.
+    """
+    columns = {"xl-on-two-ranks-zero-1": vars(xl), "this-page-zero-0": vars(here)}
+    for category in vars(xl):
+        values = {column: moment[category] for column, moment in columns.items()}
+        record(f"05.worked.{category}", values, "B")
 
 
 def limit_in_words(floor: float, step: float) -> dict[str, str]:

@@ -106,7 +106,7 @@ def record_doublings(
     steps: Mapping[int, float], repeats: Mapping[int, int], fewest: float, noise: float
 ) -> None:
     """Record under 05.doublings by what doubled batches divide the steps, the last also by `theory.steps_at`;
-    and in words whether the last one saves less than all others. 05.repeats is how many runs a batch had
+    and in words whether the last one saves less than all others. 05.repeats says how many runs a batch had
     at most, and 05.fitted the noise scale. There must be at least two doublings.
     """
     saved = [steps[a] / steps[b] for a, b in pairwise(steps)]
@@ -119,6 +119,7 @@ def record_doublings(
         "most": max(saved),
         "wall": wall if saved[-1] < min(saved[:-1]) else none,
     }
-    record("05.repeats", {"most": max(repeats.values())})
+    most = max(repeats.values())
+    record("05.repeats", {"words": f"average up to {most} runs" if most > 1 else "take one run"})
     record("05.fitted", noise, "samples")
     record("05.doublings", {**measured, "law-last": law})

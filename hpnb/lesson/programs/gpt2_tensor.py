@@ -37,7 +37,7 @@ def nearer_in_words(fullest: float, formula: float, repeats: Mapping[str, Sequen
     overlap, {heads: seconds}, the run decides neither.
     """
     if any(overlap(a, b) for a, b in combinations(repeats.values(), 2)):
-        return "Here the repeats overlap, so this run doesn't decide whether a head more costs time"
+        return "Here the repeats overlap, so this run doesn't decide whether one more head costs time"
     if abs(fullest - formula) <= abs(fullest - 1):
         return "This run is nearer to the formula than to 1"
     return "This run is nearer to 1: the time of kernels doesn't follow their FLOPs here"

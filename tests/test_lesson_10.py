@@ -272,3 +272,36 @@ def test_a_stream_counts_the_blocks_that_are_held() -> None:
     assert stream.most_alive == 2  # the loop's variable still holds the last one
     held = BlockStream(k, k, stream.mask, (2, 2, 2))
     assert len(list(held.blocks())) == held.most_alive == 3
+
+
+def test_words_say_where_the_card_names_another_winner_than_the_replay() -> None:
+    lengths = [1000, 2000, 4000]
+    card = {"ring": [1.0, 2.0, 1.0], "Ulysses, packed": [1.5, 1.5, 1.5]}
+
+    def words(*rings: float, spread: float = 0.0) -> str:
+        runs = [long_contexts.Replayed(ring, 9.0, 1.5, 0.0, 0.0, {}, True,
+                                       {"ring": (ring - spread, ring), "Ulysses, packed": (1.5, 1.6)})
+                for ring in rings]  # fmt: skip
+        return long_contexts.winners_in_words(card, runs, lengths)
+
+    assert words(1.0, 2.0, 1.0) == (
+        "In the replay packed Ulysses wins at 2,000 tokens, and the ring wins at 1,000 and 4,000 tokens,"
+        " as the card predicts"
+    )
+    assert words(1.0, 1.0, 1.0) == (
+        "In the replay the ring wins at every length. So the card names the wrong winner at 2,000 tokens"
+    )
+    assert words(2.0, 2.0, 2.0) == (
+        "In the replay packed Ulysses wins at every length."
+        " So the card names the wrong winner at 1,000 and 4,000 tokens"
+    )
+    close = "In the replay the ring wins at every other length, as the card predicts"
+    assert words(1.0, 2.0, 1.0, spread=0.5) == close  # at 2,000 tokens bars touch
+    assert words(2.0, 2.0, 2.0, spread=0.5).startswith("So it can't judge")
+
+
+def test_a_title_counts_lengths_at_which_the_ring_exposes_least() -> None:
+    seconds = {"ring": [1.0, 2.0], "Ulysses": [3.0, 3.0], "Ulysses, packed": [1.5, 1.5]}
+    assert long_contexts.least_exposed_in_words(seconds).endswith("least at 1 of 2 lengths")
+    least = long_contexts.least_exposed_in_words({**seconds, "ring": [1.0, 1.0]})
+    assert least.endswith("least at every length")

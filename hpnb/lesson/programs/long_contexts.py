@@ -24,6 +24,7 @@ from hpnb.lesson.programs.gpt2_tensor import random_values
 from hpnb.lesson.programs.layer_times import time_in_turn
 from hpnb.lesson.programs.step_timing import relative_distance, rounds_in_turn
 from hpnb.lesson.programs.vit_pipeline_words import listed
+from hpnb.lesson.values import record
 from hpnb.mesh import Axis
 from hpnb.models import GPT2Size
 from hpnb.precision import best_16_bit, policy
@@ -32,11 +33,11 @@ from hpnb.theory.context import Attention, BothWays
 
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-_TIMED = {"cpu": (Attention(1, 8, 8, 32, 1, 4), tuple(1 << k for k in range(6, 13))),
+_TIMED = {"cpu": (Attention(1, 8, 8, 32, 1, 4), tuple(1 << k for k in (6, 8, 10, 12))),
           "cuda": (Attention(1, 16, 16, 64, 1, 2), tuple(1 << k for k in range(10, 17)))}  # fmt: skip
 _KEPT = {"cpu": (GPT2Size(64, 2, 4, 256, 509, 2048), torch.float32),
          "cuda": (GPT2Size(1024, 2, 16, 4096, 8192, 4096), torch.bfloat16)}  # fmt: skip
-_STEPS = {"cpu": 20, "cuda": 30}
+_STEPS = {"cpu": 14, "cuda": 30}
 _ROUNDS = 9  # of each timed part
 _NOTHING, _FOREVER = BothWays(0.0, 0.0), BothWays(math.inf, math.inf)  # seconds of a step
 
@@ -108,6 +109,20 @@ def compare_with_full(
     worst = torch.tensor([list(distances.values())], dtype=torch.float64, device=out.device)
     of_all = comm.gather(worst, axis, 0).amax(0).tolist()
     return Compared(dict(zip(distances, of_all, strict=True)), sent)
+
+
+def train_alone(batches: Sequence[Batch]) -> torch.Tensor:
+    """Losses of a "laptop" GPT-2 in float64 that one process trains by SGD on these batches, on the CPU."""
+    model: torch.nn.Module = hpnb.models.gpt2("laptop", dtype=torch.float64)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for batch in batches:
+        logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return torch.tensor(losses, dtype=torch.float64)
 
 
 def reloaded_distance(model: torch.nn.Module, context: ContextParallel, batch: Batch, shard: Batch) -> float:
@@ -210,18 +225,56 @@ def wins_in_words(seconds: Mapping[str, Sequence[float]], lengths: Sequence[int]
     return f"packed Ulysses exposes less than the ring {at[0]} tokens, and unpacked Ulysses {at[1]}"
 
 
+def winners_in_words(
+    predicted: Mapping[str, Sequence[float]], replayed: Sequence[Replayed], lengths: Sequence[int]
+) -> str:
+    """For prose: where the ring beats packed Ulysses in the replay, and where the card says otherwise.
+
+    Lengths at which the bars of the two touch do not count.
+    """
+    touching = _touching(replayed, lengths)
+    card = [r <= u for r, u in zip(predicted["ring"], predicted["Ulysses, packed"], strict=True)]
+    rings = {n: times.ring <= times.packed
+             for n, times in zip(lengths, replayed, strict=True) if n not in touching}  # fmt: skip
+    if not rings:
+        return "So it can't judge the card's prediction either"
+    won = {way: [n for n, ring in rings.items() if ring == (way == "the ring")]
+           for way in ("packed Ulysses", "the ring")}  # fmt: skip
+    where = "at every other length" if touching else "at every length"
+    parts = [f"{way} wins {where if len(wins) == len(rings) else f'at {listed(wins)} tokens'}"
+             for way, wins in won.items() if wins]  # fmt: skip
+    said = f"In the replay {', and '.join(parts)}"
+    wrong = [n for n, ring in zip(lengths, card, strict=True) if rings.get(n, ring) != ring]
+    if not wrong:
+        return f"{said}, as the card predicts"
+    return f"{said}. So the card names the wrong winner at {listed(wrong)} tokens"
+
+
+def least_exposed_in_words(seconds: Mapping[str, Sequence[float]]) -> str:
+    """The title of a figure of replayed seconds: at how many lengths the ring exposes least of all ways."""
+    least = [times[0] <= min(times) for times in zip(seconds["ring"], *seconds.values(), strict=True)]
+    if all(least):
+        return "In the replay, the ring exposes least at every length"
+    return f"In the replay, the ring exposes least at {sum(least)} of {len(least)} lengths"
+
+
 def touching_in_words(replayed: Sequence[Replayed], lengths: Sequence[int]) -> str:
     """For prose: at which lengths the quartiles of the ring and of packed Ulysses overlap."""
-    at = []
-    for length, times in zip(lengths, replayed, strict=True):
-        (ring_low, ring_high), (low, high) = (times.quartiles[way] for way in ("ring", "Ulysses, packed"))
-        if ring_low <= high and low <= ring_high:
-            at.append(length)
+    at = _touching(replayed, lengths)
     if not at:
         return "The bars of the two touch at no length"
     if len(at) == len(lengths):
         return "The bars of the two touch at every length, so this run can't say which is faster"
     return f"The bars of the two touch at {listed(at)} tokens; there, this run can't say which is faster"
+
+
+def _touching(replayed: Sequence[Replayed], lengths: Sequence[int]) -> list[int]:
+    at = []
+    for length, times in zip(lengths, replayed, strict=True):
+        (ring_low, ring_high), (low, high) = (times.quartiles[way] for way in ("ring", "Ulysses, packed"))
+        if ring_low <= high and low <= ring_high:
+            at.append(length)
+    return at
 
 
 def source_in_words(replayed: Replayed) -> str:
@@ -251,6 +304,40 @@ def parts_over_card(
         {part: times.parts[part] / took for part, took in parts.items()}
         for times, parts in zip(replayed, predicted, strict=True)
     ]
+
+
+def record_replay(
+    replayed: Sequence[Replayed],
+    predicted: Mapping[str, Sequence[float]],
+    dots: Mapping[str, Sequence[float]],
+    shapes: Sequence[Attention],
+    ranks: int,
+    card: MachineCard,
+) -> None:
+    """Record what the page's text says of the replay: {way: exposed seconds for each shape} are `predicted`
+    by the card, and replayed in `dots`.
+    """
+    lengths, ends = [shape.sequence for shape in shapes], {"first": 0, "last": -1}
+    for end, i in ends.items():
+        record(f"10.at-{end}", {way: seconds[i] for way, seconds in dots.items()}, "s")
+    record("10.lengths", {end: lengths[i] for end, i in ends.items()})
+    record("10.touch", touching_in_words(replayed, lengths))
+    record("10.covered", {end: 100 * replayed[i].covered for end, i in ends.items()}, "%")
+    record("10.covers", covers_in_words(replayed, lengths))
+    record("10.last-message", (100 * replayed[0].last / replayed[0].messages, "%"))
+    tokens = theory.context.tokens_to_overlap(shapes[0], card.matmul, card.link)
+    record("10.dotted", round(ranks * tokens))
+    facts = {"overlap": round(tokens), "rho": round(card.rho), "heads": shapes[0].heads}
+    record("10.card", facts | {"latency": (card.link.latency, "s")})
+    off = {
+        way: [max(p / t, t / p) for p, t in zip(predicted[way], times, strict=True)]
+        for way, times in dots.items()
+    }
+    record("10.off", {way: max(factors) for way, factors in off.items()})
+    worst = off["ring"].index(max(off["ring"]))  # here the ring's dot is farthest off
+    record("10.farthest", lengths[worst])
+    over = parts_over_card(replayed, shapes, ranks, card)
+    record("10.over", {"first": over[0], "last": over[-1], "worst": over[worst]})
 
 
 def replay_exposed(shapes: Sequence[Attention], dtype: torch.dtype, link: theory.Link) -> list[Replayed]:

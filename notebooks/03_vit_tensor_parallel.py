@@ -376,7 +376,7 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # %% [markdown]
 # The bytes are exact: <data value="03.block-bytes">2.48 GB</data> leave each rank. On <data value="03.hardware">4 x NVIDIA H100 80GB HBM3</data> the block took <data value="03.block.makespan">19.2 ms</data>;
 # <data value="03.exposed.share">28.4 %</data> of that is exposed communication. Computing covered <data value="03.overlapped">40.4 %</data> of the communication, all of it in the
-# backward. Where weight gradients end before an all-reduce does, the backward waits, too.
+# backward.
 #
 # <details><summary>How to read the figure</summary>
 #
@@ -393,7 +393,6 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # The formula is for numbers of 2 bytes. With v bytes r is 2/v times as large, and here v is <data value="03.value-bytes">2</data>. With attention's
 # scores the formula predicts r = <data value="03.ratio.predicted">0.703</data>. The run has <data value="03.ratio">1.48</data>.
 # <data value="03.verdict">the formula calls the interconnect too slow, the run fast enough, because computing took longer than its products, not because the link was faster</data>
-# A run's r says only how its time is shared: slower computing raises it, too.
 #
 # <details><summary>Three factors between the formula and the run</summary>
 #
@@ -595,7 +594,7 @@ lesson.claim("SP keeps less", counted["1D+SP keeps (B)"] < counted["1D keeps (B)
 # `--sequence-parallel`.
 # </details>
 #
-# **Takeaway.** Sequence parallelism keeps less and sends hardly more bytes. We time it below.
+# **Takeaway.** Sequence parallelism keeps less and sends hardly more bytes.
 #
 # ### Exercise 3: norms on a part of the tokens
 #

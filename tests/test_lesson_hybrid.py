@@ -323,8 +323,8 @@ def test_what_is_not_compute_is_compared_along_pp_and_tp(monkeypatch: pytest.Mon
     assert recorded["04.rest.tp.simulated"] == {"step": 11.0, "rest": 5.0}
     assert recorded["04.rest.pp.predicted"] == {"step": 5.0, "rest": 2.0}
     assert recorded["04.rest.signs"] == (
-        "Compute takes 3.00 s longer along tp and 1.00 s longer along pp."
-        " The rest takes 2.00 s less along tp and 1.00 s longer along pp."
+        "Along tp, compute is 3.00 s longer than predicted and the rest 2.00 s shorter."
+        " Along pp, compute is 1.00 s longer than predicted and the rest 1.00 s longer."
         " Along tp the two errors partly cancel in the ratio."
     )
     vit_hybrid.record_rest(3.0, 1.0, busy, predicted, simulated, {"pp": 7.0, "tp": 12.0})
@@ -345,6 +345,7 @@ def test_recorded_steps_say_who_computes_longer_and_where_the_link_is_from(
     )
     card: Any = SimpleNamespace(latency=1e-5, bandwidth=1e9)
     assert vit_hybrid.record_steps(card, steps) == dict.fromkeys(AXES, 3.0)
+    assert recorded["04.others"] == 1.0  # rank 0's 2 s over 2 microbatches
     assert recorded["04.source"] == ("measured" if source == "measured" else "replayed")
     assert recorded["04.link"]["from"] == (
         "measured as in notebook 00" if source == "measured" else "assumed"

@@ -41,9 +41,10 @@ def rows() -> tuple[FieldGuideEntry, ...]:
     return tuple(sorted(_read(), key=lambda row: row.notebook))
 
 
-def show() -> None:
-    """Display the guide as it stands."""
-    lines = [(row.symptom, row.instrument, row.cause, row.notebook) for row in rows()]
+def show(notebook: str = "") -> None:
+    """Display the guide as it stands, or only the rows of one `notebook`, such as "01"."""
+    lines = [(row.symptom, row.instrument, row.cause, row.notebook)
+             for row in rows() if notebook in ("", row.notebook)]  # fmt: skip
     note = "" if lines else "No fault has been found yet."
     table(("symptom", "instrument", "cause", "notebook"), lines, "field guide", note)
 

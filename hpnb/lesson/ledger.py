@@ -66,9 +66,10 @@ def rows() -> tuple[LedgerEntry, ...]:
     return tuple(sorted(_read(), key=lambda row: row.notebook))
 
 
-def show() -> None:
-    """Display a row a layout; a cell holds what was measured, and measured / predicted."""
-    entries = rows()
+def show(notebook: str = "") -> None:
+    """Display a row a layout, of all notebooks or of one, such as "01"; a cell holds what was measured, and
+    measured / predicted."""
+    entries = [row for row in rows() if notebook in ("", row.notebook)]
     names = list(dict.fromkeys(name for row in entries for name in row.quantities))
     machines = len({row.machine for row in entries}) > 1
     columns = ["notebook", "layout", "model", *(split_unit(name)[0] for name in names)]

@@ -148,10 +148,13 @@ def record_ratios(
 
 
 def record_steps(card: MachineCard, steps: AxisSteps) -> dict[str, float]:
-    """Record the link and where its numbers are from, a step of one rank alone, and what the steps along each
-    axis took; return {axis: seconds that the busiest rank computes}."""
+    """Record the link and where its numbers are from, a step of one rank alone, what the steps along each
+    axis took, and along pp a microbatch on all ranks but the busiest one (04.others); return {axis: seconds
+    that the busiest rank computes}."""
     ranks = steps.timelines["tp"].ranks
-    busy = {axis: max(map(tl.work, ranks)) for axis, tl in steps.timelines.items()}
+    work = {axis: [tl.work(rank) for rank in ranks] for axis, tl in steps.timelines.items()}
+    busy = {axis: max(seconds) for axis, seconds in work.items()}
+    record("04.others", (sum(work["pp"]) - busy["pp"]) / steps.schedule.microbatches, "s")
     replayed = steps.source == "replayed"
     link = {"latency": (card.latency, "s"), "bandwidth": (card.bandwidth, "B/s")}
     record("04.link", {"from": "assumed" if replayed else "measured as in notebook 00", **link})
@@ -193,20 +196,13 @@ def record_rest(
 
 def _errors_in_words(errors: Mapping[str, tuple[float, float]]) -> str:
     said = []
-    for subject, which in (("Compute takes", 0), ("The rest takes", 1)):
-        parts = []
-        for axis, pair in errors.items():
-            direction = "longer" if pair[which] > 0 else "less"
-            parts.append(f"{number(abs(pair[which]), 's')} {direction} along {axis}")
-        said.append(f"{subject} {' and '.join(parts)}.")
+    for axis, pair in errors.items():
+        compute, rest = (f"{number(abs(s), 's')} {'longer' if s > 0 else 'shorter'}" for s in pair)
+        said.append(f"Along {axis}, compute is {compute} than predicted and the rest {rest}.")
     cancel = [axis for axis, (compute, rest) in errors.items() if compute * rest < 0]
     if cancel:
         said.append(f"Along {' and '.join(cancel)} the two errors partly cancel in the ratio.")
     return " ".join(said)
-
-
-def record_fewer(*settings: object) -> None:
-    """Record nothing: the prose no longer gives times of fewer images, and the page still calls this."""
 
 
 def _data_parallel(
@@ -319,11 +315,11 @@ LossLog = StepLog
 
 
 def add_to_field_guide() -> None:
-    """The page's row, and the guide with it."""
+    """Add the page's row, and show it."""
     field_guide.add(
         "the loss falls, but not as far as it should",
         "copies of norms and embeddings, which must stay equal; the traffic atlas",
         "the process groups of dp and tp are swapped",
         "04",
     )
-    field_guide.show()
+    field_guide.show("04")

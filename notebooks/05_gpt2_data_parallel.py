@@ -111,8 +111,8 @@ lesson.claim("The backward has already freed the activations",
 
 # %% [markdown]
 # It stopped <data value="05.stopped.operator">after aten.zeros_like</data>, with <data value="05.stopped.total">24.0 GB</data> in use, in the first `optimizer.step()`,
-# which allocates Adam's moments. By then, the backward had freed all activations but <data value="05.stopped.activations">8.19 kB</data>. We call weights,
-# gradients and optimizer state together the *states*. Complete, they take 16 bytes a parameter. No batch is small enough.
+# which allocates Adam's moments. By then, the backward had freed all activations but <data value="05.stopped.activations">8.19 kB</data>. Weights,
+# gradients and optimizer state are together the *states*: 16 bytes a parameter when complete. No batch is small enough.
 #
 # <details><summary>How does the table count?</summary>
 #
@@ -288,7 +288,7 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 #
 # The fullest moment decides between ZeRO and recomputation. Take T tokens a rank, hidden size h, vocabulary size V and w bytes a
 # value. A step can be fullest at four moments. All hold weights and optimizer state. ZeRO-0 and 1 hold all gradients throughout.
-# ZeRO-2 and 3 free theirs after the update, so they hold none at the turn, and P/N of them at the end. In addition:
+# ZeRO-2 and 3 free theirs after the update, so they hold none at the turn, and P/N at the end. In addition:
 #
 # - **turn** from forward to backward: about 28 T h values of each block, 28 times its input, and 12 V T bytes of the
 #   loss, for float32 log-probabilities and two gradients of that size.

@@ -215,12 +215,35 @@ def test_layouts_that_differ_by_less_than_repeats_are_tied() -> None:
     assert judged["spread"] == (pytest.approx(100 / 9.5), "%")
     assert judged["first"] == "the first 2 layouts are tied"
     assert (judged["decided"], judged["order"]) == (2, 1)  # b and c; not a and c, and a and b are tied
+    assert judged["alone"] == "The first one, yes"  # b is tied with a, which is the fastest
+    assert gpt2_hybrid_words.ties(runs, took, ["c", "a", "b"])["alone"] == "Not here"
     runs["a"] = run(10.0, 10.0)
     assert gpt2_hybrid_words.ties(runs, took, ["a", "b", "c"])["first"] == "no layout is tied with the first"
     assert gpt2_hybrid_words.fit_in_words(["a", "c"], ["a", "b"]) == "the predicted ones without b and with c"
     assert gpt2_hybrid_words.fit_in_words(["b", "a"], ["a", "b"]) == "the predicted ones"
-    assert gpt2_hybrid_words.collectives_in_words(0.006, "cpu") == "6.00 ms in collectives"
-    assert "untimed" in gpt2_hybrid_words.collectives_in_words(0.0, "cuda")
+
+
+def test_what_a_race_decides_is_put_into_words() -> None:
+    names = {"1 x": "dp 8", "0.1 x": "dp 8", "0.01 x": "dp 8"}
+    costs = dict.fromkeys(names, 0.0)
+    same = {"fastest, replayed": names, "fastest, predicted": names, "prediction costs (%)": costs}
+    words = gpt2_hybrid_words.links_in_words(same)
+    assert words == "On all three links dp 8 is fastest, and it is predicted to be"
+    other = same | {"fastest, replayed": names | {"0.01 x": "pp 8"}}
+    assert "pp 8 with a hundredth. All three" in gpt2_hybrid_words.links_in_words(other)
+    wrong = other | {"prediction costs (%)": costs | {"0.01 x": 50.0}}
+    assert gpt2_hybrid_words.links_in_words(wrong).endswith("lose up to 50.0 %")
+    took = {"dp 8": 1.0, "tp 8": 1.5}
+    assert gpt2_hybrid_words.choice_in_words("dp 8", "dp 8", took) == "chose it, too"
+    assert gpt2_hybrid_words.choice_in_words("tp 8", "dp 8", took) == "chose tp 8, which takes 50.0 % longer"
+
+
+def test_misses_are_those_of_layouts_with_tp_and_without() -> None:
+    schedule = schedules.make("1f1b", 1, 1)
+    layouts = {"a": ParallelLayout(8), "b": ParallelLayout(4), "t": ParallelLayout(tp=8)}
+    runs = {n: gpt2_hybrid.LayoutRun(one, [], schedule, FREE, 0.0, 0.0) for n, one in layouts.items()}
+    misses = gpt2_hybrid_words.misses_by_tp(runs, {"a": 1.0, "b": 3.0, "t": 4.0}, dict.fromkeys("abt", 2.0))
+    assert misses == {"with-tp.least": 2, "with-tp.most": 2, "no-tp.least": 0.5, "no-tp.most": 1.5}
 
 
 # --- figures -----------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def name_dots(
         return (mark[0] - left) / (right - left) * wide, (mark[1] - low) / (high - low) * tall
 
     dots = {name: in_points(point) for name, point in points.items()}
-    taken: list[Rect] = [(x - 4, y - 4, x + 4, y + 4) for x, y in map(in_points, marks)]
+    taken: list[Rect] = [(x - 5, y - 4, x + 5, y + 4) for x, y in map(in_points, marks)]
     for x, y in (dots[name] for name in picks):  # the rings
         turns = [math.pi * k / 8 for k in range(16)]
         around = [(x + 8 * math.cos(turn), y + 8 * math.sin(turn)) for turn in turns]
@@ -103,12 +103,12 @@ def name_dots(
 
 def _words_of(name: str, picks: Mapping[str, str]) -> tuple[str, float, float]:
     """The words of a dot, in lines, and how long and tall they are, in points."""
-    halves = name.split(", ", 1) if name in picks else name.rsplit(", ", 1)
-    words = ",\n".join(halves) if len(name) > (14 if name in picks else _LONG) else name
+    pieces = name.split(", ") if name in picks else name.rsplit(", ", 1)
+    words = ",\n".join(pieces) if len(name) > (14 if name in picks else _LONG) else name
     words = f"{picks[name]}:\n{words}" if picks.get(name) else words
     weight = "bold" if name in picks else "normal"
     length = max(72 * text_inches(line, SMALL, weight) for line in words.split("\n"))
-    return words, length, 11.5 * (1 + words.count("\n"))
+    return words, length, 10.3 * (1 + words.count("\n")) + 1
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,8 @@ def _spots(
     """The best places for words of `size` within reach (`near`, and what the dot fills) and inside the axes.
     They should keep off what is `taken`, off `others`, dots of other names, and off `lines` between dots."""
     x, (length, depth) = dot[0], size
-    corners = np.asarray(_offsets(length, depth, *near)) + dot
+    flush = [] if border is None else [border - 4 - length - x if x < border else border + 4 - x]
+    corners = np.asarray(_offsets(length, depth, *near, flush)) + dot
     boxes = np.concatenate([corners, corners + size], 1)
     inside = (boxes[:, :2] > 0).all(1) & (boxes[:, 2] < room[0] + 10) & (boxes[:, 3] < room[1] + 4)
     boxes = boxes[inside]
@@ -237,15 +238,16 @@ def _cross(start: Point, ends: Array, a: Point, b: Array) -> Array:
     return np.asarray(apart & (side(first, ends, far) * side(first, ends, b) < 0))
 
 
-def _offsets(length: float, depth: float, reach: float, ring: float) -> list[Point]:
+def _offsets(length: float, depth: float, reach: float, ring: float, flush: Sequence[float]) -> list[Point]:
     """Where the lower left corner of a name of this size may be, in points from its dot, which fills
-    `ring`; the nearest first."""
+    `ring`; the nearest first. `flush` are more places from left to right, beside a wall."""
     steps = [0.0, 6.0, *range(16, int(reach), 12)]
 
     def gap(low: float, size: float) -> float:
         return max(low, -low - size, 0.0)
 
-    across = [-length / 2, *(ring + step for step in steps), *(-ring - length - step for step in steps)]
+    across = [-length / 2, *flush]
+    across += [left for step in steps for left in (ring + step, -ring - length - step)]
     upright = [-depth / 2, *(5 + step for step in steps), *(-3 - depth - step for step in steps)]
     places = [(dx, dy) for dx in across for dy in upright if gap(dx, length) or gap(dy, depth)]
     return sorted(places, key=lambda at: math.hypot(gap(at[0], length), gap(at[1], depth)))

@@ -43,11 +43,15 @@ def waterfall(
     for name, parts in measured.items():
         predicted_parts = (predicted or {}).get(name, {})
         ticks = list(accumulate(predicted_parts[part] for part in present if predicted_parts.get(part)))
-        rows[name] = [Bar(parts, words=seconds(sum(parts.values())), ticks=ticks)]
-    thin = "thin line: predicted end of a part; thick line: predicted end of the step; number: the bar's end"
-    keys = [Key(OpStyle(INK, "", thin), "words")] if predicted else []
+        said = f" ({seconds(ticks[-1])})" if ticks else ""
+        rows[name] = [Bar(parts, words=f"{seconds(sum(parts.values()))}{said}", ticks=ticks)]
+    lines = [
+        "thin lines: predicted ends of the parts, in the order of the colours",
+        "thick line: predicted end of the step; number: the bar's end (the thick line)",
+    ]
+    keys = [Key(OpStyle(INK, "", line), "words") for line in lines] if predicted else []
     panel = BarPanel(rows, "s", "a step ({unit}), mean over the ranks", row_inches=0.3)
-    return bars([panel], STEP, title=title, more_keys=keys, right=0.75)
+    return bars([panel], STEP, title=title, more_keys=keys, right=1.3 if predicted else 0.75)
 
 
 def resumed(

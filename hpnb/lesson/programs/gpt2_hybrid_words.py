@@ -33,7 +33,8 @@ def ties(
     """What a race decides: steps are tied that differ by no more than repeats of one layout do.
 
     "spread" is by what share these differ at most, "first" how many are tied for the first place, in words;
-    of the pairs that are not tied, "decided", the ranking has "order" in the predicted order.
+    of the pairs that are not tied, "decided", the ranking has "order" in the predicted order. "alone" says in
+    words whether its first choice is right.
     """
     spread = max(max(run.repeats) / min(run.repeats) - 1 for run in runs.values())
     first = sum(seconds <= (1 + spread) * min(took.values()) for seconds in took.values())
@@ -44,12 +45,19 @@ def ties(
         "first": f"the first {first} layouts are tied" if first > 1 else "no layout is tied with the first",
         "decided": len(decided),
         "order": sum(gap > 1 for gap in decided),
+        "alone": "Not here" if took[ranking[0]] > (1 + spread) * min(took.values()) else "The first one, yes",
     }
 
 
-def collectives_in_words(seconds: float, device: str) -> str:
-    """What a rank's calls of collectives took, for prose: on a GPU nobody timed them."""
-    return f"{number(seconds, 's')} in collectives" if device == "cpu" else "an untimed part in collectives"
+def misses_by_tp(
+    runs: Mapping[str, LayoutRun], took: Mapping[str, float], steps: Mapping[str, float]
+) -> dict[str, float]:
+    """How many times as long as predicted steps take, at least and at most, with tp and without."""
+    misses: dict[str, float] = {}
+    for kind in ("with-tp", "no-tp"):
+        some = [took[n] / steps[n] for n, run in runs.items() if (run.layout.tp > 1) == (kind == "with-tp")]
+        misses |= {f"{kind}.least": min(some), f"{kind}.most": max(some)}
+    return misses
 
 
 def replay_on_links(
@@ -75,6 +83,28 @@ def replay_on_links(
         for choice, name in {"prediction": ours, **rules}.items():
             table.setdefault(f"{choice} costs (%)", {})[row] = 100 * (took[name] / took[best] - 1)
     return table
+
+
+def links_in_words(table: Mapping[str, Mapping[str, Any]]) -> str:
+    """Which layout is fastest on each of three links of `replay_on_links`, and what the predicted choice
+    costs on them at most, in two sentences."""
+    replayed, predicted, costs = [*table.values()][:3]
+    first, tenth, hundredth = replayed.values()
+    if len({*replayed.values(), *predicted.values()}) == 1:
+        return f"On all three links {first} is fastest, and it is predicted to be"
+    most = max(costs.values())
+    ours = f"The prediction's choices lose up to {number(most, '%')}" if most else "All three are predicted"
+    return (
+        f"The fastest is {first} on this link, {tenth} with a tenth of its bandwidth, and {hundredth} with a "
+        f"hundredth. {ours}"
+    )
+
+
+def choice_in_words(choice: str, best: str, took: Mapping[str, float]) -> str:
+    """What the prediction chose, `choice`, and what that costs over the `best`, as the end of a sentence."""
+    if choice == best:
+        return "chose it, too"
+    return f"chose {choice}, which takes {number(100 * (took[choice] / took[best] - 1), '%')} longer"
 
 
 def fit_in_words(fits: Sequence[str], predicted: Sequence[str]) -> str:

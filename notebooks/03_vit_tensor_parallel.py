@@ -493,7 +493,7 @@ lesson.field_guide.add(symptom, instrument, cause, notebook="03")  # table of sy
 # <data value="03.worst.right:.1e">5.4e-15</data>. Modules nearer the input also receive the residual connection's right gradient, so their error is smaller.
 #
 # Norms and embeddings are replicated, but their gradients now differ from rank to rank. So the copies diverge, as the second
-# figure's lower panel shows; the distance is relative to rank 0's weights. The model that rank 0 saves is not the model that
+# figure's lower panel shows. The model that rank 0 saves is not the model that
 # was trained.
 #
 # **Takeaway.** A missing sum in the forward changes the loss at once. In the backward it changes only gradients. So compare

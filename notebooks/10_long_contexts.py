@@ -647,8 +647,7 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 #
 # No computing covers Ulysses' all-to-alls. At <data value="10.lengths.first">1,024</data> tokens the eight take <data value="10.at-first.ulysses">1.93 ms</data>. Packed into four, they send the same
 # bytes in <data value="10.at-first.ulysses-packed">1.21 ms</data>. At <data value="10.lengths.last">65,536</data> tokens, with 64 times the bytes, the eight take <data value="10.at-last.ulysses">2.03 ms</data> and
-# the four <data value="10.at-last.ulysses-packed">1.70 ms</data>. The less the time grows with the bytes, the more it consists of starting
-# calls.
+# the four <data value="10.at-last.ulysses-packed">1.70 ms</data>.
 #
 # <details><summary>Why lines and dots differ</summary>
 #

@@ -506,7 +506,7 @@ lesson.claim("ZeRO-2 communicates after its update, ZeRO-3 hardly does",
 lesson.record("05.alone", {"forward": alone[0]}, "s")
 
 # %% [markdown]
-# In the table *What a saved byte costs*, a negative price means that the median step was also shorter.
+# In the table *What a saved byte costs*, a negative price means that the median step was shorter.
 #
 # ZeRO-3 instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">19.5 GB</data>, and its median step was <data value="05.changed.zero-3">15.7 ms shorter</data>. Their ranges, from fastest to slowest, <data value="05.ranges">overlap: either may be faster</data>.
 # The steps of ZeRO-1 and 2 were <data value="05.changed.zero-1">44.2 ms longer</data> and <data value="05.changed.zero-2">48.3 ms longer</data> than ZeRO-0's; we predicted <data value="05.changed.zero-1-predicted">10.0 ms shorter</data> for ZeRO-1.

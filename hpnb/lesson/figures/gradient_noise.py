@@ -74,7 +74,7 @@ def batch_wall(
         right = log(at / before) < needed <= log(behind / at)
         side: Literal["left", "right"] = "left" if right else "right"
         note(ax, words, at, height, (5, 0) if right else (-5, 0), side, color)
-        ax.texts[-1].set_va("bottom")
+        ax.texts[-1].set_verticalalignment("bottom")
         ax.texts[-1].set_bbox({"facecolor": CARD, "edgecolor": "none", "pad": 0.8})
 
     for ax in fig.axes:

@@ -147,7 +147,7 @@ def last_cut(
     aside = [x + 0.022 * span for x, times in runs.items() for _ in times]
     series = [
         Series("simulated from the layers", positions, [s / scale for s in predicted], Look(*SERIES[0])),
-        Series(f"{source}, median", positions, medians, look, "line and dots"),
+        Series(f"{source}, median", positions, medians, look, "dots"),  # a line would hide repeats
         Series("each repeat, beside its median", aside, [s / scale for _, s in repeats],
                Look(look.color, ".", look.line), "dots", "each repeat"),
     ]  # fmt: skip

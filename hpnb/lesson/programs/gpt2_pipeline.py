@@ -234,8 +234,8 @@ def slide_last_cut(
 
     The largest number is the first one above `marked` whose simulated step takes 1.6 times as long as the
     shortest, so that the spread of repeats does not bury the difference. Below the smallest of `marked` there
-    are three more, and one above, because the fastest may be there. If there are more than about eight, some
-    at the upper end are left out.
+    are three more, and one above, because the fastest may be there. Between that one and the largest there
+    are about three more, or one if the model is small, as it is on a CPU.
     """
     blocks, stages = times.kinds.count("block"), schedule.stages
     low, near, last = max(0, min(marked) - 3), min(marked) + 1, blocks - stages + 1
@@ -246,7 +246,7 @@ def slide_last_cut(
     shortest = min(seconds(beside) for beside in range(low, max(marked) + 1))
     above = range(max(marked) + 1, last + 1)
     high = next((beside for beside in above if seconds(beside) >= 1.6 * shortest), last)
-    stride = max(1, -(-(high - near) // 4))
+    stride = max(1, -(-(high - near) // (4 if blocks > 16 else 2)))
     numbers = (*range(low, near), *range(near, high, stride), high)
     slid = {beside: cut_by_last(blocks, stages, beside) for beside in numbers}
     return dict(sorted((slid | {beside: tuple(counts) for beside, counts in marked.items()}).items()))

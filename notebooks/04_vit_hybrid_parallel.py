@@ -345,7 +345,7 @@ def predict_steps(link):  # the backward is 2 / 3 of a rank's compute
     exposed = theory.exposed_seconds(2 / 3 * share, gradient, buckets, N, link)
     send = theory.seconds("send", hidden / m, 2, link)
     all_reduces = 4 * SIZE.layers * theory.seconds("all_reduce", hidden, N, link)
-    # The first microbatch's way to the last stage and the last one's way back: N - 1 cuts
+    # waits for the first microbatch there and the last one back: N - 1 cuts each way
     pipeline = (m + N - 1) / m * share + 2 * (N - 1) * send
     return {"dp": share + exposed, "pp": pipeline, "tp": share + all_reduces}
 
@@ -399,7 +399,6 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 # The rest is the step less the compute of the busiest rank. Along pp it is the bubble, sending and waiting. The bubble is predicted as
 # (N-1)/m of compute, <data value="04.rest.bubble">42.5 ms</data>. In a step, it is about what one microbatch takes on the other ranks together,
 # here <data value="04.others">40.1 ms</data>. Along tp the rest is exposed all-reduces and waiting.
-# A faster link can shorten sending and exposed all-reduces, but neither compute nor the bubble.
 #
 # <details><summary>Why the curves differ</summary>
 #
@@ -503,7 +502,7 @@ lesson.reveal("04.outermost", between, predicted=ranking, source="counted")
 lesson.record("04.total", count(traffic["dp"], node=1), "B")  # each rank on a node
 lesson.claim("tp sends most", (between["tp"], ">", max(between["dp"], between["pp"])))
 lesson.claim("pp sends fewest", (between["pp"], "<", min(between["dp"], between["tp"])))
-# The explorer is explained below; these two of its numbers are for the challenge's answer
+# Two numbers of the explorer, which is explained below, for the challenge's answer
 explorer = lesson.explorers.layouts_on_nodes()
 knobs = {"dp": 4, "pp": 4, "tp": 2, "between": "InfiniBand NDR"}
 for axis in ("dp", "pp"):
@@ -873,8 +872,7 @@ lesson.ledger.show("04")
 # The layout changes twice, and the loss differs from that of one process by at most <data value="04.losses.off:.0e">5e-14</data> of its value. This
 # works because optimizer state, learning rate and the order of samples are in the checkpoint, too.
 #
-# The table above has this page's rows of the *ledger*, to which all notebooks add. Brackets have measured over predicted. The rows time
-# steps without an optimizer update.
+# The table above has this page's rows of the *ledger*, to which all notebooks add.
 #
 # <details><summary>In your tools: checkpoints that change layouts</summary>
 #

@@ -393,7 +393,7 @@ lesson.show(figures.skyline(times.smooth, shown, times.kinds, times.loss, title=
 slowest, lost = gpt2_pipeline.slowest_stages(flops, times, range(2, 9))  # 2 to 8 ranks
 lesson.record("06.error", lost)  # of FLOPs, in blocks, and what their cut loses
 lesson.show(columns=slowest, title="Slowest stages of the two cuts")
-lesson.claim("FLOPs' cut loses at most their errors", (lost["excess"], "<=", lost["ends"]))
+lesson.claim("At most their errors are lost", (lost["excess"], "<=", lost["ends"]))
 positions = {blocks: steps[counts] for blocks, counts in slid.items()}
 seconds = {blocks: repeats.seconds for blocks, repeats in positions.items()}
 lesson.show(figures.last_cut(seconds, curve.values(), last_blocks, SOURCE))

@@ -397,6 +397,7 @@ def test_a_run_that_is_not_continued_is_refused(
     assert found.history[-1]["lr"] == pytest.approx(0.5e-2 * (1 + math.cos(math.pi * 13 / 14)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("every", [None, 2, 3])
 def test_more_steps_than_before_go_on_inside_the_epoch(
     four: hpnb.Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str], every: int | None
@@ -644,8 +645,9 @@ def torchrun_of_two(path: Path, setting: str) -> tuple[list[str], dict[str, str]
         name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
     environ.update(CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               "-m", "hpnb", "train", str(path), "--set", setting]  # fmt: skip
+    torchrun = str(Path(__file__).with_name("forked_torchrun.py"))
+    command = [sys.executable, torchrun, "--standalone", "--nproc-per-node", "2",
+               str(ROOT / "hpnb" / "__main__.py"), "train", str(path), "--set", setting]  # fmt: skip
     return command, environ
 
 

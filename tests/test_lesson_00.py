@@ -26,7 +26,9 @@ def test_arrivals_and_moves_are_put_into_words() -> None:
     assert describe_arrivals(once, 1.0, 2.0) == {"last": "rank 1 in 4 of 5 steps", "wait-is": "shorter than"}
     longer = [compare_moves(once, slow, *cause)["words"] for cause in ((), ("the late rank",))]
     assert longer == [f"in this run moves after the {cause} are longer" for cause in ("pause", "late rank")]
-    assert compare_moves(once, once, "the late rank")["words"] == "this run shows no effect of the late rank"
+    assert compare_moves(once, once, "the late rank")["words"].endswith(
+        "cannot tell whether the late rank matters"
+    )
     said = [compare_times(seconds, 2.0) for seconds in (1.7, 2.1, 2.3)]
     assert said == ["shorter than", "about as long as", "longer than"]
 

@@ -64,7 +64,7 @@ def costs(
     log_ticks(ax.yaxis, lambda value: _short(units.seconds(value)), (1, 2, 5) if high / low < 300 else (1,))
     if fit is not None:
         ax.get_lines()[-1].set_zorder(2.5)  # beneath all others
-    if not text:
+    if more or not text:  # few of many decades, and most of the time that drawing takes
         ax.minorticks_off()
     if knee is not None:
         left, right = ax.get_xlim()
@@ -132,7 +132,7 @@ def compare_moves(steps: Timeline, others: Timeline, cause: str = "the pause") -
     """
     early, late = (_moves(tl) for tl in (steps, others))
     longer, pairs = sum(a < b for a in early for b in late), len(early) * len(late)
-    words = f"this run shows no effect of {cause}"
+    words = f"noise could explain that, so this run cannot tell whether {cause} matters"
     if max(longer, pairs - longer) >= _CLEAR * pairs:
         words = f"in this run moves after {cause} are {'longer' if 2 * longer > pairs else 'shorter'}"
     return {"longer": longer, "pairs": pairs, "words": words}

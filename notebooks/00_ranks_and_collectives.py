@@ -518,7 +518,7 @@ calls = {"1 call of 8 MB": 1, "100 calls of 80 kB": 100}
 predicted = {name: n * card.predicted(8e6 / n) for name, n in calls.items()}
 repeats = 3 if here.device == "cpu" else 5  # a hundred calls take long on a CPU
 seconds = hpnb.launch(time_all_reduces, [1, 100], repeats, ranks=N, device=DEVICE)
-turns = torch.tensor(seconds).amax(0).view(-1, 2, 2)  # (turn, 1 or 100, started or done)
+turns = torch.tensor(seconds).amax(0).view(-1, 2, 2)  # (turn, 1 or 100, start or done)
 (_, took), (started, took_100) = turns.median(0).values.tolist()
 timed = dict(zip(calls, (took, took_100), strict=True))
 title = f"slowest rank, median of {repeats}"

@@ -2,8 +2,8 @@
 
     python forked_torchrun.py <options of torchrun> script.py <arguments>
 
-Agent, rendezvous, signals and restarts are torchrun's. But torchrun starts a Python for every rank, and each of
-them imports transformers, for seconds. tests/test_launch_hybrid.py tests that way.
+Agent, rendezvous, signals and restarts are torchrun's. But torchrun starts a Python for every rank, and each
+imports transformers, for seconds. tests/test_launch_hybrid.py tests that way.
 """
 
 import sys

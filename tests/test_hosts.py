@@ -163,7 +163,7 @@ def torchrun_on_hosts(
     spaces: dict[str, str], folder: Path, ranks: int, port: int, *program: str, seconds: float = 240
 ) -> str:
     """Run the program on both hosts, with so many ranks on each, to its end; what they said."""
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
+    torchrun = (sys.executable, str(Path(__file__).with_name("forked_torchrun.py")), "--nnodes", "2",
                 "--nproc-per-node", str(ranks), "--max-restarts", "1",
                 "--rdzv-backend", "c10d", "--rdzv-endpoint", f"first:{port}", *program)  # fmt: skip
     running = [on_host(name, spaces, folder, *torchrun) for name in HOSTS]

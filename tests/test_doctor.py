@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import getpass
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hpnb.__main__ import main
 from hpnb.doctor import (
     Gpu,
     Machine,
@@ -343,18 +345,18 @@ def test_mixed_links_are_a_matrix_up_to_eight_gpus_and_a_count_beyond() -> None:
     )
 
 
-def test_the_command_prints_this_machine_on_one_page() -> None:
-    command = [sys.executable, "-m", "hpnb", "doctor"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    lines = done.stdout.splitlines()
-    assert done.stderr == ""
+def test_the_command_prints_this_machine_on_one_page(capfd: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor"])
+    printed = capfd.readouterr()
+    lines = printed.out.splitlines()
+    assert printed.err == ""
     assert lines[0] == "hpnb doctor"
     assert len(lines) <= 60
     assert max(map(len, lines)) <= WIDTH
-    assert done.returncode == int("cannot run here yet" in lines[-1])
+    assert code == int("cannot run here yet" in lines[-1])
     sections = ("This machine", "Versions", "Environment", 'What device="auto" will use', "What is wrong")
     assert [line for line in lines if line in sections] == list(sections)
-    assert not {socket.gethostname(), os.path.expanduser("~")} & set(done.stdout.split())
+    assert not {socket.gethostname(), os.path.expanduser("~")} & set(printed.out.split())
 
 
 def test_no_command_prints_help() -> None:
@@ -364,6 +366,7 @@ def test_no_command_prints_help() -> None:
 
 
 def test_a_reader_that_stops_reading_ends_a_command_without_a_traceback() -> None:
-    command = f"{sys.executable} -m hpnb doctor | true"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=200)
-    assert done.stderr == ""
+    command = f"{{ sleep 0.5; {sys.executable} -m hpnb; echo $? >&2; }} | true"
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=200, env=environ)
+    assert done.stderr.split() == [str(128 + signal.SIGPIPE)]

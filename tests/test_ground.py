@@ -147,6 +147,9 @@ def test_the_wheel_has_the_library_and_nothing_else(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "hpnb").rglob("*.py")}
     assert "hpnb/py.typed" in names
+    assert wheel.name.startswith(f"hpnb-{PROJECT['project']['version']}-")
+    assert wheel.stat().st_size < 2e6
+    assert not [name for name in names if name.endswith((".ipynb", ".png", ".gif"))]
     assert {name for name in names if name.endswith(".py")} == modules
     assert {name.split("/")[0] for name in names} == {"hpnb"}
 
@@ -171,6 +174,7 @@ def test_every_module_imports_from_the_wheel_and_a_lesson_alone_is_light(wheel: 
 
 def test_the_wheel_has_a_console_script_and_keeps_the_torch_that_is_there(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
+    assert any(name.endswith("licenses/LICENSE") for name in archive.namelist())
     (scripts,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
     assert "hpnb = hpnb.__main__:main" in archive.read(scripts).decode()
     (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
@@ -183,6 +187,7 @@ def test_the_wheel_has_a_console_script_and_keeps_the_torch_that_is_there(wheel:
     assert bounds == {">="}  # an upper bound would replace what is installed
 
 
+@pytest.mark.slow
 def test_the_sdist_builds_the_wheel(wheel: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(ROOT / "hpnb", source / "hpnb", ignore=shutil.ignore_patterns("__pycache__", ".*"))

@@ -277,14 +277,13 @@ def kernel_pid(kernel: Kernel) -> int:
     return int(kernel.client.km.provisioner.pid)
 
 
-def test_killing_the_kernel_leaves_no_process() -> None:
+def test_killing_the_kernel_leaves_no_process(kernel: Kernel) -> None:
+    """The last test of this kernel."""
     from test_ranks import children_of, wait_until
 
-    kernel = Kernel()
-    kernel.cell("import hpnb, time\npool = hpnb.Ranks(2, device='cpu')")
+    kernel.cell("pool = hpnb.Ranks(2, device='cpu')")
     pid = kernel_pid(kernel)
     children = children_of(pid)
     assert len(children) >= 3
     os.kill(pid, 9)
     assert wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
-    kernel.client._cleanup_kernel()

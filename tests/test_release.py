@@ -1,13 +1,9 @@
-"""What a release is made of: one version, a changelog, a small wheel, the licences of what it needs."""
+"""One version, a changelog, the licences of what is needed; tests/test_ground.py builds the wheel."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
-import shutil
-import subprocess
-import sys
-import zipfile
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -42,21 +38,3 @@ def test_each_dependency_is_listed_with_the_licence_that_it_declares() -> None:
         assert len(licence) > 2
         if f"{package}=={version(package)}".lower() in constraints:  # others may declare it in other words
             assert licence == licences.licence_of(package), "run python docs/make_licences.py"
-
-
-def test_the_wheel_is_small_and_typed_and_has_no_notebooks(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(ROOT / "hpnb", source / "hpnb", ignore=shutil.ignore_patterns("__pycache__", ".*"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--no-index"]
-    done = subprocess.run(
-        [*command, "-w", str(tmp_path)], cwd=source, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    (wheel,) = tmp_path.glob(f"hpnb-{hpnb.__version__}-*.whl")
-    assert wheel.stat().st_size < 2e6
-    names = zipfile.ZipFile(wheel).namelist()
-    assert "hpnb/py.typed" in names
-    assert not [name for name in names if name.endswith((".ipynb", ".png", ".gif"))]
-    assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -8,8 +8,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -21,6 +19,7 @@ from typing import Any
 import pytest
 import tensor_cases
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
@@ -991,14 +990,14 @@ def test_a_hook_on_one_rank_ends_the_fit_on_all(tmp_path: Path, event: str, at: 
 
 def test_ranks_that_are_joined_for_gpus_alone_agree_among_cpus(tmp_path: Path) -> None:
     """As after init_process_group("nccl"), which takes no tensors of the CPU."""
-    program = (
-        "import torch.distributed as dist\n"
-        "from hpnb.hybrid.training.stop_hook import StopVote\n"
-        f"dist.init_process_group('cuda:gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
-        "print([StopVote().now(asks) for asks in (True, False)])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.stdout == "[True, False]\n", done.stderr
+
+    def votes() -> list[bool]:
+        dist.destroy_process_group()
+        store = f"file://{tmp_path}/store"
+        dist.init_process_group("cuda:gloo", init_method=store, rank=0, world_size=1)
+        return [stop_hook.StopVote().now(asks) for asks in (True, False)]
+
+    assert hpnb.launch(votes, ranks=1, device="cpu") == [[True, False]]
 
 
 def test_a_patience_by_hand(alone: hpnb.Ranks) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from chaos_tally import Tally, tally
+from preloaded_python import run_program
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +19,7 @@ def counts(request: pytest.FixtureRequest) -> Iterator[Tally]:
 
 def try_runs(counts: Tally, folder: Path, seed: int, trials: int) -> None:
     program = Path(__file__).with_name("chaos_two_runs.py")
-    command = [sys.executable, str(program), str(folder), str(seed), str(trials)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60 + 10 * trials)
+    done = run_program(program, str(folder), str(seed), str(trials), folder=folder, timeout=60 + 10 * trials)
     lines = done.stdout.splitlines()
     assert len(lines) == trials, done.stderr[-2000:]
     for runs, said, newest in map(json.loads, lines):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import resource
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from hybrid_cases import CLASSES, LOSSES, Case, D, batch, build, distance, mine, weights
+from preloaded_python import run_program
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -558,7 +557,8 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str, str]] = {
 
 BIT = "a bit of the state"  # only a checksum shows it: always tried
 
-KEPT: dict[str, tuple[Run, Any, Any]] = {}  # on a rank: what a refusal leaves as it was serves for the next
+# On a rank: a run that a refusal has left as it was serves for the next one, and its state is known.
+KEPT: dict[str, tuple[Run, Any, Any, Any]] = {}
 
 
 def one_step_later(what: str) -> tuple[Run, Any, Any]:
@@ -588,15 +588,17 @@ def refused(folder: Path, what: str, fails: str = "") -> tuple[str, bool]:
         fails: what raises an OSError on rank 1: "weights" that are read, or the "loader" that is set.
     """
     key = "all" if what == "model" else what
-    if key not in KEPT:
-        KEPT[key] = one_step_later(what)
-    run, scheduler, loader = KEPT[key]
 
-    def state() -> Any:
+    def state(run: Run, scheduler: Any, loader: Any) -> Any:
         everything = (weights(run.model), run.optimizer.state_dict(), scheduler.state_dict())
         return copy.deepcopy((*everything, loader.state_dict(), torch.get_rng_state()))
 
-    before, said = state(), "nothing"
+    if key not in KEPT:
+        made = one_step_later(what)
+        KEPT[key] = (*made, state(*made))
+    run, scheduler, loader, before = KEPT[key]
+    torch.set_rng_state(before[-1])
+    said = "nothing"
     patch = pytest.MonkeyPatch()
     if fails and hpnb.rank() == 1:
         weights_are_read = (weight_files.WeightFiles, "read_chunk")
@@ -611,7 +613,7 @@ def refused(folder: Path, what: str, fails: str = "") -> tuple[str, bool]:
         said = str(error)
     finally:
         patch.undo()
-    as_before = same(before, state())
+    as_before = same(before, state(run, scheduler, loader))
     if not as_before:
         del KEPT[key]
     return said, as_before
@@ -805,8 +807,8 @@ def test_the_benchmark_takes_turns(pools: Pools, tmp_path: Path) -> None:
 
 def killed(folder: Path, *what: str) -> list[str]:
     """What is left of each of its lives."""
-    program = [sys.executable, str(Path(__file__).with_name("checkpoint_killed.py")), str(folder), "1", *what]
-    ended = subprocess.run(program, capture_output=True, text=True, timeout=200)
+    program = Path(__file__).with_name("checkpoint_killed.py")
+    ended = run_program(program, str(folder / "lives"), "1", *what, folder=folder)
     lives = ended.stdout.splitlines()
     assert ended.returncode == 0, ended.stderr
     assert len(lives) == (17 if what else 26), ended.stdout

@@ -8,9 +8,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -19,20 +19,13 @@ _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(_PRELOADED)
 
 
-@dataclass(frozen=True)
-class Ended:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 def run_program(
     script: Path,
     *arguments: str,
     folder: Path,
     environ: Mapping[str, str] | None = None,
     timeout: float = 200,
-) -> Ended:
+) -> subprocess.CompletedProcess[str]:
     """As subprocess.run([python, script, *arguments], cwd=folder, env=environ)."""
     out, errors = folder / f"{script.stem}.out", folder / f"{script.stem}.err"
     process = start_program(script, *arguments, folder=folder, environ=environ, out=out, errors=errors)
@@ -41,7 +34,7 @@ def run_program(
         process.kill()
         process.join()
         raise TimeoutError(f"{script.name} ran for {timeout:g} s:\n{out.read_text()}\n{errors.read_text()}")
-    return Ended(process.exitcode, out.read_text(), errors.read_text())
+    return subprocess.CompletedProcess(script, process.exitcode, out.read_text(), errors.read_text())
 
 
 def start_program(

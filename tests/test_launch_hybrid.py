@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from preloaded_python import run_program
 from torch import nn
 
 import hpnb
@@ -58,6 +59,8 @@ def run_script(folder: Path, text: str, *how: str, **told: str) -> subprocess.Co
     script.write_text(text)
     environ = {name: value for name, value in os.environ.items() if name not in TOLD}
     environ.update({"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **told})
+    if not how:
+        return run_program(script, str(folder), folder=folder, environ=environ)
     return subprocess.run(
         [sys.executable, *how, str(script), str(folder)],
         capture_output=True, text=True, timeout=200, env=environ, stdin=subprocess.DEVNULL, cwd=folder,

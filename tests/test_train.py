@@ -10,17 +10,17 @@ import math
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from preloaded_python import start_program
 from rank_pools import RankPools
 from torchvision.transforms import v2
 from torchvision.transforms.functional import pil_to_tensor
@@ -639,25 +639,26 @@ def test_a_folder_without_the_data_is_called_as_the_file_calls_it(pools: RankPoo
     assert f"[data] folder = {str(tmp_path)!r} has no Beans" in str(raised.value)
 
 
-def torchrun_of_two(path: Path, setting: str) -> tuple[list[str], dict[str, str]]:
-    """(command, environment) of `hpnb train path --set setting` under torchrun, with two ranks."""
+def start_torchrun_of_two(path: Path, setting: str, out: Path) -> BaseProcess:
+    """`hpnb train path --set setting` under torchrun, with two ranks."""
     environ = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
     environ.update(CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-    torchrun = str(Path(__file__).with_name("forked_torchrun.py"))
-    command = [sys.executable, torchrun, "--standalone", "--nproc-per-node", "2",
-               str(ROOT / "hpnb" / "__main__.py"), "train", str(path), "--set", setting]  # fmt: skip
-    return command, environ
+    return start_program(
+        Path(__file__).with_name("forked_torchrun.py"), "--standalone", "--nproc-per-node", "2",
+        str(ROOT / "hpnb" / "__main__.py"), "train", str(path), "--set", setting,
+        folder=path.parent, environ=environ, out=out, errors=out,
+    )  # fmt: skip
 
 
 def test_under_torchrun_a_refusal_is_said_once_and_at_the_end(tmp_path: Path) -> None:
     path = written(tmp_path, training__epochs=1)
-    command, environ = torchrun_of_two(path, "layout.tp_mode=5d")
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ, timeout=200)
-    lines = ended.stderr.splitlines()
+    ended = start_torchrun_of_two(path, "layout.tp_mode=5d", tmp_path / "out")
+    ended.join(200)
+    lines = (tmp_path / "out").read_text().splitlines()
     said = [i for i, line in enumerate(lines) if "hpnb train: " in line and "tp_mode" in line]
-    assert ended.returncode == 1
+    assert ended.exitcode == 1
     assert sum(lines[i].startswith("hpnb train:") for i in said) == 1
     assert len(lines) - said[-1] < 8, "the last lines of the log have it too"
 
@@ -668,19 +669,18 @@ def test_under_torchrun_it_is_one_of_the_ranks_and_a_signal_saves(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     path = written(tmp_path, training__epochs=5000)
-    command, environ = torchrun_of_two(path, "layout.tp_size=2")
     out = tmp_path / "out"
-    with out.open("w") as file:
-        torchrun = subprocess.Popen(command, stdout=file, stderr=file, cwd=tmp_path, env=environ)
-        try:
-            deadline = time.monotonic() + 200
-            while not (tmp_path / "run" / "history.json").exists() and time.monotonic() < deadline:
-                assert torchrun.poll() is None, out.read_text()
-                time.sleep(0.1)
-            torchrun.send_signal(number)
-            torchrun.wait(60)
-        finally:
-            torchrun.kill()
+    torchrun = start_torchrun_of_two(path, "layout.tp_size=2", out)
+    assert torchrun.pid is not None
+    try:
+        deadline = time.monotonic() + 200
+        while not (tmp_path / "run" / "history.json").exists() and time.monotonic() < deadline:
+            assert torchrun.exitcode is None, out.read_text()
+            time.sleep(0.1)
+        os.kill(torchrun.pid, number)
+        torchrun.join(60)
+    finally:
+        torchrun.kill()
     said = out.read_text()
     newest = resuming.find(tmp_path / "run")
     assert newest is not None

@@ -22,7 +22,7 @@ from hpnb.theory.datasheets import find_gpu
 from hpnb.theory.plan_task import PlanTask
 
 SIZES = {
-    "gpt2": {"n_embd": 192, "n_layer": 8, "n_head": 6, "vocab_size": 1000, "n_positions": 64},
+    "gpt2": {"n_embd": 192, "n_layer": 4, "n_head": 6, "vocab_size": 1000, "n_positions": 64},
     "llama": {"hidden_size": 192, "num_hidden_layers": 8, "num_attention_heads": 6, "num_key_value_heads": 2,
               "intermediate_size": 384, "vocab_size": 1000, "max_position_embeddings": 64,
               "tie_word_embeddings": False},
@@ -31,9 +31,9 @@ SIZES = {
 ONE_AXIS, PIPELINES = (pytest.mark.sampled(2, of=name) for name in ("replicas", "pipelines"))
 
 
-def write_config(folder: Path, kind: str) -> str:
+def write_config(folder: Path, kind: str, **sizes: int) -> str:
     path = folder / f"{kind}.json"
-    path.write_text(json.dumps(transformers.AutoConfig.for_model(kind, **SIZES[kind]).to_dict()))
+    path.write_text(json.dumps(transformers.AutoConfig.for_model(kind, **{**SIZES[kind], **sizes}).to_dict()))
     return str(path)
 
 
@@ -87,7 +87,7 @@ def test_a_rank_alone_takes_what_it_takes_among_others(
 
 
 def test_one_rank_of_a_thousand_and_the_process_is_as_before(tmp_path: Path) -> None:
-    name, code = write_config(tmp_path, "gpt2"), "dp64-pp8-tp2-zero1-1f1b-mb1"
+    name, code = write_config(tmp_path, "gpt2", n_layer=8), "dp64-pp8-tp2-zero1-1f1b-mb1"
     task, layout = task_of(name, code, 512), parse_layout_code(code)
     first, middle, last = (plan_rank(name, task, layout, "bf16", rank) for rank in (512, 518, 1023))
     ends = [profile.at_peak.parameters for profile in (first, last)]

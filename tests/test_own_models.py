@@ -6,9 +6,6 @@ pytest tests/test_own_models.py
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ import pytest
 import torch
 from own_models import LlamaParts, NoMask, NoNorm, OwnLlama, batch, parts, register_llama
 from rank_pools import RankPools
+from scripts_here import run_script_here
 from torch import nn
 
 import hpnb
@@ -28,8 +26,6 @@ from hpnb.models.role import check as check_role
 from hpnb.models.role import linear
 from hpnb.pipeline_parallel import schedules
 from hpnb.pipeline_parallel.layers import layers
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -553,11 +549,11 @@ def test_what_a_script_registers_reaches_its_ranks(tmp_path: Path) -> None:
     """
     file = tmp_path / "script.py"
     file.write_text(IN_MAIN)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(Path(__file__).parent)))}
-    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120, env=env)
-    assert done.returncode == 0, done.stderr
+    del registry.REGISTERED[OwnLlama]
+    printed, errors = run_script_here(file)
+    assert errors == ""
     names = [f"layers.{i}" for i in range(4)]
-    assert done.stdout.splitlines() == ["True", str(["layers.1", *names[1:]]), str(names), "True", "[2, 2]"]
+    assert printed.splitlines() == ["True", str(["layers.1", *names[1:]]), str(names), "True", "[2, 2]"]
 
 
 # --- what is registered in another form than it is needed in ------------------------------------------------

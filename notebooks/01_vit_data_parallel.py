@@ -406,17 +406,17 @@ lesson.record("01.versions", figures.describe_versions(rounds))
 # nothing about a link.
 # </details>
 #
-# **Buckets.** Every all-reduce pays 2(d-1) α. A sends <data value="01.versions.messages.a">392</data> messages and B <data value="01.versions.messages.b">26</data>. B takes <data value="01.b-over-a.median:.2f">0.55</data> times as long as A, range
-# <data value="01.b-over-a.low:.2f">0.53</data> to <data value="01.b-over-a.high:.2f">0.58</data>: the verdict is *<data value="01.b-over-a.verdict">faster</data>*. We predicted <data value="01.b-over-a.predicted:.2f">0.68</data>. That leaves out the work for messages, dark grey in the
-# second figure. There the slowest rank works on messages for <data value="01.versions.handling.a">55.3 ms</data> in A and <data value="01.versions.handling.b">822 µs</data> in B.
+# **Buckets.** Every all-reduce pays 2(d-1) α. A sends <data value="01.versions.messages.a">392</data> messages and B <data value="01.versions.messages.b">26</data>. B takes <data value="01.b-over-a.median:.2f">0.47</data> times as long as A, range
+# <data value="01.b-over-a.low:.2f">0.46</data> to <data value="01.b-over-a.high:.2f">0.54</data>: the verdict is *<data value="01.b-over-a.verdict">faster</data>*. We predicted <data value="01.b-over-a.predicted:.2f">0.63</data>. That leaves out the work for messages, dark grey in the
+# second figure. There the slowest rank works on messages for <data value="01.versions.handling.a">88.8 ms</data> in A and <data value="01.versions.handling.b">2.05 ms</data> in B.
 #
-# **Overlap.** C takes <data value="01.overlap:.3f">0.999</data> times as long as B (<data value="01.c-over-b.low:.3f">0.982</data> to <data value="01.c-over-b.high:.3f">1.036</data>): the verdict is *<data value="01.c-over-b.verdict">cannot tell</data>*. The prediction of
-# <data value="01.overlap.predicted:.3f">0.929</data> lies <data value="01.c-over-b.predicted-is">below this range</data>. The prediction leaves out two costs. C's backward also
+# **Overlap.** C takes <data value="01.overlap:.3f">1.039</data> times as long as B (<data value="01.c-over-b.low:.3f">0.965</data> to <data value="01.c-over-b.high:.3f">1.120</data>): the verdict is *<data value="01.c-over-b.verdict">cannot tell</data>*. The prediction of
+# <data value="01.overlap.predicted:.3f">0.925</data> lies <data value="01.c-over-b.predicted-is">below this range</data>. The prediction leaves out two costs. C's backward also
 # fills the buckets, and an all-reduce that runs beside this backward may slow it. The next section measures both costs.
 #
 # **Late ranks.** Ranks with equal work do not start together. In C the last rank
-# begins its backward <data value="01.versions.late.seconds">2.23 ms</data> after the first, a median of nine rounds. Messages of early ranks wait for it. A rank that is slow by itself would be last in every round. Here one rank is
-# last most often: <data value="01.versions.late.last">rank 3 in 4 of 9 rounds</data>.
+# begins its backward <data value="01.versions.late.seconds">6.76 ms</data> after the first, a median of nine rounds. Messages of early ranks wait for it. A rank that is slow by itself would be last in every round. Here one rank is
+# last most often: <data value="01.versions.late.last">rank 2 in 4 of 9 rounds</data>.
 #
 # <details><summary>In your tools: overlap</summary>
 #
@@ -577,38 +577,38 @@ lesson.record("01.extra", figures.cost_of_overlap(times[middle]))
 # %% [markdown]
 # **When is it free here?** Sizes are tokens per rank.
 #
-# - Reduced during the backward, a step is <data value="01.measured.during">not free at 197, 788 and 3,152, undecided at 12,608</data>. By the law it is free from <data value="01.law.during:,.0f">1,471</data> on,
-#   0.87 times the law's knee of <data value="01.law.knee:,.0f">1,691</data>.
-# - Reduced after it, a step is <data value="01.measured.after">not free at 197, 788 and 3,152, free from 12,608 on</data>. By the law it is free from <data value="01.law.after:,.0f">11,275</data> on.
-# - Overlap, against reducing after the backward, is <data value="01.measured.overlap">faster at 3,152, slower at 788, undecided at 197 and 12,608</data>.
+# - Reduced during the backward, a step is <data value="01.measured.during">not free at 197, 788 and 3,152, undecided at 12,608</data>. By the law it is free from <data value="01.law.during:,.0f">1,445</data> on,
+#   0.87 times the law's knee of <data value="01.law.knee:,.0f">1,661</data>.
+# - Reduced after it, a step is <data value="01.measured.after">not free at 197, 788 and 3,152, free from 12,608 on</data>. By the law it is free from <data value="01.law.after:,.0f">11,075</data> on.
+# - Overlap, against reducing after the backward, is <data value="01.measured.overlap">faster at 3,152, slower at 197, undecided at 788 and 12,608</data>.
 #
 # Your guess was the number of tokens from which a step with overlap is free. It is scored only if, with overlap, a size
 # that we timed is free.
 #
 # A measured ratio can leave the law's line in both directions. A step that computes slower than R lowers the ratio.
-# Costs that the law leaves out, such as latencies, raise the ratio. With <data value="01.slow.tokens:,">197</data> tokens the step alone takes <data value="01.slow.times:.1f">8.5</data> times as
+# Costs that the law leaves out, such as latencies, raise the ratio. With <data value="01.slow.tokens:,">197</data> tokens the step alone takes <data value="01.slow.times:.1f">8.2</data> times as
 # long as at R.
 #
-# By the law a step with overlap and <data value="01.law.tokens:,">3,152</data> tokens takes <data value="01.law.middle:.2f">1.00</data> times as long as alone. We measure <data value="01.middle.median:.2f">1.22</data>
-# (<data value="01.middle.low:.2f">1.22</data> to <data value="01.middle.high:.2f">1.23</data>).
+# By the law a step with overlap and <data value="01.law.tokens:,">3,152</data> tokens takes <data value="01.law.middle:.2f">1.00</data> times as long as alone. We measure <data value="01.middle.median:.2f">1.24</data>
+# (<data value="01.middle.low:.2f">1.22</data> to <data value="01.middle.high:.2f">1.25</data>).
 #
 # | with <data value="01.law.tokens:,">3,152</data> tokens | median |
 # |---|---|
-# | the step alone takes | <data value="01.alone">39.4 ms</data> |
-# | reducing after the backward adds | <data value="01.extra.after">15.4 ms</data> |
-# | reducing during the backward adds | <data value="01.extra.during">8.74 ms</data> |
+# | the step alone takes | <data value="01.alone">39.0 ms</data> |
+# | reducing after the backward adds | <data value="01.extra.after">14.9 ms</data> |
+# | reducing during the backward adds | <data value="01.extra.during">9.41 ms</data> |
 # | an all-reduce of all gradients in one message takes | <data value="01.extra.all-reduce">10.3 ms</data> |
 #
-# Overlap can save at most the <data value="01.extra.after">15.4 ms</data> that reducing after the backward adds. Reducing in buckets has three costs that
+# Overlap can save at most the <data value="01.extra.after">14.9 ms</data> that reducing after the backward adds. Reducing in buckets has three costs that
 # one message by itself lacks: a latency for every bucket, the filling of buckets, and waits for late ranks.
 #
 # <details><summary>The law's times and the measured ones</summary>
 #
-# At B the all-reduce takes <data value="01.wide.by-bandwidth">11.0 ms</data>. At R the step alone, with the scores of attention, takes <data value="01.wide.at-rate">30.8 ms</data>. Measured, they
-# take <data value="01.extra.all-reduce">10.3 ms</data> and <data value="01.alone">39.4 ms</data>. The step with overlap takes <data value="01.extra.compared">1.58 ms less than</data> the two measured times together.
+# At B the all-reduce takes <data value="01.wide.by-bandwidth">11.0 ms</data>. At R the step alone, with the scores of attention, takes <data value="01.wide.at-rate">31.5 ms</data>. Measured, they
+# take <data value="01.extra.all-reduce">10.3 ms</data> and <data value="01.alone">39.0 ms</data>. The step with overlap takes <data value="01.extra.compared">1.07 ms less than</data> the two measured times together.
 #
 # *Launches* are the calls that start a GPU's kernels. With <data value="01.slow.tokens:,">197</data> tokens, do they make the step slower than at R? On its
-# slowest rank, <data value="01.slow.rank">rank 0</data>, we see this: <data value="01.slow.words">its process needs 16.3 ms only to launch the step, so launches set the time there</data>.
+# slowest rank, <data value="01.slow.rank">rank 1</data>, we see this: <data value="01.slow.words">its process needs 13.1 ms just to launch the step, so launches set the time there</data>.
 # </details>
 #
 # The law assumes that the backward keeps its speed while an all-reduce runs, and that filling buckets takes no time. To
@@ -644,13 +644,13 @@ lesson.record("01.wide", figures.describe_wide(wide.size, DTYPE, card))
 
 # %% [markdown]
 # Do these two costs and the last bucket, which no backward can overlap, explain the step with overlap? By α and B
-# that bucket takes <data value="01.together.last-bucket">200 µs</data>, or <data value="01.together.share:.3f">0.005</data> of the step alone. Together that makes <data value="01.cause.beside-an-unrelated-all-reduce.step-step-alone:.3f">1.093</data> x <data value="01.cause.with-buckets-nothing-sent.step-step-alone:.3f">1.069</data> + <data value="01.together.share:.3f">0.005</data> = <data value="01.together.ratio:.2f">1.17</data>. The sweep's
-# range was <data value="01.middle.low:.2f">1.22</data> to <data value="01.middle.high:.2f">1.23</data>.
-# <data value="01.together.lies">The result lies below this range, but the ranges of the factors reach it, so this run cannot decide</data>.
+# that bucket takes <data value="01.together.last-bucket">232 µs</data>, or <data value="01.together.share:.3f">0.006</data> of the step alone. Together that makes <data value="01.cause.beside-an-unrelated-all-reduce.step-step-alone:.3f">1.077</data> x <data value="01.cause.with-buckets-nothing-sent.step-step-alone:.3f">1.055</data> + <data value="01.together.share:.3f">0.006</data> = <data value="01.together.ratio:.2f">1.14</data>. The sweep's
+# range was <data value="01.middle.low:.2f">1.22</data> to <data value="01.middle.high:.2f">1.25</data>.
+# <data value="01.together.lies">The sum lies below this range, but with the upper ends of the factors' ranges it would reach it, so this run cannot decide</data>.
 #
 # <details><summary>Why we divide within rounds</summary>
 #
-# A machine's speed can change between rounds and between cells: a step alone took <data value="01.together.alone">40.9 ms</data> here and <data value="01.alone">39.4 ms</data> in the
+# A machine's speed can change between rounds and between cells: a step alone took <data value="01.together.alone">41.3 ms</data> here and <data value="01.alone">39.0 ms</data> in the
 # sweep. Such a change hits both times of one round alike, so a ratio within rounds suffers less from it than a quotient of
 # two medians. A range assumes independent rounds, which a slow change of speed violates.
 # </details>

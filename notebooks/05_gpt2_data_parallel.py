@@ -278,7 +278,7 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 # 0.25 s. With the gradient cast to float32, AdamW reads 16 and writes 12 bytes a parameter, which takes 0.44 s at 100 GB/s of
 # CPU memory. Together that is 0.69 s,
 # as long as a GPU with 400 TFLOP/s computes on 29,000 tokens. On N ranks with ZeRO-1 or 2, transfer and update take 1/N of that if each rank has these rates for itself. Ranks of one node share them.
-# So shard first, and offload where there are too few ranks. <data value="05.offload">In this run, offloading added 889 ms to a step with ZeRO-3 and recomputation, predicted as 228 ms: the rates are assumed, and ranks share the CPU's cores and memory.</data>
+# So shard first, and offload where there are too few ranks. <data value="05.offload">In this run, offloading added 785 ms to a step with ZeRO-3 and recomputation, predicted as 228 ms: the rates are assumed, and ranks share the CPU's cores and memory.</data>
 # This page does not separate the reasons for such a difference.
 # </details>
 #
@@ -464,9 +464,9 @@ lesson.record("05.tokens", {"equal": floor / slope, "page": TOKENS, "ranks": N})
 words.record_shape(SIZE, DTYPE)
 
 # %% [markdown]
-# We take the lowest median of five rounds, <data value="05.floor.launch">69.7 ms</data>, as the time that launching needs.
-# By the lines, launching and computing take equally long at <data value="05.limit.equal">about</data> <data value="05.tokens.equal:,.0f">1,958</data> tokens. This page trains with
-# <data value="05.tokens.page:,.0f">4,096</data> tokens a rank. Without messages, their forward and backward take <data value="05.floor.step">146 ms</data>. Mainly <data value="05.limit.word">computing</data> sets this time.
+# We take the lowest median of five rounds, <data value="05.floor.launch">97.8 ms</data>, as the time that launching needs.
+# By the lines, launching and computing take equally long at <data value="05.limit.equal">more than</data> <data value="05.tokens.equal:,.0f">2,655</data> tokens. This page trains with
+# <data value="05.tokens.page:,.0f">4,096</data> tokens a rank. Without messages, their forward and backward take <data value="05.floor.step">151 ms</data>. Mainly <data value="05.limit.word">launching</data> sets this time.
 #
 # To predict a step, take forward, backward and update of one rank that sends nothing: `alone`. Recomputation adds a forward. With
 # ZeRO, we predict 1/N of the update. Communication adds what does not overlap with computing, its *exposed* part. On GPUs, we predict:
@@ -508,20 +508,20 @@ lesson.record("05.alone", {"forward": alone[0]}, "s")
 # %% [markdown]
 # In the table *What a saved byte costs*, a negative price means that the median step was shorter.
 #
-# ZeRO-3 instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">19.5 GB</data>, and its median step was <data value="05.changed.zero-3">15.7 ms shorter</data>. Their ranges, from fastest to slowest, <data value="05.ranges">overlap: either may be faster</data>.
-# The steps of ZeRO-1 and 2 were <data value="05.changed.zero-1">44.2 ms longer</data> and <data value="05.changed.zero-2">48.3 ms longer</data> than ZeRO-0's; we predicted <data value="05.changed.zero-1-predicted">10.0 ms shorter</data> for ZeRO-1.
+# ZeRO-3 instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">19.5 GB</data>, and its median step was <data value="05.changed.zero-3">1.25 ms longer</data>. Their ranges, from fastest to slowest, <data value="05.ranges">overlap: either may be faster</data>.
+# The steps of ZeRO-1 and 2 were <data value="05.changed.zero-1">25.3 ms longer</data> and <data value="05.changed.zero-2">48.0 ms longer</data> than ZeRO-0's; we predicted <data value="05.changed.zero-1-predicted">10.9 ms shorter</data> for ZeRO-1.
 #
-# Recomputation changed a step by <data value="05.recompute.least">100 ms</data> to <data value="05.recompute.most">177 ms</data>, depending on the ZeRO stage. We predicted one forward, <data value="05.alone.forward">60.8 ms</data>.
+# Recomputation changed a step by <data value="05.recompute.least">84.9 ms</data> to <data value="05.recompute.most">165 ms</data>, depending on the ZeRO stage. We predicted one forward, <data value="05.alone.forward">64.4 ms</data>.
 #
-# Of the <data value="05.off.of">9</data> predicted times <data value="05.off.hold">2</data> hold. Steps take <data value="05.off.low:.2f">1.18</data> to <data value="05.off.high:.2f">2.64</data> times the prediction, most with
+# Of the <data value="05.off.of">9</data> predicted times <data value="05.off.hold">1</data> hold. Steps take <data value="05.off.low:.2f">1.14</data> to <data value="05.off.high:.2f">2.37</data> times the prediction, most with
 # <data value="05.off.highest">ZeRO-3 + recompute + offload</data>. Where do they spend time after the backward?
 #
 # | | ZeRO-0 | ZeRO-1 | ZeRO-2 | ZeRO-3 |
 # |---|---|---|---|---|
-# | update | <data value="05.update.zero-0">29.4 ms</data> | <data value="05.update.zero-1">38.8 ms</data> | <data value="05.update.zero-2">5.89 ms</data> | <data value="05.update.zero-3">8.91 ms</data> |
-# | communication after it | <data value="05.after.zero-0">0 s</data> | <data value="05.after.zero-1">1.21 ms</data> | <data value="05.after.zero-2">21.9 ms</data> | <data value="05.after.zero-3">0 s</data> |
+# | update | <data value="05.update.zero-0">32.5 ms</data> | <data value="05.update.zero-1">6.16 ms</data> | <data value="05.update.zero-2">5.99 ms</data> | <data value="05.update.zero-3">8.66 ms</data> |
+# | communication after it | <data value="05.after.zero-0">0 s</data> | <data value="05.after.zero-1">27.8 ms</data> | <data value="05.after.zero-2">27.2 ms</data> | <data value="05.after.zero-3">0 s</data> |
 #
-# The gather after the update is predicted as <data value="05.after.predicted">7.08 ms</data> with ZeRO-1 and 2. Part of it may have been counted as update, so
+# The gather after the update is predicted as <data value="05.after.predicted">7.11 ms</data> with ZeRO-1 and 2. Part of it may have been counted as update, so
 # compare the sum of both rows.
 #
 # <details><summary>What does the prediction leave out?</summary>
@@ -761,7 +761,7 @@ lesson.field_guide.add(  # the series' table of symptoms
     "outputs are kept for logging, with their logits; keep loss.item()", notebook="05")
 
 # %% [markdown]
-# The loss fell from <data value="05.autopsy.first:.2f">9.61</data> to <data value="05.autopsy.last:.2f">8.26</data> in <data value="05.autopsy.steps">8</data> steps. The shape tokens × V is alive <data value="05.autopsy.copies">9</data> times: once for each
+# The loss fell from <data value="05.autopsy.first:.2f">9.61</data> to <data value="05.autopsy.last:.2f">8.27</data> in <data value="05.autopsy.steps">8</data> steps. The shape tokens × V is alive <data value="05.autopsy.copies">9</data> times: once for each
 # step that began. These are the logits inside `outputs`, which the list keeps. The fix is `log.append(outputs.loss.item())`.
 #
 # **Takeaway.** When memory grows, look for a shape that is alive as often as steps have begun.

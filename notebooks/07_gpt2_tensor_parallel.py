@@ -177,8 +177,8 @@ lesson.reveal("07.attention", fullest, predicted=ratio, truth_range=ends)
 lesson.record("07.nearer", gpt2_tensor.nearer_in_words(fullest, ratio, seconds))
 
 # %% [markdown]
-# By the medians, the rank with most heads needs <data value="07.attention:.2f">1.04</data> times the mean. The formula knows only FLOPs, and says
-# <data value="07.attention.predicted:.2f">1.12</data>. <data value="07.nearer">Here the repeats overlap, so this run doesn't decide whether a head more costs time</data>.
+# By the medians, the rank with most heads needs <data value="07.attention:.2f">1.05</data> times the mean. The formula knows only FLOPs, and says
+# <data value="07.attention.predicted:.2f">1.12</data>. <data value="07.nearer">Here the repeats overlap, so this run doesn't decide whether one more head costs time</data>.
 #
 # <details><summary>Why can the range begin below 1?</summary>
 #
@@ -571,12 +571,12 @@ lesson.field_guide.add(
 lesson.field_guide.show("07")
 
 # %% [markdown]
-# The loss gives no alarm. With one seed, training lowers the training loss by <data value="07.gained:.2f">0.89</data> from the first batch to the
+# The loss gives no alarm. With one seed, training lowers the training loss by <data value="07.gained:.2f">0.77</data> from the first batch to the
 # last. One seed's wrong masks change the mean test loss by only
-# <data value="07.faults.one-seed.test-loss-minus-rank-states:.5f">-0.00134</data>, with a standard error of <data value="07.faults.one-seed.standard-error:.5f">0.00081</data>.
+# <data value="07.faults.one-seed.test-loss-minus-rank-states:.5f">0.00265</data>, with a standard error of <data value="07.faults.one-seed.standard-error:.5f">0.00088</data>.
 #
 # Three instruments see the fault. With rank states the copies of the residual stream are equal bit for bit. With one
-# seed, their relative distance is at least <data value="07.faults.one-seed.last-residual-stream-lowest:.3f">0.261</data> in the last step of
+# seed, their relative distance is at least <data value="07.faults.one-seed.last-residual-stream-lowest:.3f">0.269</data> in the last step of
 # every run.
 #
 # After the first wrong mask, ranks have different residual streams, but the backward assumes a common one. So it computes

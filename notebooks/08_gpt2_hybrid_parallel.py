@@ -187,7 +187,7 @@ lesson.claim("The hybrid step is exact up to rounding", exact.equal)
 # What decides is the ratio of computing time to sending time. Per token of a block, each of two tp ranks computes 36 h²
 # FLOPs and sends 4 h values of v bytes. Let ρ be the FLOPs that a rank computes while it sends a byte. Then the ratio is 9 h/(v ρ),
 # if a block computes as fast as a large matmul and messages have no latency.
-# Here this estimate is <data value="08.balance:.2f">2.15</data>. For GPT-2 XL with v = 2, at 400 TFLOP/s and 50 GB/s between nodes, it is
+# Here this estimate is <data value="08.balance:.2f">2.17</data>. For GPT-2 XL with v = 2, at 400 TFLOP/s and 50 GB/s between nodes, it is
 # 4.5 · 1,600 · 50e9/400e12 = 0.9. Below 1, sending takes longer than computing.
 #
 # Small blocks compute slower than a large matmul does. So the real ratio of computing to sending is larger than this
@@ -327,20 +327,20 @@ idle = {way: bubble[way] / took[name] for way, name in named.items()}
 lesson.claim("zb-h1 idles a smaller share than 1F1B", idle["zb-h1"] < idle["1f1b"])
 
 # %% [markdown]
-# **Can we rank layouts from one rank alone?** <data value="08.ties.alone">Not here</data>. Of <data value="08.pairs.all">66</data> pairs of layouts, <data value="08.pairs.right">41</data> are in the
+# **Can we rank layouts from one rank alone?** <data value="08.ties.alone">Not here</data>. Of <data value="08.pairs.all">66</data> pairs of layouts, <data value="08.pairs.right">43</data> are in the
 # predicted order; by chance it would be half. The prediction's first choice, <data value="08.fastest.predicted">dp 4 x tp 2</data>, takes
-# <data value="08.cost.prediction">130 %</data> longer than the fastest. The rule of thumb, replicas alone, loses <data value="08.cost.replicas">0 %</data>.
+# <data value="08.cost.prediction">104 %</data> longer than the fastest. The rule of thumb, replicas alone, loses <data value="08.cost.replicas">0 %</data>.
 #
-# Two layouts are *tied* if their steps differ by no more than repeats of one layout do, <data value="08.ties.spread">11.3 %</data>.
+# Two layouts are *tied* if their steps differ by no more than repeats of one layout do, <data value="08.ties.spread">6.90 %</data>.
 # Here <data value="08.ties.first">no layout is tied with the first</data>. Of the
-# <data value="08.ties.decided">58</data> pairs that are not tied, <data value="08.ties.order">34</data> are predicted in the right order.
+# <data value="08.ties.decided">56</data> pairs that are not tied, <data value="08.ties.order">38</data> are predicted in the right order.
 #
-# With tp, steps take <data value="08.short.with-tp.least:.2f">1.57</data> to <data value="08.short.with-tp.most:.2f">2.52</data> times as long as predicted; without, <data value="08.short.no-tp.least:.2f">0.74</data> to <data value="08.short.no-tp.most:.2f">1.71</data> times. The
+# With tp, steps take <data value="08.short.with-tp.least:.2f">1.65</data> to <data value="08.short.with-tp.most:.2f">2.64</data> times as long as predicted; without, <data value="08.short.no-tp.least:.2f">0.83</data> to <data value="08.short.no-tp.most:.2f">1.61</data> times. The
 # prediction charges an all-reduce for its message alone. A rank also pays for each call, whatever its size. Where
 # matrices are small, this can outweigh the arithmetic.
 #
-# Computing takes <data value="08.winner.share.computing">86.1 %</data> of the fastest step, that of <data value="08.fastest">dp 8</data>. The slowest, <data value="08.pairs.last">dp 2 x pp 2 x tp 2</data>, loses
-# most by *<data value="08.by.part">computing</data>*, which takes <data value="08.by.share">74.2 %</data> of its step.
+# Computing takes <data value="08.winner.share.computing">86.3 %</data> of the fastest step, that of <data value="08.fastest">dp 8</data>. The slowest, <data value="08.pairs.last">dp 2 x pp 2 x tp 2</data>, loses
+# most by *<data value="08.by.part">computing</data>*, which takes <data value="08.by.share">73.9 %</data> of its step.
 #
 # ### Where the prediction misses
 #
@@ -378,34 +378,34 @@ lesson.claim("On average computing misses by larger factors under tp",
              mean(map(factor.get, rows[1:])) > mean(factor.values()))
 
 # %% [markdown]
-# The excess of `dp 4 x tp 2` is <data value="08.why.dp-4-x-tp-2.excess">60.2 ms</data>. Norms and additions take <data value="08.why.dp-4-x-tp-2.norms">9.78 ms</data> of it, thin matmuls
-# <data value="08.why.dp-4-x-tp-2.thin-matmuls">14.2 ms</data>. The rest is <data value="08.why.dp-4-x-tp-2.rest">36.2 ms</data>.
+# The excess of `dp 4 x tp 2` is <data value="08.why.dp-4-x-tp-2.excess">52.8 ms</data>. Norms and additions take <data value="08.why.dp-4-x-tp-2.norms">10.0 ms</data> of it, thin matmuls
+# <data value="08.why.dp-4-x-tp-2.thin-matmuls">5.14 ms</data>. The rest is <data value="08.why.dp-4-x-tp-2.rest">37.6 ms</data>.
 #
 # <details><summary>Other parts and options</summary>
 #
-# The rest is <data value="08.why.dp-2-x-pp-2-x-tp-2.rest">108 ms</data> on `dp 2 x pp 2 x tp 2`, <data value="08.why.dp-2-x-tp-4-zero-1-sequence-parallel.rest">108 ms</data> with sequence parallelism, and <data value="08.why.dp-8.rest">-6.92 ms</data> on `dp 8`,
+# The rest is <data value="08.why.dp-2-x-pp-2-x-tp-2.rest">125 ms</data> on `dp 2 x pp 2 x tp 2`, <data value="08.why.dp-2-x-tp-4-zero-1-sequence-parallel.rest">99.7 ms</data> with sequence parallelism, and <data value="08.why.dp-8.rest">4.76 ms</data> on `dp 8`,
 # which has no tp. We did not trace these rests. On `dp 8` nothing is thin, so its time for thin matmuls is noise.
 #
-# Recomputation repeats a forward, for which we assumed a third of a block's time. On dp 2 x pp 4 forwards take <data value="08.forward">42.7 %</data> of forward and backward together, so we would
-# expect recomputation to add these <data value="08.forward">42.7 %</data>. It made computing <data value="08.again">103 %</data> longer. We did not trace the difference, nor the
-# <data value="08.missing.dp-8-zero-3-recomputation-full.computing">54.5 ms</data> by which computing misses on dp 8 with ZeRO 3, which recomputes, too.
+# Recomputation repeats a forward, for which we assumed a third of a block's time. On dp 2 x pp 4 forwards take <data value="08.forward">43.2 %</data> of forward and backward together, so we would
+# expect recomputation to add these <data value="08.forward">43.2 %</data>. It made computing <data value="08.again">99.5 %</data> longer. We did not trace the difference, nor the
+# <data value="08.missing.dp-8-zero-3-recomputation-full.computing">43.0 ms</data> by which computing misses on dp 8 with ZeRO 3, which recomputes, too.
 #
-# On dp 2 x pp 4 the bubble takes <data value="08.bubble.1f1b">54.6 ms</data> under 1F1B, and <data value="08.bubble.zb-h1">41.1 ms</data> under zb-h1. What zb-h1 saves there, it can
-# lose in computing. Both are predicted to compute equally long. 1F1B takes <data value="08.missing.dp-2-x-pp-4.computing-ratio:.2f">0.83</data> of
-# this time, zb-h1 <data value="08.missing.dp-2-x-pp-4-zb-h1.computing-ratio:.2f">0.93</data>.
+# On dp 2 x pp 4 the bubble takes <data value="08.bubble.1f1b">61.7 ms</data> under 1F1B, and <data value="08.bubble.zb-h1">47.1 ms</data> under zb-h1. What zb-h1 saves there, it can
+# lose in computing. Both are predicted to compute equally long. 1F1B takes <data value="08.missing.dp-2-x-pp-4.computing-ratio:.2f">1.00</data> of
+# this time, zb-h1 <data value="08.missing.dp-2-x-pp-4-zb-h1.computing-ratio:.2f">1.14</data>.
 #
 # Errors of opposite sign can cancel in the step, so a step that is right does not prove that its parts are. Look at each part:
-# under zb-h1 computing misses by <data value="08.missing.dp-2-x-pp-4-zb-h1.computing">-3.86 ms</data>, the bubble by
-# <data value="08.missing.dp-2-x-pp-4-zb-h1.bubble">5.21 ms</data>, and the optimizer by <data value="08.missing.dp-2-x-pp-4-zb-h1.optimizer">-2.77 ms</data>.
+# under zb-h1 computing misses by <data value="08.missing.dp-2-x-pp-4-zb-h1.computing">7.79 ms</data>, the bubble by
+# <data value="08.missing.dp-2-x-pp-4-zb-h1.bubble">12.2 ms</data>, and the optimizer by <data value="08.missing.dp-2-x-pp-4-zb-h1.optimizer">-1.58 ms</data>.
 #
 # While a rank waits in the bubble, other stages compute, so errors of computing reach the bubble, too. zb-h1's formula also
-# assumes that forward, input gradient and weight gradient take equally long. The optimizer takes at most <data value="08.optimizer:.1f">2.5</data> times as
-# long as predicted. Its largest error, too long or too short, is <data value="08.most.optimizer">9.71 ms</data>.
+# assumes that forward, input gradient and weight gradient take equally long. The optimizer takes at most <data value="08.optimizer:.1f">2.8</data> times as
+# long as predicted. Its largest error, too long or too short, is <data value="08.most.optimizer">6.68 ms</data>.
 # </details>
 #
 # Can one number mend the order? We let each collective of tp, a *call*, cost the same time, and charge calls for all that tp
 # adds to computing, norms and thin matmuls included. The cost of a call is the excess of
-# `dp 4 x tp 2` minus that of `dp 8`, divided by 4 L + 2 calls. This leaves the excess of `dp 8`, <data value="08.why.dp-8.excess">-10.2 ms</data>.
+# `dp 4 x tp 2` minus that of `dp 8`, divided by 4 L + 2 calls. This leaves the excess of `dp 8`, <data value="08.why.dp-8.excess">-4.76 ms</data>.
 
 # %%
 calls = 4 * SIZE.layers + 2
@@ -433,13 +433,13 @@ lesson.claim("With calls, computing on 2 x 2 x 2 is nearer",
              (abs(after[cube] - 1), "<=", abs(factor[cube] - 1)))
 
 # %% [markdown]
-# So a call costs <data value="08.call">1.07 ms</data>; without the measured norms and thin matmuls it would be <data value="08.call-alone">0.65 ms</data>. On 2 x 2 x 2 a rank has half the blocks but four microbatches, hence twice as
-# many calls. Computing there took <data value="08.cube-ratio.before:.2f">2.32</data> times as long as predicted without calls, and <data value="08.cube-ratio.after:.2f">0.94</data> times with them.
+# So a call costs <data value="08.call">872 µs</data>; without the measured norms and thin matmuls it would be <data value="08.call-alone">498 µs</data>. On 2 x 2 x 2 a rank has half the blocks but four microbatches, hence twice as
+# many calls. Computing there took <data value="08.cube-ratio.before:.2f">2.53</data> times as long as predicted without calls, and <data value="08.cube-ratio.after:.2f">1.10</data> times with them.
 #
-# **With the cost of a call, <data value="08.pairs.with-calls">57</data> of <data value="08.pairs.all">66</data> pairs are in order, instead of <data value="08.pairs.right">41</data>.** The first choice is now
-# <data value="08.links.1-x-bandwidth.fastest-predicted">dp 8</data>. It loses <data value="08.links.1-x-bandwidth.prediction-costs">0 %</data> to the fastest; the choice without calls lost <data value="08.cost.prediction">130 %</data>. The
-# fit mends tp alone: steps still take <data value="08.with-calls.least:.2f">0.74</data> to
-# <data value="08.with-calls.most:.2f">1.71</data> times as long as predicted.
+# **With the cost of a call, <data value="08.pairs.with-calls">57</data> of <data value="08.pairs.all">66</data> pairs are in order, instead of <data value="08.pairs.right">43</data>.** The first choice is now
+# <data value="08.links.1-x-bandwidth.fastest-predicted">dp 8</data>. It loses <data value="08.links.1-x-bandwidth.prediction-costs">0 %</data> to the fastest; the choice without calls lost <data value="08.cost.prediction">104 %</data>. The
+# fit mends tp alone: steps still take <data value="08.with-calls.least:.2f">0.83</data> to
+# <data value="08.with-calls.most:.2f">1.61</data> times as long as predicted.
 #
 # ### Another interconnect
 #
@@ -459,8 +459,8 @@ lesson.claim("The slow link's winner sends no more", sends["slow"] <= sends["fas
 lesson.claim("pp 8 sends least", min(runs, key=lambda n: runs[n].bytes) == "pp 8")
 
 # %% [markdown]
-# A slower link changes the winner only if the winner loses more time by it than it was ahead. <data value="08.links.words">On all three links dp 8 is fastest, and it is predicted to be</data>.
-# With a hundredth, replicas alone take <data value="08.links.0.01-x-bandwidth.dp-8-costs">0 %</data> longer than the fastest. pp 8 sends least.
+# A slower link changes the winner only if the winner loses more time by it than it was ahead. <data value="08.links.words">The fastest is dp 8 on this link, dp 8 with a tenth of its bandwidth, and pp 8 with a hundredth. The prediction's choices lose up to 11.6 %</data>.
+# With a hundredth, replicas alone take <data value="08.links.0.01-x-bandwidth.dp-8-costs">72.7 %</data> longer than the fastest. pp 8 sends least.
 #
 # ### The fastest that fits
 #
@@ -509,7 +509,7 @@ lesson.explorers.layout_choice()
 # Bytes are off by <data value="08.error.bytes">0.811 %</data> at most, because norms and biases are whole on every rank of tp. The worst peak, that of
 # <data value="08.worst">dp 2 x pp 4, zb-h1</data>, is off by <data value="08.error.memory">10.7 %</data>. The layouts that fit are <data value="08.fit.words">the predicted ones</data>.
 #
-# The fastest that fits, <data value="08.choice">dp 8, ZeRO 3, recomputation full</data>, takes <data value="08.fit.memory">148 %</data> longer than the fastest of all. The
+# The fastest that fits, <data value="08.choice">dp 8, ZeRO 3, recomputation full</data>, takes <data value="08.fit.memory">111 %</data> longer than the fastest of all. The
 # prediction without calls <data value="08.fit.choice">chose it, too</data>.
 #
 # **Takeaway.** Bytes and peaks follow from arithmetic; times under tp also need the cost of a call. If replicas don't fit,
@@ -867,16 +867,16 @@ lesson.claim("The prediction is nearer than the rule of thumb",
              abs(ran.seconds / sum(called.values()) - 1) < abs(ran.seconds / naive - 1))
 
 # %% [markdown]
-# We predicted <data value="08.cube.predicted">325 ms</data> a step, and replayed it takes <data value="08.cube">314 ms</data>. The rule of thumb, FLOPs alone, said <data value="08.cube.rule-of-thumb">5.43 ms</data>.
+# We predicted <data value="08.cube.predicted">285 ms</data> a step, and replayed it takes <data value="08.cube">264 ms</data>. The rule of thumb, FLOPs alone, said <data value="08.cube.rule-of-thumb">5.52 ms</data>.
 # The loss fell from <data value="08.cube.loss.first:.2f">11.12</data> to <data value="08.cube.loss.last:.2f">6.80</data> in <data value="08.cube.loss.steps">6</data> steps of text.
 #
 # <details><summary>Part by part</summary>
 #
 # Where ranks share cores or GPUs, both times model messages, so this comparison does not test messages.
-# Computing takes <data value="08.cube-parts.computing.replayed">235 ms</data>, including the rank's own time in (4 L + 2) m/p calls. The time of their messages on the link is exposed tp. The bubble takes <data value="08.cube-parts.bubble.replayed">68.3 ms</data>: with p = 2 and m = 4,
+# Computing takes <data value="08.cube-parts.computing.replayed">197 ms</data>, including the rank's own time in (4 L + 2) m/p calls. The time of their messages on the link is exposed tp. The bubble takes <data value="08.cube-parts.bubble.replayed">55.0 ms</data>: with p = 2 and m = 4,
 # equal stages idle for a fifth of the time. The figure draws one pipeline, each action as the median of its ranks. Exposed tp, <data value="08.cube-parts.exposed-tp.replayed">7.30 ms</data>,
 # is inside its boxes. Exposed dp takes <data value="08.cube-parts.exposed-dp.replayed">327 µs</data>, for a quarter of the gradient, and the optimizer
-# <data value="08.cube-parts.optimizer.replayed">3.77 ms</data>. They follow the pipeline and are not drawn.
+# <data value="08.cube-parts.optimizer.replayed">3.84 ms</data>. They follow the pipeline and are not drawn.
 # </details>
 #
 # ### Your regret
@@ -894,11 +894,11 @@ lesson.claim("Predictions hold more often than rules of thumb",
              score["prediction"].share > score["rule of thumb"].share)
 
 # %% [markdown]
-# Of <data value="08.regret.rule-of-thumb.given">26</data> rules of thumb <data value="08.regret.rule-of-thumb.held">5</data> held, and of <data value="08.regret.prediction.given">23</data> predictions <data value="08.regret.prediction.held">20</data>.
+# Of <data value="08.regret.rule-of-thumb.given">30</data> rules of thumb <data value="08.regret.rule-of-thumb.held">6</data> held, and of <data value="08.regret.prediction.given">27</data> predictions <data value="08.regret.prediction.held">23</data>.
 #
 # ## What to remember
 #
-# - From one rank alone, <data value="08.pairs.right">41</data> of <data value="08.pairs.all">66</data> pairs were in order, and the first choice lost <data value="08.cost.prediction">130 %</data>. With the cost
+# - From one rank alone, <data value="08.pairs.right">43</data> of <data value="08.pairs.all">66</data> pairs were in order, and the first choice lost <data value="08.cost.prediction">104 %</data>. With the cost
 #   of a call, from runs of several ranks, it was <data value="08.pairs.with-calls">57</data> pairs and <data value="08.links.1-x-bandwidth.prediction-costs">0 %</data>.
 # - To choose a layout, first make one replica fit into memory. Then add replicas and microbatches up to your batch. Then
 #   compare speeds: computing with its calls, the bubble, exposed communication.
@@ -907,15 +907,15 @@ lesson.claim("Predictions hold more often than rules of thumb",
 #
 # | | question | law | from its run | when not |
 # |---|---|---|---|---|
-# | 00 collectives | What does agreement cost? | latency + bytes/bandwidth a message | 100 small calls: <data value="00.many-calls:.1f">32.3</data> times as long as one with the same bytes | messages too small for bandwidth to matter |
-# | 01 dp | When are replicas free? | tokens a rank above ρ(d-1)/d | with overlap, by tokens a rank: <data value="01.measured.during">not free at 197, 788 and 3,152, undecided at 12,608</data>. The law says free from <data value="01.law.during:,.0f">1,471</data>; it leaves out two costs | the batch cannot grow |
-# | 02 pp | Who is idle? | (p-1)/(m+p-1) | <data value="02.bubble">44.0 %</data> for p = 4, m = 8; the law alone says <data value="02.bubble.predicted">27.3 %</data> | fewer microbatches than stages |
+# | 00 collectives | What does agreement cost? | latency + bytes/bandwidth a message | 100 small calls: <data value="00.many-calls:.1f">28.5</data> times as long as one with the same bytes | messages too small for bandwidth to matter |
+# | 01 dp | When are replicas free? | tokens a rank above ρ(d-1)/d | with overlap, by tokens a rank: <data value="01.measured.during">not free at 197, 788 and 3,152, undecided at 12,608</data>. The law says free from <data value="01.law.during:,.0f">1,445</data>; it leaves out two costs | the batch cannot grow |
+# | 02 pp | Who is idle? | (p-1)/(m+p-1) | <data value="02.bubble">33.0 %</data> for p = 4, m = 8; the law alone says <data value="02.bubble.predicted">27.3 %</data> | fewer microbatches than stages |
 # | 03 tp | How do you split a matrix exactly? | 4 all-reduces of b·s·h a block | computing takes <data value="03.ratio:.1f">1.5</data> times as long as sending | links between nodes |
 # | 04 mesh | Which axis deserves the fast link? | tp talks most often, dp least | a ViT on one axis, at a tenth of the bandwidth: <data value="04.tenth">dp</data> is fastest | one axis is enough |
 # | 05 ZeRO | How far does dp alone go? | 16 bytes a parameter, over d | <data value="05.largest">150 blocks</data> instead of <data value="05.depth.zero-0.measured">23 blocks</data> | the model fits |
-# | 06 cuts | Where do you cut unequal layers? | Σ t + (m-1) max t | the cut by time is <data value="06.faster.gain:.2f">1.21</data> times as fast as the uniform cut, comparing medians; <data value="06.faster.sure">all of its repeats are faster than all of the uniform cut's</data> | one layer is a stage by itself |
+# | 06 cuts | Where do you cut unequal layers? | Σ t + (m-1) max t | the cut by time is <data value="06.faster.gain:.2f">1.21</data> times as fast as the uniform cut, comparing medians; <data value="06.faster.sure">their repeats overlap, so this run doesn't decide which is faster</data> | one layer is a stage by itself |
 # | 07 heads | What refuses to divide? | three sums a token instead of logits for the whole vocabulary | <data value="07.loss.reduced">18 B</data> instead of <data value="07.loss.gathered">151 kB</data> | more ranks than heads |
-# | 08 layouts | Which one, beforehand? | five parts | <data value="08.cube">314 ms</data>, predicted <data value="08.cube.predicted">325 ms</data> | a short run |
+# | 08 layouts | Which one, beforehand? | five parts | <data value="08.cube">264 ms</data>, predicted <data value="08.cube.predicted">285 ms</data> | a short run |
 # | 09 planning | A thousand GPUs from one host? | datasheets, one fitted rate | worst of ten runs <data value="09.worst">9.87 %</data> off | another era of kernels |
 #
 # **When not to use this.** For a short run, any layout that fits will do. If samples differ in length or others

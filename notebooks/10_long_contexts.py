@@ -571,9 +571,9 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 # </details>
 #
 # In the figure below, lines are *predicted* from the machine card of notebook 00: latency, bandwidth and matmul rate.
-# It gives ρ = <data value="10.card.rho">2,255</data> FLOP a byte, and here H = G = <data value="10.card.heads">16</data>. So by bandwidth and FLOP/s alone,
-# computing covers the forward from <data value="10.card.overlap">4,510</data> tokens a rank on. The axis counts the tokens of all <data value="10.ranks">4</data>
-# ranks, so the dotted line is at <data value="10.dotted">18,040</data>.
+# It gives ρ = <data value="10.card.rho">2,215</data> FLOP a byte, and here H = G = <data value="10.card.heads">16</data>. So by bandwidth and FLOP/s alone,
+# computing covers the forward from <data value="10.card.overlap">4,430</data> tokens a rank on. The axis counts the tokens of all <data value="10.ranks">4</data>
+# ranks, so the dotted line is at <data value="10.dotted">17,721</data>.
 #
 # Dots are *replayed*. We time a forward step's computing, a backward step's, and the forward's messages, each alone, in
 # nine rounds. The medians go into the same formulas. Bars show the quartiles, unless the dot covers them.
@@ -637,43 +637,43 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 # %% [markdown]
 # Nothing covers the ring's last message, which takes <data value="10.last-message">16.7 %</data> of the time of all its messages at
 # <data value="10.lengths.first">1,024</data> tokens. Of the time of the others, computing covers <data value="10.covered.first">100 %</data> in the replay there, and
-# <data value="10.covered.last">100 %</data> at <data value="10.lengths.last">65,536</data> tokens. So there the ring exposes the last message alone, <data value="10.at-last.ring">1.26 ms</data>.
+# <data value="10.covered.last">100 %</data> at <data value="10.lengths.last">65,536</data> tokens. So there the ring exposes the last message alone, <data value="10.at-last.ring">1.19 ms</data>.
 #
 # At <data value="10.lengths.first">1,024</data> tokens, what covers the messages is mainly the start of calls: a forward step computes for
-# <data value="10.parts.computing-of-a-forward-step.replayed">888 µs</data>, and its FLOPs need
-# <data value="10.parts.computing-of-a-forward-step.predicted">180 ns</data>.
+# <data value="10.parts.computing-of-a-forward-step.replayed">736 µs</data>, and its FLOPs need
+# <data value="10.parts.computing-of-a-forward-step.predicted">183 ns</data>.
 #
-# By the dotted line, a forward step covers its message from <data value="10.dotted">18,040</data> tokens on. In the replay it does so <data value="10.covers">at every length</data>.
+# By the dotted line, a forward step covers its message from <data value="10.dotted">17,721</data> tokens on. In the replay it does so <data value="10.covers">at every length</data>.
 #
-# No computing covers Ulysses' all-to-alls. At <data value="10.lengths.first">1,024</data> tokens the eight take <data value="10.at-first.ulysses">1.93 ms</data>. Packed into four, they send the same
-# bytes in <data value="10.at-first.ulysses-packed">1.21 ms</data>. At <data value="10.lengths.last">65,536</data> tokens, with 64 times the bytes, the eight take <data value="10.at-last.ulysses">2.03 ms</data> and
-# the four <data value="10.at-last.ulysses-packed">1.70 ms</data>.
+# No computing covers Ulysses' all-to-alls. At <data value="10.lengths.first">1,024</data> tokens the eight take <data value="10.at-first.ulysses">2.05 ms</data>. Packed into four, they send the same
+# bytes in <data value="10.at-first.ulysses-packed">993 µs</data>. At <data value="10.lengths.last">65,536</data> tokens, with 64 times the bytes, the eight take <data value="10.at-last.ulysses">1.89 ms</data> and
+# the four <data value="10.at-last.ulysses-packed">1.71 ms</data>.
 #
 # <details><summary>Why lines and dots differ</summary>
 #
 # **All three.** Notebook 00 fitted the card's latency and bandwidth to all-reduces. A send or an all-to-all can be faster or
 # slower. The times measured here include the start of a call, and those of an all-to-all include copies. At <data value="10.lengths.first">1,024</data> tokens a ring's
-# message takes <data value="10.over.first.message-of-a-ring">14.8</data> times as long as the card says, and an all-to-all
-# <data value="10.over.first.all-to-all">5.77</data> times. At <data value="10.lengths.last">65,536</data> tokens the message takes <data value="10.over.last.message-of-a-ring">2.91</data> times as long,
-# and the all-to-all <data value="10.over.last.all-to-all">2.18</data> times. Ulysses' lines only rise with the length, so where its dots fall from one length to the
+# message takes <data value="10.over.first.message-of-a-ring">9.86</data> times as long as the card says, and an all-to-all
+# <data value="10.over.first.all-to-all">4.42</data> times. At <data value="10.lengths.last">65,536</data> tokens the message takes <data value="10.over.last.message-of-a-ring">2.69</data> times as long,
+# and the all-to-all <data value="10.over.last.all-to-all">1.78</data> times. Ulysses' lines only rise with the length, so where its dots fall from one length to the
 # next, that is probably noise.
 #
-# **The ring** differs by a factor of up to <data value="10.off.ring">3.86</data>, at <data value="10.farthest">32,768</data> tokens. There a forward step computes for
-# <data value="10.over.worst.computing-of-a-forward-step">4.57</data> times as long as its FLOPs say, a backward step for
-# <data value="10.over.worst.computing-of-a-backward-step">3.10</data> times as long, and a message takes
-# <data value="10.over.worst.message-of-a-ring">3.63</data> times as long as the card says. Where computing covers all messages but the last, only that message counts.
+# **The ring** differs by a factor of up to <data value="10.off.ring">3.75</data>, at <data value="10.farthest">32,768</data> tokens. There a forward step computes for
+# <data value="10.over.worst.computing-of-a-forward-step">3.82</data> times as long as its FLOPs say, a backward step for
+# <data value="10.over.worst.computing-of-a-backward-step">2.95</data> times as long, and a message takes
+# <data value="10.over.worst.message-of-a-ring">3.46</data> times as long as the card says. Where computing covers all messages but the last, only that message counts.
 # In 16 bits it has twice the bytes of a forward message, and the replay takes twice that message's time, its start included. So
 # there a dot is off by a little more than a message. Elsewhere exposed time is a difference of times, and can be off by a larger factor than they are.
 #
 # **The dotted line** leaves out two things. Starting a message takes time, which would move the line to the right. By
-# the card this latency is <data value="10.card.latency">13.6 µs</data>. And short calls don't reach the card's FLOP/s, which would move it to the
+# the card this latency is <data value="10.card.latency">18.9 µs</data>. And short calls don't reach the card's FLOP/s, which would move it to the
 # left: the table above shows by how much.
 #
-# **Ulysses** differs by up to <data value="10.off.ulysses">6.12</data>. The card adds up the latencies of the p - 1 messages of an all-to-all, but they
+# **Ulysses** differs by up to <data value="10.off.ulysses">4.42</data>. The card adds up the latencies of the p - 1 messages of an all-to-all, but they
 # start together. That alone would put dots below the line. Where dots lie above it, the start of the calls and the
 # copies outweigh this.
 #
-# **Packed Ulysses** differs by up to <data value="10.off.ulysses-packed">7.03</data>. Its messages start together, too, so a dot can
+# **Packed Ulysses** differs by up to <data value="10.off.ulysses-packed">4.20</data>. Its messages start together, too, so a dot can
 # lie below its line. Two of its four all-to-alls are three times as large, and timed ones include the copies that pack q, k and v, so a
 # dot can also lie above. We haven't timed these apart.
 # </details>
@@ -681,12 +681,12 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 # ### Where does Ulysses win?
 #
 # By this machine's card,
-# <data value="10.card-wins">packed Ulysses exposes less than the ring at 2,048, 4,096 and 8,192 tokens, and unpacked Ulysses at no length</data>. In the
-# replay, packed Ulysses exposes <data value="10.beside.last.most:.2f">1.35</data> times as much as the ring at
-# <data value="10.lengths.last">65,536</data> tokens, and <data value="10.beside.shorter.least:.2f">1.44</data> to
-# <data value="10.beside.shorter.most:.2f">2.45</data> times at shorter ones. <data value="10.touch">The bars of the two touch at no length</data>.
+# <data value="10.card-wins">packed Ulysses exposes less than the ring at 4,096 and 8,192 tokens, and unpacked Ulysses at no length</data>. In the
+# replay, packed Ulysses exposes <data value="10.beside.last.most:.2f">1.44</data> times as much as the ring at
+# <data value="10.lengths.last">65,536</data> tokens, and <data value="10.beside.shorter.least:.2f">1.20</data> to
+# <data value="10.beside.shorter.most:.2f">2.47</data> times at shorter ones. <data value="10.touch">The bars of the two touch at 32,768 tokens; there, this run can't say which is faster</data>.
 #
-# <data value="10.winners">In the replay the ring wins at every length. So the card names the wrong winner at 2,048, 4,096 and 8,192 tokens</data>. The card leaves out the start of calls and the copies.
+# <data value="10.winners">In the replay the ring wins at every other length. So the card names the wrong winner at 4,096 and 8,192 tokens</data>. The card leaves out the start of calls and the copies.
 #
 # Ulysses sends less, so it wins where bytes decide and computing is too short to cover a ring's messages. The shorter
 # the latency, the shorter the sequences at which bytes decide. By the same formulas, with 8 ranks over InfiniBand,

@@ -30,7 +30,7 @@ from notebook_parts import (
 from hpnb.lesson.pages.committed import is_stale
 
 WORDS, CELLS, FIGURES, SECTIONS = 3000, 25, 8, 7
-MEDIAN_LINES, LINES = 10, 40
+MEDIAN_LINES, LINES = 11, 40
 BYTES = 1_000_000
 CLOSING = ("What to remember", "When not to use this", "Papers")
 OPENING = {

@@ -356,7 +356,7 @@ def test_a_mixed_model_is_stepped_part_by_part() -> None:
     other = Mixed().requires_grad_(False)
     reader = torch.optim.AdamW([{"params": other.parameters()}, {"params": [torch.zeros(3).bfloat16()]}])
     theirs = Masters(reader)
-    assert theirs.held()["optimizer"] == []
+    assert theirs.tensors_by_category()["optimizer"] == []
     reader.load_state_dict(state_dict)
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         if not name.startswith("wide"):
@@ -536,15 +536,15 @@ def test_masters_weigh_what_the_table_says_and_go_with_their_optimizer() -> None
     backward(model)
     optimizer.step()
     moments = [s[key] for s in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-    held = optimizer.held()  # type: ignore[attr-defined]
+    by_category = optimizer.tensors_by_category()  # type: ignore[attr-defined]
     states = model_states(count)
-    assert sum(t.nbytes for t in (*moments, *held["optimizer"])) == states.optimizer == 12 * count
+    assert sum(t.nbytes for t in (*moments, *by_category["optimizer"])) == states.optimizer == 12 * count
     assert sum(p.nbytes for p in model.parameters()) == states.parameters
     assert sum(p.grad.nbytes for p in model.parameters() if p.grad is not None) == states.gradients
     gone, first = weakref.ref(masters), weakref.ref(masters.of(next(model.parameters())))
     gc.disable()
     try:
-        del optimizer, masters, moments, held
+        del optimizer, masters, moments, by_category
         assert gone() is None  # and without a garbage collection
         assert first() is None
     finally:

@@ -452,6 +452,19 @@ def test_gradients_set_by_hand_are_gradients_and_what_dies_later_is_not_recorded
     assert recorder.profile() == profile
 
 
+@pytest.mark.parametrize("method", ["tensors_by_category", "held"])  # the second is its older name
+def test_tensors_that_an_optimizer_lists_count_in_the_category_that_it_says(method: str) -> None:
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hpnb.record.memory(model, optimizer) as recorder:
+        masters, shard = torch.ones(100), torch.ones(10)
+        vars(optimizer)[method] = lambda: {"optimizer": [masters], "gradients": [shard]}
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    assert recorder.profile().samples[-1].optimizer == masters.nbytes == 400
+    assert recorder.profile().samples[-1].gradients == shard.nbytes + 64
+
+
 def test_a_storage_that_is_resized_counts_as_it_is() -> None:
     model = nn.Linear(4, 4, bias=False)
     with hpnb.record.memory(model) as recorder:

@@ -318,12 +318,12 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
 
     # --- state ------------------------------------------------------------------------------------
 
-    def held(self) -> dict[str, list[torch.Tensor]]:
+    def tensors_by_category(self) -> dict[str, list[torch.Tensor]]:
         """This rank's tensors, for `hpnb.record.memory`: {"optimizer": optimizer state, masters and offloaded
         shards; "gradients": full and sharded}."""
-        by_bucket = [bucket.held() for bucket in self.buckets]
+        by_bucket = [bucket.tensors_by_category() for bucket in self.buckets]
         states = [leaf for leaf in tree_leaves(dict(self.optimizer.state)) if isinstance(leaf, torch.Tensor)]
-        masters = [] if self.masters is None else self.masters.held()["optimizer"]
+        masters = [] if self.masters is None else self.masters.tensors_by_category()["optimizer"]
         return {
             "optimizer": [*states, *masters, *(t for tensors in by_bucket for t in tensors["optimizer"])],
             "gradients": [t for tensors in by_bucket for t in tensors["gradients"]],

@@ -201,7 +201,7 @@ class ZeroBucket:
         pairs = zip(self.parameters, self._addresses, strict=True)
         return [p for p, address in pairs if p.data_ptr() != address]
 
-    def held(self) -> dict[str, list[torch.Tensor]]:
+    def tensors_by_category(self) -> dict[str, list[torch.Tensor]]:
         """Gradients of any kind, and offloaded shards: the tensors that are no views of the parameters."""
         grads = [shard.grad for shard in self.shards if shard is not None and shard.grad is not None]
         buffers = (self._kept_grad, self._flat_grad, self._shard_grad, self._offloaded_grad)

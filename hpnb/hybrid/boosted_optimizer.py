@@ -39,7 +39,7 @@ from hpnb.precision.masters import parameters_of
 # The user's optimizer has methods of what stands behind it. A strong value here would keep both for ever as
 # soon as it leads back to the key, as through a criterion that refers to the trainer with the optimizer.
 _boosted: WeakKeyDictionary[Optimizer, ref[BoostedOptimizer]] = WeakKeyDictionary()
-_METHODS = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group", "held")
+_METHODS = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group", "tensors_by_category")
 
 
 class BoostedOptimizer:
@@ -126,10 +126,10 @@ class BoostedOptimizer:
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         raise ValueError("a boosted optimizer has sharded its parameters: add the group before boost")
 
-    def held(self) -> dict[str, list[torch.Tensor]]:
+    def tensors_by_category(self) -> dict[str, list[torch.Tensor]]:
         """What inner holds beside gradients and state, for a recorder of memory."""
-        inner_held = getattr(self.inner, "held", None)
-        return inner_held() if callable(inner_held) else {}
+        list_inner = getattr(self.inner, "tensors_by_category", None)
+        return list_inner() if callable(list_inner) else {}
 
     def share_groups(self) -> None:
         """Let the user's optimizer have inner's groups and state, after a load has replaced them."""

@@ -75,7 +75,7 @@ class Masters:
         optimizer.register_state_dict_post_hook(self._after_state_dict)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
-        vars(optimizer).update(masters=self, held=self.held)
+        vars(optimizer).update(masters=self, tensors_by_category=self.tensors_by_category)
         if optimizer.state:
             optimizer.load_state_dict(optimizer.state_dict())
 
@@ -143,7 +143,7 @@ class Masters:
         """Note that weights are as masters have written them."""
         self._versions = {p: p._version for p in self._master}
 
-    def held(self) -> dict[str, list[torch.Tensor]]:
+    def tensors_by_category(self) -> dict[str, list[torch.Tensor]]:
         """{"optimizer": masters}, which are not in optimizer.state. Their gradients live only during a
         step."""
         return {"optimizer": list(self._master.values())}

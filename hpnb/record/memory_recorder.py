@@ -10,7 +10,7 @@ are logged as they come and go, and sorted into categories when the block is ove
     parameters   of the model, and its buffers
     gradients    every .grad, seen when a gradient has been accumulated
     optimizer    the optimizer's state, seen after its step, and the master weights or gradient shards that
-                 an optimizer with a method held() lists
+                 an optimizer with a method tensors_by_category() lists
     activations  what autograd saved for the backward
     temporary    the rest: short-lived tensors, and parameters that are gathered for a block
 
@@ -340,8 +340,10 @@ class MemoryRecorder(TorchDispatchMode):
         if optimizer is None:
             return
         by_category: list[dict[str, Iterable[Any]]] = [{"optimizer": tree_leaves(dict(optimizer.state))}]
-        if hasattr(optimizer, "held"):
-            by_category.append(optimizer.held())
+        # An optimizer from outside may still call its method by the older name, held().
+        list_tensors = getattr(optimizer, "tensors_by_category", None) or getattr(optimizer, "held", None)
+        if callable(list_tensors):
+            by_category.append(list_tensors())
         for tensors in by_category:
             for category, values in tensors.items():
                 for value in values:

@@ -83,7 +83,7 @@ class DeferredWeightGrad:
 
 
 @dataclass(frozen=True)
-class ForwardWeights:
+class WeightsWithDeferredGrads:
     """A layer's weight and bias for one forward; their gradients come from `enter_region`."""
 
     weight: torch.Tensor
@@ -94,13 +94,15 @@ class ForwardWeights:
 
 def enter_region(
     x: torch.Tensor, layers: Sequence[ParallelLinear], entry: RegionEntry
-) -> tuple[torch.Tensor, list[ForwardWeights]]:
+) -> tuple[torch.Tensor, list[WeightsWithDeferredGrads]]:
     """(x as the region's layers take it, the weights that `layers` use for this forward)."""
     deferred = [DeferredWeightGrad(layer.transposed, layer.weight.dtype) for layer in layers]
     parameters = [p for layer in layers for p in (layer.weight, layer.bias)]
-    entered, *inside = _EnterRegion.apply(x, entry, deferred, *parameters)
-    pairs = zip(layers, inside[::2], inside[1::2], deferred, strict=True)
-    return entered, [ForwardWeights(weight, bias, layer.adds_bias, d) for layer, weight, bias, d in pairs]
+    entered, *views = _EnterRegion.apply(x, entry, deferred, *parameters)
+    pairs = zip(layers, views[::2], views[1::2], deferred, strict=True)
+    return entered, [
+        WeightsWithDeferredGrads(weight, bias, layer.adds_bias, d) for layer, weight, bias, d in pairs
+    ]
 
 
 class _EnterRegion(torch.autograd.Function):
@@ -115,27 +117,29 @@ class _EnterRegion(torch.autograd.Function):
         ctx.entry, ctx.deferred = entry, deferred
         ctx.set_materialize_grads(False)
         entered = entry.forward(x)
-        inside: list[torch.Tensor | None] = [entered.view_as(x) if entered is x else entered]
-        inside += [p if p is None else p.view_as(p) for p in parameters]
-        pairs = zip((x, *parameters), inside, strict=True)
+        outputs: list[torch.Tensor | None] = [entered.view_as(x) if entered is x else entered]
+        outputs += [p if p is None else p.view_as(p) for p in parameters]
+        pairs = zip((x, *parameters), outputs, strict=True)
         ctx.mark_non_differentiable(*(out for p, out in pairs if p is not None and not p.requires_grad))
-        return tuple(inside)
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: torch.Tensor | None, *placeholders: torch.Tensor | None) -> Any:
-        needs, pending = ctx.needs_input_grad, Pending()
+        needs_grad, pending = ctx.needs_input_grad, Pending()
         if dx is not None:
-            dx, pending, _sent = ctx.entry.backward(dx)  # _sent must live until pending.wait()
+            dx, pending, _send_buffer = ctx.entry.backward(dx)  # _send_buffer must live until pending.wait()
         grads: list[torch.Tensor | None] = []
-        for deferred, for_weight, for_bias in zip(ctx.deferred, needs[3::2], needs[4::2], strict=True):
+        for deferred, for_weight, for_bias in zip(
+            ctx.deferred, needs_grad[3::2], needs_grad[4::2], strict=True
+        ):
             grads += deferred.compute(for_weight, for_bias)
         pending.wait()
         return None if dx is None else dx.contiguous(), None, None, *grads
 
 
 def linear_deferring_weight_grad(
-    x: torch.Tensor, layer: ForwardWeights, region_exit: RegionExit | None = None
+    x: torch.Tensor, layer: WeightsWithDeferredGrads, region_exit: RegionExit | None = None
 ) -> torch.Tensor:
     """x A + b, (..., in) -> (..., out), whose backward computes the gradient of x alone.
 

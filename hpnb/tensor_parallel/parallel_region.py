@@ -27,7 +27,7 @@ from torch import nn
 from hpnb.gradients import in_backward
 from hpnb.tensor_parallel.async_all_reduce import (
     NO_COMMUNICATION,
-    ForwardWeights,
+    WeightsWithDeferredGrads,
     enter_region,
 )
 from hpnb.tensor_parallel.sequence_parallel import SequenceSharding
@@ -51,7 +51,7 @@ class _Input:
     version: int
     with_grad: bool
     inside: torch.Tensor
-    weights: Mapping[ParallelLinear, ForwardWeights]
+    weights: Mapping[ParallelLinear, WeightsWithDeferredGrads]
 
 
 class ParallelRegion:
@@ -79,7 +79,7 @@ class ParallelRegion:
 
     # --- for the layers -----------------------------------------------------------------------------------
 
-    def enter(self, x: torch.Tensor, column: ParallelLinear) -> tuple[torch.Tensor, ForwardWeights]:
+    def enter(self, x: torch.Tensor, column: ParallelLinear) -> tuple[torch.Tensor, WeightsWithDeferredGrads]:
         """(x as `column` multiplies it, the weights that it uses for this forward)."""
         if (known := self._find(x)) is None:
             if self.sharding.enabled and not self._holds_tokens(x):
@@ -92,7 +92,7 @@ class ParallelRegion:
             self._forget()
         return known.inside, known.weights[column]
 
-    def leave(self, row: ParallelLinear) -> ForwardWeights | None:
+    def leave(self, row: ParallelLinear) -> WeightsWithDeferredGrads | None:
         """The weights that `row` uses, with which the forward ends; None if no column has entered."""
         last = self._last()
         self._forget()
@@ -177,7 +177,9 @@ class ParallelRegion:
         gathered = self._gathers_arguments and tuple(x.shape[:2]) == self.sharding.shape
         return self.sharding.holds_tokens(x) and not gathered
 
-    def _pass_gathered(self, x: torch.Tensor, column: ParallelLinear) -> tuple[torch.Tensor, ForwardWeights]:
+    def _pass_gathered(
+        self, x: torch.Tensor, column: ParallelLinear
+    ) -> tuple[torch.Tensor, WeightsWithDeferredGrads]:
         """Of an x that the module has computed from its gathered arguments: their nodes sum its gradient."""
         if not self._gathers_arguments and not in_backward():  # where a part of the forward is recomputed
             raise ValueError(

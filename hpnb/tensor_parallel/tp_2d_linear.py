@@ -62,10 +62,10 @@ class _Linear2D(torch.autograd.Function):
         grid: SummaGrid,
         transposed: bool,
         pending_grads: PendingWeightGrads | None,
-        layers: int,
+        num_layers: int,
         *parameters: torch.Tensor | None,
     ) -> torch.Tensor:
-        weights, biases = parameters[:layers], parameters[layers:]
+        weights, biases = parameters[:num_layers], parameters[num_layers:]
         ctx.dtype, x = x.dtype, cast_for_autocast(x)
         ctx.grid, ctx.transposed, ctx.pending_grads = grid, transposed, pending_grads
         ctx.save_for_backward(x, *weights)
@@ -77,20 +77,20 @@ class _Linear2D(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        grid, transposed, layers = ctx.grid, ctx.transposed, len(weights)
+        grid, transposed, num_layers = ctx.grid, ctx.transposed, len(weights)
         dy = dy.to(x.dtype)
         w = concat_weights(weights, transposed, x.dtype)
-        needs = ctx.needs_input_grad[5:]
-        for_x, for_w = ctx.needs_input_grad[0], any(needs[:layers])
-        dx, dw = linear_gradients(dy, x.flatten(0, -2), w, grid, for_x, for_w, transposed)
-        d_weights: Sequence[torch.Tensor | None] = (None,) * layers
+        needs_grad = ctx.needs_input_grad[5:]
+        needs_dx, needs_dw = ctx.needs_input_grad[0], any(needs_grad[:num_layers])
+        dx, dw = linear_gradients(dy, x.flatten(0, -2), w, grid, needs_dx, needs_dw, transposed)
+        d_weights: Sequence[torch.Tensor | None] = (None,) * num_layers
         if dw is not None:
             dws = dw.split(ctx.sizes, 1 if transposed else 0)
             d_weights = finish_or_defer(dws, weights, *_start_depth_sum(dw, grid, ctx.pending_grads))
-        d_biases: Sequence[torch.Tensor | None] = (None,) * layers
-        if any(needs[layers:]):
+        d_biases: Sequence[torch.Tensor | None] = (None,) * num_layers
+        if any(needs_grad[num_layers:]):
             d_biases = dy.sum(0).split(ctx.sizes)
-        grads = [g if need else None for g, need in zip((*d_weights, *d_biases), needs, strict=True)]
+        grads = [g if needed else None for g, needed in zip((*d_weights, *d_biases), needs_grad, strict=True)]
         return None if dx is None else dx.view(x.shape).to(ctx.dtype), None, None, None, None, *grads
 
 
@@ -130,19 +130,19 @@ class _Logits2D(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dz: torch.Tensor) -> tuple[Any, ...]:
         x, embedding = ctx.saved_tensors
-        grid, for_x, for_e = ctx.grid, ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        grid, needs_dx, needs_de = ctx.grid, ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         dz, flat_x = dz.to(x.dtype), x.flatten(0, -2)
-        sums, dx = PanelSums(grid.down), torch.zeros_like(flat_x) if for_x else None
+        sums, dx = PanelSums(grid.down), torch.zeros_like(flat_x) if needs_dx else None
         panels = [Panels(dz, grid.across, 1, ctx.vocab_sizes)]
         if dx is not None:
             panels.append(Panels(embedding.to(x.dtype), grid.down, 0, ctx.vocab_sizes))
         for t, (dz_t, *e_t) in iterate_panels(grid.size, *panels):
             if dx is not None:
                 dx.addmm_(dz_t, e_t[0])
-            if for_e:
+            if needs_de:
                 sums.add(dz_t.t() @ flat_x, t)
         de = None
-        if for_e:
+        if needs_de:
             total = sums.result()
             (de,) = finish_or_defer((total,), (embedding,), *_start_depth_sum(total, grid, ctx.pending_grads))
         return None if dx is None else dx.view(x.shape).to(ctx.dtype), de, None, None, None
@@ -180,8 +180,8 @@ def concat_weights(
     weights: Sequence[torch.Tensor | None], transposed: bool, dtype: torch.dtype
 ) -> torch.Tensor:
     """(in, out of all layers) of weights as they are stored; of one layer a view."""
-    casted = [w.to(dtype) for w in weights if w is not None]
-    stored = casted[0] if len(casted) == 1 else torch.cat(casted, 1 if transposed else 0)
+    cast_tensors = [w.to(dtype) for w in weights if w is not None]
+    stored = cast_tensors[0] if len(cast_tensors) == 1 else torch.cat(cast_tensors, 1 if transposed else 0)
     return stored if transposed else stored.t()
 
 
@@ -191,5 +191,7 @@ def concat_biases(
     """(out of all layers,), 0 where a layer has none; None if none has."""
     if all(bias is None for bias in biases):
         return None
-    casted = [x.new_zeros(n) if b is None else b.to(x.dtype) for b, n in zip(biases, sizes, strict=True)]
-    return casted[0] if len(casted) == 1 else torch.cat(casted)
+    cast_tensors = [
+        x.new_zeros(n) if b is None else b.to(x.dtype) for b, n in zip(biases, sizes, strict=True)
+    ]
+    return cast_tensors[0] if len(cast_tensors) == 1 else torch.cat(cast_tensors)

@@ -68,8 +68,10 @@ class GridMode(TensorParallelMode):
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self.device = this_device()
-        self._sums_of_part: dict[str, _PartGradSums] = {}  # by the path of the block, norm or head
-        self._groups: dict[str, SharedInputLinears] = {}  # by path: of a row, or of the module with columns
+        self._grad_sums_by_part: dict[str, _PartGradSums] = {}  # by the path of the block, norm or head
+        self._shared_input_linears: dict[
+            str, SharedInputLinears
+        ] = {}  # by path: of a row, or of the module with columns
 
     # --- what a subclass says --------------------------------------------------------------------------
 
@@ -143,39 +145,46 @@ class GridMode(TensorParallelMode):
             assert isinstance(old, nn.Embedding)
             return self.make_embedding(old, model.vocab_size_of(path))
         part = next(p.name for p in model.anatomy.parts if path == p.name or path.startswith(p.name + "."))
-        sums = self._sums_of_part.setdefault(part, _PartGradSums())
+        sums = self._grad_sums_by_part.setdefault(part, _PartGradSums())
         if role.vocabulary is not None:
-            grad_sum, multiply = sums.over(self.logits_layout), self.logits_product(model.vocab_size_of(path))
+            grad_sum, multiply = (
+                sums.over_batch_of(self.logits_layout),
+                self.logits_product(model.vocab_size_of(path)),
+            )
             new: nn.Module = GridVocabHead(old, multiply, grad_sum, self.defers_weight_grads)
             grad_sum.add(new, "bias")
         elif role.kind == "norm":
             assert isinstance(old, nn.LayerNorm)
             if section == "embedding":  # each rank has the full batch there, so its gradients are complete
                 return ShardedLayerNorm(old, self.hidden_layout.hidden_axis, None)
-            grad_sum = sums.over(self.hidden_layout)
+            grad_sum = sums.over_batch_of(self.hidden_layout)
             new = ShardedLayerNorm(old, self.hidden_layout.hidden_axis, grad_sum)
             grad_sum.add(new, "weight", "bias")
         elif role.kind in ("column", "row"):
-            group = self._group_of(path, role, is_transposed(roles), sums)
+            group = self._linears_with_same_input(path, role, is_transposed(roles), sums)
             new = GridLinear(old, group)
             group.grad_sum.add(new, "bias")
         elif role.kind == "head":
-            grad_sum = sums.over(self.hidden_layout)
+            grad_sum = sums.over_batch_of(self.hidden_layout)
             new = GridClassifier(old, is_transposed(roles), self.hidden_layout, grad_sum)
             grad_sum.add(new, "weight")
         else:
             return None
         return new
 
-    def _group_of(self, path: str, role: Role, transposed: bool, sums: _PartGradSums) -> SharedInputLinears:
+    def _linears_with_same_input(
+        self, path: str, role: Role, transposed: bool, sums: _PartGradSums
+    ) -> SharedInputLinears:
         """The layers that a layer is computed with: the columns of one module together, a row alone."""
         key = path.rpartition(".")[0] if role.kind == "column" else path
-        if key not in self._groups:
+        if key not in self._shared_input_linears:
             product = self.matrix_product(role)
-            grad_sum = sums.over(self.inner_layout if role.kind == "column" else self.hidden_layout)
-            self._groups[key] = SharedInputLinears(product, grad_sum, transposed, self.defers_weight_grads)
-            sums.linears.append(self._groups[key])
-        return self._groups[key]
+            grad_sum = sums.over_batch_of(self.inner_layout if role.kind == "column" else self.hidden_layout)
+            self._shared_input_linears[key] = SharedInputLinears(
+                product, grad_sum, transposed, self.defers_weight_grads
+            )
+            sums.linears.append(self._shared_input_linears[key])
+        return self._shared_input_linears[key]
 
     # --- hooks -----------------------------------------------------------------------------------------
 
@@ -183,7 +192,7 @@ class GridMode(TensorParallelMode):
         if self.axis.size == 1:
             return
         module = model.module
-        for path, sums in self._sums_of_part.items():
+        for path, sums in self._grad_sums_by_part.items():
             around_forward(module.get_submodule(path), sums.begin, sums.end)
         for attention in model.attentions:
             module.get_submodule(attention.path).register_forward_pre_hook(
@@ -280,20 +289,20 @@ class _PartGradSums:
 
     def __init__(self) -> None:
         self.linears: list[SharedInputLinears] = []
-        self._sum_over_axes: dict[tuple[Axis, ...], ReplicatedGradSum] = {}
+        self._grad_sum_by_axes: dict[tuple[Axis, ...], ReplicatedGradSum] = {}
 
-    def over(self, layout: ActivationLayout) -> ReplicatedGradSum:
+    def over_batch_of(self, layout: ActivationLayout) -> ReplicatedGradSum:
         """What sums gradients over the batch shards of `layout`."""
-        return self._sum_over_axes.setdefault(layout.batch_axes, ReplicatedGradSum(layout.batch_axes))
+        return self._grad_sum_by_axes.setdefault(layout.batch_axes, ReplicatedGradSum(layout.batch_axes))
 
     def begin(self) -> None:
-        for grad_sum in self._sum_over_axes.values():
+        for grad_sum in self._grad_sum_by_axes.values():
             grad_sum.begin()
         for linears in self.linears:
             linears.begin()
 
     def end(self) -> None:
-        for grad_sum in self._sum_over_axes.values():
+        for grad_sum in self._grad_sum_by_axes.values():
             grad_sum.end()
         for linears in self.linears:
             linears.end()

@@ -68,10 +68,9 @@ class GridMode(TensorParallelMode):
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self.device = this_device()
-        self._grad_sums_by_part: dict[str, _PartGradSums] = {}  # by the path of the block, norm or head
-        self._shared_input_linears: dict[
-            str, SharedInputLinears
-        ] = {}  # by path: of a row, or of the module with columns
+        # By path: of a block, norm or head; of a row, or of the module with columns.
+        self._grad_sums_by_part: dict[str, _PartGradSums] = {}
+        self._shared_input_linears: dict[str, SharedInputLinears] = {}
 
     # --- what a subclass says --------------------------------------------------------------------------
 

@@ -15,7 +15,9 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter, load
 
 import hpnb
 from hpnb import Layout, Mesh, expert_parallel
+from hpnb.context_parallel.shard_sequence import token_mask
 from hpnb.expert_parallel import ExpertLoads
+from hpnb.expert_parallel.parallelize import ExpertParallel
 from hpnb.mesh import Axis
 from hpnb.placement import full_state_dict
 from hpnb.theory import experts as theory
@@ -343,15 +345,20 @@ def test_local_experts_compute_as_the_model_does(pools: RankPools, implementatio
 # --- bytes and refusals ----------------------------------------------------------------------------------
 
 
-class DataDependentShapes(TorchDispatchMode):
-    """Notes operators whose output's shape depends on values: on a GPU the CPU waits for them."""
+class WaitsForTheGpu(TorchDispatchMode):
+    """Notes operators whose output's shape or value the CPU needs: on a GPU it waits for them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.dynamic_output_shape in func.tags and (kwargs or {}).get("output_size") is None:
+        dynamic_shape = (
+            torch.Tag.dynamic_output_shape in func.tags and (kwargs or {}).get("output_size") is None
+        )
+        if func is torch.ops.aten.index.Tensor:  # only a mask selects a number of elements that is not known
+            dynamic_shape = any(i is not None and i.dtype == torch.bool for i in args[1])
+        if dynamic_shape or torch.Tag.data_dependent_output in func.tags:
             self.names.append(str(func))
         return func(*args, **(kwargs or {}))
 
@@ -359,7 +366,7 @@ class DataDependentShapes(TorchDispatchMode):
 def test_a_plan_counts_rows_and_waits_for_the_gpu_once() -> None:
     axis = Axis("ep", 1, 0, None, (0,))
     chosen = torch.tensor([[2, 0], [2, 1]])
-    with DataDependentShapes() as waits:
+    with WaitsForTheGpu() as waits:
         plan = expert_parallel.plan_dispatch(chosen, 4, axis)
     assert waits.names == []  # what is left is one .tolist() of the sizes
     assert plan.order.tolist() == [1, 3, 0, 2]
@@ -367,6 +374,39 @@ def test_a_plan_counts_rows_and_waits_for_the_gpu_once() -> None:
     assert (plan.sent, plan.received, plan.experts.tolist()) == ((4,), (4,), [0, 1, 2, 2])
     nobody = expert_parallel.plan_dispatch(chosen[:0], 4, axis)
     assert (nobody.tokens_per_expert.tolist(), nobody.sent, len(nobody.experts)) == ([0] * 4, (0,), 0)
+
+
+def test_tokens_that_context_parallelism_adds_are_left_out_of_counts_without_a_wait() -> None:
+    axis = Axis("ep", 1, 0, None, (0,))
+    module = torch.nn.Identity()  # an expert that gives back what it gets
+    module.num_experts, module.config = 4, transformers.MixtralConfig()  # type: ignore[assignment]
+    experts = ExpertParallel(axis, {"experts": module})
+    chosen = torch.tensor([[2, 0], [2, 1], [3, 1], [0, 1], [1, 0], [3, 2]])  # 2 sequences of 3 tokens
+    hidden, weights = torch.randn(6, 8), torch.full((6, 2), 0.5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "_compute_local", lambda module, rows, experts: rows)
+        for in_batch in (None, torch.tensor([True, True, False])):
+            experts.in_batch = lambda mask=in_batch: mask  # type: ignore[misc]
+            with WaitsForTheGpu() as waits:
+                combined = experts.compute(module, hidden, chosen, weights)
+            assert waits.names == []
+            assert torch.allclose(combined, hidden)
+    (counts,) = experts.clear_tokens().values()
+    assert counts.tolist() == [3 + 3, 4 + 3, 3 + 2, 2 + 0]
+
+
+@pytest.mark.parametrize(("length", "added"), [(8, [0, 0]), (6, [2, 0]), (5, [2, 1]), (1, [1, 2])])
+def test_context_parallelism_says_which_tokens_it_added_and_nothing_where_there_are_none(
+    length: int, added: list[int]
+) -> None:
+    batch = {"input_ids": torch.zeros(2, length, dtype=torch.int64)}
+    for rank in (0, 1):
+        with WaitsForTheGpu() as waits:
+            in_batch, no_padding = token_mask(batch, rank, 2, zigzag=True)
+        assert waits.names == []
+        assert (0 if in_batch is None else int((~in_batch).sum())) == added[rank]
+        assert (in_batch is None) == (added[rank] == 0)
+        assert int((no_padding == 0).sum()) == 2 * added[rank]
 
 
 @pytest.mark.parametrize("wrong", [-1, 4])

@@ -99,6 +99,7 @@ class ContextParallel:
 
     Attributes:
         in_batch: (s / cp,) of the batch at hand: False for tokens that were added so that it can be split.
+            None if none were.
         token_mask: (B, s / cp) of the batch at hand: 0 for padding.
         keeps_mask: whether a batch that is sharded has this as its attention_mask, for a loss that leaves
             padding out. No attention reads it.

@@ -109,14 +109,17 @@ def shard_batch(batch: Mapping[str, Any], rank: int, ranks: int, zigzag: bool) -
 
 def token_mask(
     batch: Mapping[str, Any], rank: int, ranks: int, zigzag: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of this rank's tokens: which are in the batch, (s / cp,), and which are no padding, (B, s / cp)."""
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Of this rank's tokens: which are in the batch, (s / cp,), or None if all are; and which are no padding,
+    (B, s / cp)."""
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     length = ids.size(1)
     total = padded_length(length, ranks, zigzag)
-    places = token_places(split_sequence(total, ranks, zigzag)[rank], ids.device)
+    chunks = split_sequence(total, ranks, zigzag)[rank]
+    places = token_places(chunks, ids.device)
     mask = torch.ones_like(ids) if mask is None else mask
-    return places < length, F.pad(mask, (0, total - length))[:, places]
+    all_in_batch = all(chunk.stop <= length for chunk in chunks)  # of sizes, which the CPU knows
+    return None if all_in_batch else places < length, F.pad(mask, (0, total - length))[:, places]
 
 
 def _check_padding(mask: Any) -> None:

@@ -114,9 +114,8 @@ class ExpertParallel:
         if name is not None and module.training and not in_backward():  # where it recomputes
             before = self.tokens_per_expert.get(name)
             counts = plan.tokens_per_expert
-            if (counted := self.in_batch()) is not None and not bool(counted.all()):
-                real = chosen.view(-1, len(counted), chosen.size(1))[:, counted]  # (B, tokens, k)
-                counts = torch.bincount(real.reshape(-1), minlength=num_experts)
+            if (in_batch := self.in_batch()) is not None:
+                counts = _count_in_batch(chosen, in_batch, num_experts)
             self.tokens_per_expert[name] = counts if before is None else before + counts
         rows = dispatch_rows(hidden, plan, self.axis)  # (r, h)
         results = self._compute_local(module, rows, plan.experts)
@@ -141,6 +140,16 @@ class ExpertParallel:
         # No token came. The backward must still take part in the exchange, and weights get gradients of zero.
         nothing = [parameter[:0].sum() for parameter in module.parameters()]
         return rows + torch.stack(nothing).sum()
+
+
+def _count_in_batch(chosen: torch.Tensor, in_batch: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """(E,): the rows of each expert, of tokens that are in the batch: (B s, k), (s,) -> (E,).
+
+    A sum of zeros and ones: how many tokens a mask selects, the CPU would have to wait for.
+    """
+    ones = in_batch[:, None].expand(len(chosen) // len(in_batch), -1, chosen.size(1))  # (B, s, k)
+    counts = chosen.new_zeros(num_experts)
+    return counts.scatter_add_(0, chosen.reshape(-1), ones.reshape(-1).to(counts))
 
 
 def _check_stacked(name: str, module: Any) -> None:

@@ -159,3 +159,59 @@ def test_replicas_that_do_not_divide_dp_are_refused(pools: RankPools) -> None:
         pools[4].run(lambda: hpnb.HybridParallelPlugin(zero_stage=3, zero_replicas=3).mesh)
     assert "zero_replicas=3 does not divide the 4 ranks of dp x cp" in caught.value.summary
     assert "use zero_replicas=1 or 2 or 4" in caught.value.summary
+
+
+def shard_differently(option: str, values: tuple[Any, ...]) -> str:
+    """What fully_shard says on this rank, whose option is values[rank]."""
+    dp, replicas, shards = replicas_and_shards()
+    try:
+        fully_shard(Net("plain"), shards, replicas=replicas, **{option: values[dp.rank]})
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+# An option and its values on ranks 0 to 3, which are two replicas of two shards, and what all of them say.
+DIFFERENT: dict[str, tuple[str, tuple[Any, ...], str]] = {
+    "within replica 1": (
+        "prefetch", (1, 1, 1, 2),
+        "prefetch=1 on rank 0 of axis dp.1, and prefetch=2 on rank 1; pass the same on every rank; here dp.1 "
+        "is the axis of ranks 2, 3"),
+    "within both": (
+        "average", (True, False, True, False),
+        "average=True on rank 0 of axis dp.1, and average=False on rank 1; pass the same on every rank; here "
+        "dp.1 is the axis of ranks 0, 1"),
+    "between replicas": (
+        "prefetch", (1, 1, 2, 2),
+        "prefetch=1 on rank 0 of axis dp.0, and prefetch=2 on rank 1; pass the same on every rank; here dp.0 "
+        "is the axis of ranks 0, 2"),
+    "units": (
+        "units", (["blocks.0", "blocks.1"], ["blocks.0"], ["blocks.0"], ["blocks.0"]),
+        "units=['blocks.0', 'blocks.1'] on rank 0 of axis dp.1, and units=['blocks.0'] on rank 1; pass the "
+        "same on every rank; here dp.1 is the axis of ranks 0, 1"),
+    "a unit that is not there": (
+        "units", (["blocks.0"], ["blocks.0"], ["blocks.0"], ["blocks.9"]),
+        "rank 1 of axis dp.1: unit 'blocks.9' is not in the module; it has 'embed', 'blocks', 'blocks.0', "
+        "'blocks.0.norm', 'blocks.0.up', ...; here dp.1 is the axis of ranks 2, 3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_every_rank_of_both_replicas_refuses_options_that_differ(pools: RankPools, case: str) -> None:
+    option, values, expected = DIFFERENT[case]
+    assert pools[4].run(shard_differently, option, values) == [expected] * 4
+
+
+def shard_without_replicas() -> str:
+    dp, replicas, shards = replicas_and_shards()
+    try:
+        fully_shard(Net("plain"), shards, replicas=None if dp.rank == 3 else replicas)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_rank_without_replicas_is_refused_on_every_rank(pools: RankPools) -> None:
+    """It takes no part in messages along the replicas, and nobody waits for it."""
+    messages = pools[4].run(shard_without_replicas)
+    assert all(m.startswith("replicas=2 on rank 0 of axis dp.1, and replicas=1 on rank 1") for m in messages)

@@ -117,14 +117,12 @@ def fully_shard(
     """
     axis = axis_of(axis, "dp")
     _check_replica_axis(axis, replicas)
-    for what, kind in (("dtype", dtype), ("communication_dtype", communication_dtype)):
-        if kind is not None and not kind.is_floating_point:
-            raise ValueError(f"{what}={kind} is not a floating-point dtype; use torch.bfloat16, say")
-    if prefetch < 0:
-        raise ValueError(f"prefetch={prefetch} is not a number of units; 0 gathers each when it is needed")
-    if fsdp_state_of(module) is not None:
-        raise ValueError(f"{type(module).__name__} is sharded already")
-    module_of = find_units(module, units)
+    module_of, refusal = dict[str, nn.Module](), None
+    try:
+        _check_options(module, dtype, communication_dtype, prefetch)
+        module_of = find_units(module, units)
+    except ValueError as error:  # perhaps on this rank alone
+        refusal = str(error)
     options = {
         "units": list(module_of),
         "replicas": 1 if replicas is None else replicas.size,
@@ -136,12 +134,10 @@ def fully_shard(
         "find_unused_parameters": find_unused_parameters,
         "cpu_offload": cpu_offload,
     }
-    check_replicas(dict(module.named_parameters()), axis, options)
+    check_replicas(dict(module.named_parameters()), axis, options, replicas, refusal)
     device = this_device()
     # Sent over replicas first and then over shards, the values of one rank reach all.
     axes = [axis] if replicas is None or replicas.size == 1 else [replicas, axis]
-    if len(axes) > 1:
-        check_replicas(dict(module.named_parameters()), axes[0], options)
 
     def make_policy(replicas: Axis | None) -> FSDPPolicy:
         background = None if replicas is None or replicas.size == 1 else Background(replicas, device)
@@ -201,6 +197,18 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     finally:
         for state, sync in zip(states, before, strict=True):
             state.sync = sync
+
+
+def _check_options(
+    module: nn.Module, dtype: torch.dtype | None, communication_dtype: torch.dtype | None, prefetch: int
+) -> None:
+    for what, kind in (("dtype", dtype), ("communication_dtype", communication_dtype)):
+        if kind is not None and not kind.is_floating_point:
+            raise ValueError(f"{what}={kind} is not a floating-point dtype; use torch.bfloat16, say")
+    if prefetch < 0:
+        raise ValueError(f"prefetch={prefetch} is not a number of units; 0 gathers each when it is needed")
+    if fsdp_state_of(module) is not None:
+        raise ValueError(f"{type(module).__name__} is sharded already")
 
 
 def _check_replica_axis(axis: Axis, replicas: Axis | None) -> None:

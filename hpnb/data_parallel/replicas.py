@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -15,32 +16,81 @@ from hpnb.placement import placement_of
 _MESSAGE_BYTES = 2**25  # above this a new message begins, because a message is a copy
 
 
-def check_replicas(tensors: Mapping[str, torch.Tensor], axis: Axis, options: Mapping[str, object]) -> None:
+def check_replicas(
+    tensors: Mapping[str, torch.Tensor],
+    axis: Axis,
+    options: Mapping[str, object],
+    replicas: Axis | None = None,
+    refusal: str | None = None,
+) -> None:
     """Make sure that all ranks have the same tensors, except for their values, and the same options.
 
     Collectives are matched by their order alone, so ranks that differ would sum unrelated gradients or hang.
 
+    Args:
+        replicas: the other direction of a grid of ranks that all have the same. What differs along `axis` in
+            one line of the grid is known there only, so rank 0 of the axis sends it along `replicas`.
+        refusal: why this rank cannot go on, perhaps this rank alone.
+
     Raises:
-        ValueError: on every rank, with the first tensor or option that differs.
+        ValueError: on every rank, with a rank's refusal or the first tensor or option that differs.
     """
     # Shapes are those in the full model: of what is sharded along this axis already, local shapes differ.
     described = [(n, placement_of(t, n).shape, str(t.dtype), t.requires_grad) for n, t in tensors.items()]
-    messages: list[Any] = [None] * axis.size
-    dist.all_gather_object(messages, (described, dict(options)), axis.group)
-    first, first_options = messages[0]
-    for rank, (other, other_options) in enumerate(messages):
-        for a, b in zip_longest(first, other):
+    in_grid = replicas is not None and replicas.size > 1
+    report = _Report(described, dict(options), in_grid, refusal)
+    reports: list[Any] = [None] * axis.size
+    dist.all_gather_object(reports, report, axis.group)
+    difference = _find_difference(reports, axis, in_grid)
+    if replicas is not None and in_grid:
+        if axis.rank == 0:
+            lines: list[Any] = [None] * replicas.size
+            dist.all_gather_object(lines, (report, difference), replicas.group)
+            in_a_line = next((text for _, text in lines if text is not None), None)
+            difference = in_a_line or _find_difference([other for other, _ in lines], replicas, in_grid)
+        if all(other.in_grid for other in reports):  # otherwise a rank of this line does not wait for it
+            answers: list[Any] = [None] * axis.size
+            dist.all_gather_object(answers, difference, axis.group)
+            difference = answers[0]
+    if difference is not None:
+        raise ValueError(difference)
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a rank has: (name, shape, dtype, trained) of its tensors, its options, whether it has replicas,
+    and why it cannot go on."""
+
+    tensors: list[tuple[str, tuple[int, ...], str, bool]]
+    options: dict[str, object]
+    in_grid: bool
+    refusal: str | None
+
+
+def _find_difference(reports: Sequence[_Report], axis: Axis, in_grid: bool) -> str | None:
+    """A rank's refusal, or else the first tensor or option in which ranks differ."""
+    first = reports[0]
+    # Ranks of other axes of this name read this too.
+    which = f"; here {axis.name} is the axis of ranks {', '.join(map(str, axis.ranks))}" if in_grid else ""
+    for rank, other in enumerate(reports):
+        if other.refusal is not None:
+            everywhere = all(report.refusal == other.refusal for report in reports)
+            return other.refusal if everywhere else f"rank {rank} of axis {axis.name}: {other.refusal}{which}"
+    for rank, other in enumerate(reports):
+        for a, b in zip_longest(first.tensors, other.tensors):
             if a != b:
-                raise ValueError(
+                return (
                     f"replicas differ along {axis.name}: rank 0 has {a} where rank {rank} has {b}, of "
-                    f"{len(first)} and {len(other)} tensors; build and freeze the same model on every rank"
+                    f"{len(first.tensors)} and {len(other.tensors)} tensors; build and freeze the same model "
+                    f"on every rank{which}"
                 )
-        for name in {**first_options, **other_options}:
-            if (a := first_options.get(name)) != (b := other_options.get(name)):
-                raise ValueError(
+        for name in {**first.options, **other.options}:
+            if (a := first.options.get(name)) != (b := other.options.get(name)):
+                return (
                     f"{name}={a} on rank 0 of axis {axis.name}, and {name}={b} on rank {rank}; pass the same "
-                    "on every rank"
+                    f"on every rank{which}"
                 )
+    return None
 
 
 def broadcast(tensors: Sequence[torch.Tensor], axis: Axis) -> None:

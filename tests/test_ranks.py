@@ -755,9 +755,13 @@ def test_a_death_is_reported_though_the_server_does_not_answer(monkeypatch: pyte
     assert "kill_self" in error.traceback
 
 
-def test_a_server_that_does_not_answer_is_replaced_and_keeps_its_ranks() -> None:
+def test_a_server_that_does_not_answer_is_replaced_and_keeps_its_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with hpnb.Ranks(1, device="cpu", timeout=60) as pool:
         stuck = server()
+        monkeypatch.setattr(forkserver, "_server", stuck)  # it serves the tests that follow, too
+        monkeypatch.setattr(forkserver, "_loaded", list)  # its replacement need not import all of it
         before = children_of(stuck._process.pid)
         os.kill(stuck._process.pid, signal.SIGSTOP)
         try:
@@ -773,6 +777,8 @@ def test_a_server_that_does_not_answer_is_replaced_and_keeps_its_ranks() -> None
         late.result(60)
         assert wait_for(lambda: children_of(stuck._process.pid) == before)
         assert pool.run(hpnb.world_size) == [1]
+        server().close()
+        stuck._stuck = False
 
 
 def test_start_timeout_is_a_number_of_seconds_or_none() -> None:

@@ -50,7 +50,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
     monkeypatch.setenv("HPNB_BEFORE", "there")
     monkeypatch.setattr(forkserver, "_server", None)
     monkeypatch.setattr(forkserver, "in_notebook", lambda: True)
-    monkeypatch.setattr(forkserver, "_loaded", lambda: [])  # what the tests have imported takes it seconds
+    monkeypatch.setattr(forkserver, "_loaded", list)  # what the tests have imported takes it seconds
     started = []
 
     def begin() -> forkserver.ForkServer:

@@ -347,6 +347,42 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_why(
         assert results["live"] == 0
 
 
+def compile_and_capture() -> list[bool]:
+    """Of each compilation of a block in three steps, whether it happened inside a capture."""
+    compiled: list[bool] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Any:
+        compiled.append(bool(CAPTURING))
+        return graph
+
+    block = Odd("")
+    block.forward = torch.compile(block.forward, backend=backend)  # type: ignore[method-assign]
+    pipe = hpnb.Pipeline(nn.Sequential(block, nn.Linear(6, 6)), Mesh(Layout(pp=1)).pp, "gpipe", square_error)
+    made = with_graphs(pipe)
+    capture = made._capture.capture
+
+    def watched(*args: Any) -> Any:
+        CAPTURING.append(True)
+        try:
+            return capture(*args)
+        finally:
+            CAPTURING.clear()
+
+    made._capture.capture = watched
+    for batch in draw_batches([3] * 3):
+        pipe.step(batch)
+    assert made._graphs
+    assert not made.reasons
+    return compiled
+
+
+def test_nothing_is_compiled_in_a_capture(pools: RankPools) -> None:
+    """A compiler times new kernels, which waits for the GPU. So warm-up steps compile what captures need."""
+    compiled = pools[1].run(compile_and_capture)[0]
+    assert False in compiled
+    assert True not in compiled
+
+
 def test_a_loss_that_cannot_be_captured_runs_eagerly_behind_the_graph(pools: RankPools) -> None:
     results = pools[1].run(train_odd, "", [3] * 6, "loss that waits")[0]
     check_odd(results)

@@ -42,7 +42,7 @@ from hpnb.pipeline_parallel.graph_slots import StageMicrobatch, assign_slots
 from hpnb.pipeline_parallel.loss import LossFunction
 from hpnb.pipeline_parallel.rank_schedule import RankSchedule
 from hpnb.pipeline_parallel.split_backward import SplitBackward
-from hpnb.pipeline_parallel.stage_graph import CudaCapture, StageGraph, StageWork
+from hpnb.pipeline_parallel.stage_graph import CudaCapture, StageGraph, StageWork, without_autocast_cache
 from hpnb.pipeline_parallel.stages import Stages
 
 WARM_UP = 2  # eager steps with a form before it is captured
@@ -57,12 +57,18 @@ class StepGraphs:
     Attributes:
         graphs: {(stage, microbatch): its graph}; the others run eagerly.
         static_grads: {parameter: the tensor to which graphs add its gradient}.
+        warms_up: whether an eager forward of this step is captured later.
         watch: looks at eager forwards, in the last step that warms up.
     """
 
     graphs: Mapping[StageMicrobatch, StageGraph] = field(default_factory=dict)
     static_grads: Mapping[nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    warms_up: bool = False
     watch: CaptureWatch | None = None
+
+    def running(self) -> AbstractContextManager[None]:
+        """Around the step: what compiles in a step that warms up has to compile as for the capture."""
+        return without_autocast_cache() if self.warms_up else nullcontext()
 
     def watch_forward(self, stage: int) -> AbstractContextManager[None]:
         return nullcontext() if self.watch is None else self.watch.forward(stage)
@@ -169,8 +175,9 @@ class StageGraphs:
                     )
         graphs = {at: self._graphs[key] for at, key in keys.items() if key in self._graphs}
         used = {p: self._static_grads[p] for graph in set(graphs.values()) for p in graph.parameters}
+        warms_up = any(self._steps[form] < WARM_UP for form in self._running)
         watches = any(self._steps[form] == WARM_UP - 1 for form in self._running)
-        return StepGraphs(graphs, used, CaptureWatch(self._device) if watches else None)
+        return StepGraphs(graphs, used, warms_up, CaptureWatch(self._device) if watches else None)
 
     def end_step(self, step: StepGraphs) -> None:
         """The step is done: count it, and note which stages cannot be captured."""

@@ -261,7 +261,8 @@ class Pipeline:
                 overlapped_steps=rank_schedule.overlapped_steps if overlaps else frozenset(),
                 graphs=graphs,
             )
-            executor.run()
+            with graphs.running():
+                executor.run()
             until = recorder.num_spans() if recorder is not None else since
             if trains and self.loss_reduction is None:
                 self.loss_reduction = share_reduction(loss, self.axis, rank_of_last_stage)

@@ -165,7 +165,7 @@ class StageGraph:
         with (
             torch.enable_grad(),
             work.split_backward.without_min_flops(),
-            _without_autocast_cache(),
+            without_autocast_cache(),
             _without_rng_snapshots(),
         ):
             self._replay_forward = capture.capture(self._run_forward, slot)
@@ -258,8 +258,12 @@ def reached_parameters(starts: Sequence[GradientEdge]) -> list[nn.Parameter]:
 
 
 @contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """A cast weight from the cache would be one of another step."""
+def without_autocast_cache() -> Iterator[None]:
+    """Around captures: a cast weight from the cache would be one of another step.
+
+    Around the eager steps before, too. `torch.compile` compiles again when this switch has changed. In a
+    capture it must not, because it times new kernels, which waits for the GPU.
+    """
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

@@ -45,6 +45,28 @@ def group_options(group: Mapping[str, Any], but: Sequence[str] = ()) -> State:
     return {key: value for key, value in group.items() if key not in ("params", "param_names", *but)}
 
 
+# Options that choose an implementation of the same update.
+_NOT_COMPARED = ("foreach", "fused", "capturable", "differentiable")
+
+
+def group_numbers(groups: Sequence[Mapping[str, Any]]) -> State:
+    """{"param_groups[0]['lr']": 0.1, ...}: the numbers in the options of groups, to 12 digits."""
+
+    def rounded(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            value = value.tolist() if value.numel() == 1 and not value.is_meta else None
+        if isinstance(value, list | tuple):
+            return tuple(rounded(item) for item in value)
+        return float(f"{value:.12g}") if isinstance(value, float) else value
+
+    return {
+        f"param_groups[{i}][{name!r}]": rounded(value)
+        for i, group in enumerate(groups)
+        for name, value in group_options(group, _NOT_COMPARED).items()
+        if isinstance(value, int | float | list | tuple | torch.Tensor)
+    }
+
+
 def check_group_sizes(saved: Sequence[int], wanted: Sequence[int]) -> None:
     """Compare the numbers of parameters per group."""
     if list(saved) != list(wanted):

@@ -43,6 +43,7 @@ from hpnb.mesh import Axis, Mesh, axis_of
 from hpnb.optimizer_state import (
     build_state_dict,
     gather_states,
+    group_numbers,
     group_options,
     local_states,
     split_state_dict,
@@ -156,6 +157,7 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
             "communication_dtype": communication_dtype,
             "overlap_communication": overlap_communication,
             "find_unused_parameters": find_unused_parameters,
+            **group_numbers([{**defaults, **group} for group in self._full_groups]),
         }
         check_replicas({name: p for p, name in self.names.items()}, axis, options)
         # If a DataParallel is around the parameters, it goes on to reduce, and shards take slices.

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from hpnb import precision
 from hpnb.data_parallel import ZeroOptimizer
+from hpnb.hybrid.same_groups import check_same_groups
 from hpnb.hybrid.torch_clipping import GradientVersions
 from hpnb.mesh import Axis
 from hpnb.optimizer_state import (
@@ -69,19 +70,27 @@ class BoostedOptimizer:
         self.scaler, self.max_norm, self.model = scaler, max_norm, model
         self.numbering, self.parameters = numbering, parameters
         self.gradient_versions = GradientVersions(model.plugin)
+        self._compares_groups = True  # before the first step
         self._optimizer_ref = ref(optimizer)  # which holds this object
         vars(optimizer).update({name: getattr(self, name) for name in _METHODS}, last_step=None)
         _boosted[optimizer] = ref(self)
         self.share_groups()
 
     def step(self, closure: Any = None) -> None:
-        """Unscale, clip and step; on all ranks, or on none where a gradient has overflowed on one."""
+        """Unscale, clip and step; on all ranks, or on none where a gradient has overflowed on one.
+
+        Raises:
+            ValueError: at the first step, another learning rate or other option on another rank.
+        """
         if closure is not None:
             raise ValueError(
                 "step(closure) cannot evaluate a loss on several ranks: run forward and backward before, "
                 "then step() without a closure"
             )
         self.gradient_versions.check()
+        if self._compares_groups:
+            check_same_groups(self.inner)
+            self._compares_groups = False
         result = precision.step(self.inner, self.axes, scaler=self.scaler, max_norm=self.max_norm)
         self.record(result)
         if result.stepped and self.model.selection_bias is not None:

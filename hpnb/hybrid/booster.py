@@ -44,6 +44,7 @@ from hpnb.hybrid.checkpoint.agreement import gather_objects
 from hpnb.hybrid.parallelize_model import Model, parallelize_model
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.presets import TorchDDPPlugin
+from hpnb.hybrid.same_groups import check_same_groups
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel.criterion_check import check_cross_entropy
 from hpnb.pipeline_parallel.stages import Stages
@@ -132,11 +133,13 @@ class Booster(BoosterFiles):
 
         Raises:
             ValueError, TypeError: a model, optimizer or scheduler that does not fit, or a DataLoader of
-                another length on another rank, in one sentence.
+                another length or an optimizer with another learning rate on another rank, in one sentence.
         """
         if lr_scheduler is not None and getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
             raise ValueError("lr_scheduler is of another optimizer; make it of the one that is boosted")
         self._warn_if_not_split(dataloader)
+        if isinstance(optimizer, Optimizer):
+            check_same_groups(optimizer)
         if optimizer is not None:
             self._warn_of_batch_statistics(model)
         example = _example(dataloader) if self.plugin.cut in ("flops", "time") else None

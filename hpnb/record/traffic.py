@@ -5,8 +5,8 @@
     t.bytes["tp"], t.calls["tp"]
 
 Every call of torch.distributed that is made inside is counted, whoever makes it: hpnb, PyTorch, or you; and
-what hpnb's pipelines write straight into another GPU's memory. Only hpnb's comparison of the first batches,
-which is made once, is left out.
+what hpnb's pipelines write straight into another GPU's memory. Only hpnb's comparisons of the first batches
+and of optimizers, which are made once, are left out.
 Bytes are counted as a ring would move them, whatever algorithm the backend picks, so a count is the same
 on every machine. With p ranks in the group and n bytes of the full tensor (the gathered result of a gather,
 the input of a scatter),

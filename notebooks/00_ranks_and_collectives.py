@@ -90,8 +90,8 @@ x = torch.full((2,), float(hpnb.rank()), device=hpnb.device())  # (2,)
 x
 
 # %% [markdown]
-# Next rank 0 *sends* its tensor to rank 1, which *receives* it into `x`. Once a call has returned, you can use its
-# tensor again.
+# Next rank 0 *sends* the tensor `x + N` to rank 1, which *receives* it into `x`. Once a call has returned, you can use
+# its tensor again.
 
 # %%
 # %%ranks
@@ -530,10 +530,10 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 
 # %% [markdown]
 # One call took <data value="00.calls.1-call-of-8-mb.measured">160 µs</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">4.57 ms</data>: <data value="00.many-calls:.1f">28.5</data> times as long for the same bytes. By the formula every call
-# pays a latency of $2(n-1)\,\alpha$, which is <data value="00.off.latency">114 µs</data> here. That is why notebook 01 collects gradients in *buckets*,
-# each of many tensors that go in one call.
+# pays a latency of $2(n-1)\,\alpha$, here <data value="00.off.latency">114 µs</data>. That is why notebook 01 collects gradients in *buckets*,
+# each of many tensors in one call.
 #
-# The formula says <data value="00.many-calls.predicted:.1f">76.0</data> times as long. Trust it for the order only.
+# The formula says <data value="00.many-calls.predicted:.1f">76.0</data> times as long. Trust it only to say which takes longer.
 #
 # On average each of the hundred took <data value="00.off.call">45.7 µs</data>, bytes included. That is <data value="00.off.than">shorter than</data> the <data value="00.off.latency">114 µs</data>
 # of latency that the formula charges each call. On a GPU the fit times one call from start to end: the process starts it, then its bytes move. When many calls follow, the process starts the
@@ -716,9 +716,9 @@ lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", movin
 # The wait stays at <data value="00.replay.ethernet-10-gb.wait">100 ms</data>.
 #
 # The formula predicts <data value="00.bar.at-once.predicted-move">150 µs</data> for the move in all three cases. To compare two cases, we take each step's median move
-# over the ranks. We pair each of the five steps of the first case with each of the second's, and count the pairs in
-# which the second case's move is longer. Noise alone gives 23 or more of 25, or 2 or fewer, with a probability of 3 %
-# (a rank-sum test). Only such a count shows a difference.
+# over the ranks. We pair each of the five steps of the first case with each of the second's, and count the pairs
+# whose second move is longer. We call the moves different only if the count is at least 23 or at most 2. Noise
+# alone gives such a count with a probability of 3 % (a rank-sum test).
 #
 # After the pause the move is longer than "at once" in <data value="00.pause.longer">23</data> of <data value="00.pause.pairs">25</data> pairs: <data value="00.pause.words">in this run moves after the pause are longer</data>. With rank 1 late it is
 # longer than after the pause in <data value="00.late.longer">25</data> of <data value="00.late.pairs">25</data>: <data value="00.late.words">in this run moves after the late rank are longer</data>.

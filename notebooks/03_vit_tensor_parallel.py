@@ -391,12 +391,16 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # </details>
 #
 # The formula is for numbers of 2 bytes. With v bytes r is 2/v times as large, and here v is <data value="03.value-bytes">2</data>. With attention's
-# scores the formula predicts r = <data value="03.ratio.predicted">0.716</data>. The run has <data value="03.ratio">1.49</data>.
-# <data value="03.verdict">The formula says that the interconnect is too slow (r below 1), and the run says that it is fast enough (r at least 1). The link was not faster. The run's r is larger because computing took 2.57 times as long as its matrix products alone would.</data>
+# scores the formula predicts r = <data value="03.ratio.predicted">0.716</data>. The run has <data value="03.ratio">1.49</data>. From r = 1 on we call the interconnect
+# fast enough.
+#
+# A run whose r is above the formula's need not have a faster link. Slower computing makes r larger, and slower communication
+# makes it smaller. In this run, computing took <data value="03.slower.computing.factor">2.57</data> times as long as its matrix products alone would.
 #
 # <details><summary>Three factors between the formula and the run</summary>
 #
-# The formula leaves out costs of computing and of communication:
+# The formula leaves out costs of computing and of communication. The run's r is the formula's, times the first factor below
+# and divided by the other two:
 #
 # - Computing took <data value="03.slower.computing.factor">2.57</data> times as long as its matrix products would at the card's rate. That includes launching operations, norms, GELU, residuals and slower products; the run does not separate them. <data value="03.host">With 1/8 of the images, computing took 3.85 ms instead of 13.8 ms. So about 18 % of the longer time is constant, such as launching operations.</data>
 # - Latency makes the all-reduces <data value="03.slower.latency-of-all-reduces.factor">1.06</data> times as long as their bytes alone.
@@ -483,7 +487,7 @@ cause = "the all-reduce in the backward of a column-parallel layer (f) is missin
 lesson.field_guide.add(symptom, instrument, cause, notebook="03")  # table of symptoms
 
 # %% [markdown]
-# The faulty run starts with the right loss, which falls from <data value="03.loss.first">1.11</data> to <data value="03.loss.last">0.872</data>. The right run ends at
+# The run without f in layer 2 starts with the right loss, which falls from <data value="03.loss.first">1.11</data> to <data value="03.loss.last">0.872</data>. The right run ends at
 # <data value="03.right-loss">0.861</data>.
 #
 # This section's first figure compares rank 0's gradients of step 1 with those of one process, in the order in which
@@ -902,7 +906,7 @@ lesson.explorers.tensor_modes()
 # 2D on 16 ranks meets the challenge with a batch of 8 such sequences, where a rank keeps 1.9 GB. It sends for 140 ms: by the
 # table of the section on grids 103 ms, times 4/3, because a broadcast lasts as long as sending all of its block; and 3 ms of
 # latency. It computes for 57.7 ms, so the ratio is 0.41. Its weight traffic does not grow with the batch, while
-# computing does. In this setting 1D would send for 220 ms.
+# computing does. In this setting 1D would send for 162 ms.
 # </details>
 #
 # **Takeaway.** Inside a node, use 1D: it makes the fewest calls, and the fast link carries its bytes. Use a grid only when a
@@ -974,7 +978,7 @@ lesson.check(exercises.choose_ranks, choose)
 # - Sequence parallelism keeps less and sends hardly more bytes. It can still take longer, so measure it.
 # - Grids send fewer bytes in large batches, but make many small calls.
 #
-# **When not to use this.** Computing covers what replicas send from about ρ tokens a GPU on. Use replicas if the model fits and each GPU has many
+# **When not to use this.** With about ρ tokens a GPU or more, computing covers what replicas send. Use replicas if the model fits and each GPU has many
 # times ρ tokens. Otherwise share matrices inside a node, with r ≥ 1. With few tokens a smaller r can still beat
 # replicas (exercise 5), so predict both. Across nodes, try pipelines before a grid.
 #

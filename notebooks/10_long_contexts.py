@@ -172,8 +172,8 @@ lesson.check(exercises.online_softmax, attend)
 # step 3   q0 meets k1, v1      q1 meets k2, v2      q2 meets k3, v3      q3 meets k0, v0
 # ```
 #
-# k0 has the shape (1, G, s/p, d). Send and receive start together, because ranks that all wait to have sent never
-# receive. Below, a *pair* is any query with any key. It is *visible* if the key isn't later.
+# k0 has the shape (1, G, s/p, d). Send and receive start together: if every rank first waited for its send, none would
+# ever receive. Below, a *pair* is any query with any key. It is *visible* if the key isn't later.
 #
 # <details><summary>How many blocks does a rank hold?</summary>
 #
@@ -663,11 +663,12 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 # <data value="10.over.worst.computing-of-a-backward-step">2.95</data> times as long, and a message takes
 # <data value="10.over.worst.message-of-a-ring">3.46</data> times as long as the card says. Where computing covers all messages but the last, only that message counts.
 # In 16 bits it has twice the bytes of a forward message, and the replay takes twice that message's time, its start included. So
-# there a dot is off by a little more than a message. Elsewhere exposed time is a difference of times, and can be off by a larger factor than they are.
+# there a dot's factor is larger than a message's. Elsewhere exposed time is a difference of times, and can be off by a larger factor than they are.
 #
 # **The dotted line** leaves out two things. Starting a message takes time, which would move the line to the right. By
 # the card this latency is <data value="10.card.latency">18.9 µs</data>. And short calls don't reach the card's FLOP/s, which would move it to the
-# left: the table above shows by how much.
+# left. The table above shows how many times as long as its
+# FLOPs say a step computes, at <data value="10.lengths.first">1,024</data> tokens.
 #
 # **Ulysses** differs by up to <data value="10.off.ulysses">4.42</data>. The card adds up the latencies of the p - 1 messages of an all-to-all, but they
 # start together. That alone would put dots below the line. Where dots lie above it, the start of the calls and the
@@ -684,7 +685,7 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 # <data value="10.card-wins">packed Ulysses exposes less than the ring at 4,096 and 8,192 tokens, and unpacked Ulysses at no length</data>. In the
 # replay, packed Ulysses exposes <data value="10.beside.last.most:.2f">1.44</data> times as much as the ring at
 # <data value="10.lengths.last">65,536</data> tokens, and <data value="10.beside.shorter.least:.2f">1.20</data> to
-# <data value="10.beside.shorter.most:.2f">2.47</data> times at shorter ones. <data value="10.touch">The bars of the two touch at 32,768 tokens; there, this run can't say which is faster</data>.
+# <data value="10.beside.shorter.most:.2f">2.47</data> times at shorter ones. <data value="10.touch">The bars of the two touch at 32,768 tokens; there, this run can't say which is faster</data>. The figure's title compares medians.
 #
 # <data value="10.winners">In the replay the ring wins at every other length. So the card names the wrong winner at 4,096 and 8,192 tokens</data>. The card leaves out the start of calls and the copies.
 #
@@ -839,8 +840,8 @@ lesson.field_guide.show("10")
 # Both losses fall, to <data value="10.fault.positions-of-shard_batch.last-loss:.2f">5.34</data> and <data value="10.fault.positions-that-restart.last-loss:.2f">5.35</data>. They differ most in step <data value="10.gap.step">29</data>, by <data value="10.gap.most:.2f">0.02</data>. With one curve alone you would see nothing,
 # because the causal mask still tells the model which tokens come first.
 #
-# But one process that loads the checkpoint counts positions from 0 to 63. It gets the logits of training from the first
-# run's weights, up to rounding. From the second run's, they are off by <data value="10.fault.positions-that-restart.reloaded-logits-are-off-by:.4f">0.0144</data> of their norm.
+# But one process that loads the checkpoint counts positions from 0 to 63. With the first run's
+# weights it computes the logits of training, up to rounding. With the second run's, they are off by <data value="10.fault.positions-that-restart.reloaded-logits-are-off-by:.4f">0.0144</data> of their norm.
 #
 # The instrument is the gradient of `wpe`: count the rows that get one. With right positions,
 # <data value="10.fault.positions-of-shard_batch.rows-of-wpe-with-a-gradient-of-64">63</data> of 64 rows do, because the last token has no

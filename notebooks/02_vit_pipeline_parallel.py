@@ -974,7 +974,7 @@ if graphed:
 # its replay without messages. In a replayed step, launch costs are inside the actions, so this part holds only
 # transfers. In a step that was measured with a GPU for each rank, it also holds the *host wait*: a rank is free and
 # has its input, but its process has not launched the next action. Waits inside an action count as *launches and small
-# kernels*. No schedule removes either. Larger microbatches do, and so do CUDA graphs.
+# kernels*. No schedule removes host wait or launches. Larger microbatches and CUDA graphs reduce both.
 #
 # T and c come from the work alone. The formula adds the bubble of equal stages, and takes c as the same at every m.
 # Short actions vary more, relative to their length, and in the replay a rank waits for slow actions of others. So

@@ -14,13 +14,15 @@ def lazy_names(package: str, module_of: Mapping[str, str]) -> Callable[[str], ob
     """The function `__getattr__` of a package (PEP 562).
 
     Args:
-        module_of: {a public name: the module of the package that defines it}.
+        module_of: {a public name: the module of the package that defines it, or "hpnb.x.y", one elsewhere}.
     """
 
     def __getattr__(name: str) -> object:
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)
+        module = module_of[name]
+        module = module if module.startswith("hpnb.") else f"{package}.{module}"
+        value = getattr(importlib.import_module(module), name)
         setattr(sys.modules[package], name, value)  # the next look-up is an ordinary one
         return value
 

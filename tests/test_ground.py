@@ -264,7 +264,7 @@ def test_no_committed_file_knows_a_machine_or_a_registry() -> None:
         ("open('/" + "home/ada/x')", True),
         ("at /" + "root/x.py", True),
         ("https://files.python" + "hosted.org/x", True),
-        ("~/wo" "rk/x and notebooks/wo" "rk/x and https://example.org/ho" "me/x", False),
+        ("~/work/x and notebooks/work/x and https://example.org/home/x", False),
     ],
 )
 def test_the_search_for_machines_and_registries_finds_them(text: str, found: bool) -> None:
@@ -345,6 +345,96 @@ def test_the_rule_of_the_house(tmp_path: Path, file: str, code: str, allowed: bo
     path.parent.mkdir(parents=True)
     path.write_text(code)
     assert (upward_imports(tmp_path) == []) is allowed
+
+
+def arrows_between_files(source: Path) -> dict[str, set[str]]:
+    """{module: the modules that it imports names from, also for type checkers alone or inside a function}."""
+    paths = {path: path.relative_to(source).with_suffix("").parts for path in (source / "hpnb").rglob("*.py")}
+    modules = {".".join(parts).removesuffix(".__init__") for parts in paths.values()}
+    arrows: dict[str, set[str]] = {}
+    for path, parts in paths.items():
+        module = ".".join(parts).removesuffix(".__init__")
+        targets = arrows.setdefault(module, set())
+        for _, name in imported(ast.parse(path.read_text(encoding="utf-8")), list(parts[:-1])):
+            target = name if name in modules else name.rpartition(".")[0]
+            if target in modules and target not in (module, "hpnb"):  # `import hpnb` is the door of a page
+                targets.add(target)
+    return arrows
+
+
+def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that need each other, such as [["hpnb.a", "hpnb.b"]]."""
+    left = {module: set(targets) for module, targets in arrows.items()}
+    while True:  # without those that import nothing that is left, and those that nothing left imports
+        needed = set().union(*left.values())
+        kept = {
+            m: {t for t in targets if t in left} for m, targets in left.items() if m in needed and targets
+        }
+        if kept == left:
+            break
+        left = kept
+
+    def reached(start: str) -> set[str]:
+        seen, to_visit = set[str](), [start]
+        while to_visit:
+            new = left.get(to_visit.pop(), set()) - seen
+            seen |= new
+            to_visit += new
+        return seen
+
+    reach = {module: reached(module) for module in left}
+    groups = {
+        tuple(sorted(o for o in reach if o in reach[m] and m in reach[o])) for m in reach if m in reach[m]
+    }
+    return [list(group) for group in sorted(groups)]
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert circles(arrows_between_files(ROOT)) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"a": "from hpnb.b import x", "b": "from hpnb import c", "c": ""}, []),
+        (
+            {"a": "from hpnb.b import x", "b": "from .a import y", "c": "from . import a"},
+            [["hpnb.a", "hpnb.b"]],
+        ),
+        ({"a": "from hpnb.b import x", "b": "def f():\n    from hpnb.a import y"}, [["hpnb.a", "hpnb.b"]]),
+        (
+            {"a": "from hpnb.b import x", "b": "import hpnb.c", "c": "from hpnb import a"},
+            [["hpnb.a", "hpnb.b", "hpnb.c"]],
+        ),
+    ],
+)
+def test_what_a_circle_is(tmp_path: Path, files: dict[str, str], expected: list[list[str]]) -> None:
+    (tmp_path / "hpnb").mkdir()
+    for name, code in files.items():
+        (tmp_path / "hpnb" / f"{name}.py").write_text(code)
+    assert circles(arrows_between_files(tmp_path)) == expected
+
+
+def test_two_files_name_a_module_above_them_and_import_it_later() -> None:
+    upward = set()
+    for path in (ROOT / "hpnb").rglob("*.py"):
+        room = path.relative_to(ROOT).with_suffix("").parts[1]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and re.fullmatch(r"hpnb\.\w[\w.]*", str(node.value)):
+                module = str(node.value)
+                if room in LEVEL and LEVEL.get(module.split(".")[1], len(HOUSE)) < LEVEL[room]:
+                    upward.add((path.relative_to(ROOT).as_posix(), module))
+    check = ("hpnb/models/__init__.py", "hpnb.hybrid.check_model")
+    assert upward == {check, ("hpnb/ranks/forkserver.py", "hpnb.plot")}  # which a server imports ahead
+
+
+def test_type_checkers_know_the_arguments_of_the_check() -> None:
+    arguments = set()
+    for name in ("models/__init__.py", "hybrid/check_model.py"):
+        tree = ast.parse((ROOT / "hpnb" / name).read_text(encoding="utf-8"))
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        arguments |= {ast.unparse(function.args) for function in functions if function.name == "check"}
+    assert len(arguments) == 1
 
 
 # --- the Makefile ----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ parallelize_model.py   the order in which the strategies are applied to a model
 boost_checks.py        what boost refuses before it changes anything
 boosted_model.py       the model on one rank; global_loss.py and model_loss.py: the loss over all ranks
 boosted_optimizer.py   the optimizer on one rank (../optimizer_state.py: its state in one process's terms)
+check_model.py         hpnb.models.check: a registered model in every strategy, against its forward
 compile_blocks.py      torch.compile for a model's blocks; recompute.py: activation checkpointing
 
 checkpoint/            weights in Hugging Face's format, all other state in shards; atomic, from any layout

@@ -12,16 +12,13 @@ one that it needs. So everything that is sent arrives, and only the lists can be
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from hpnb.pipeline_parallel.action import Action, ScheduleError
+from hpnb.pipeline_parallel.action_lists import ActionLists
 from hpnb.pipeline_parallel.draw_grid import Position, draw_lists
 
-if TYPE_CHECKING:
-    from hpnb.pipeline_parallel.schedule import Schedule
 
-
-def check(schedule: Schedule) -> None:
+def check(schedule: ActionLists) -> None:
     """Prove that every rank gets through its list.
 
     Raises:
@@ -39,12 +36,12 @@ def check(schedule: Schedule) -> None:
 
 
 def _error(
-    schedule: Schedule, position: Position, reason: str, also_marked: Collection[Position] = ()
+    schedule: ActionLists, position: Position, reason: str, also_marked: Collection[Position] = ()
 ) -> ScheduleError:
     return ScheduleError(*position, reason, draw_lists(schedule, {position, *also_marked}))
 
 
-def _check_actions(schedule: Schedule) -> None:
+def _check_actions(schedule: ActionLists) -> None:
     if not schedule.ranks:
         raise ScheduleError(0, 0, "the schedule has no ranks")
     for rank, actions in enumerate(schedule.actions):
@@ -56,7 +53,7 @@ def _check_actions(schedule: Schedule) -> None:
                 raise _error(schedule, (rank, step), reason)
 
 
-def _check_stages(schedule: Schedule) -> None:
+def _check_stages(schedule: ActionLists) -> None:
     first: dict[int, Position] = {}
     for rank, actions in enumerate(schedule.actions):
         for step, a in enumerate(actions):
@@ -71,7 +68,7 @@ def _check_stages(schedule: Schedule) -> None:
             raise _error(schedule, first[after], reason)
 
 
-def _check_once(schedule: Schedule) -> None:
+def _check_once(schedule: ActionLists) -> None:
     for rank, actions in enumerate(schedule.actions):
         seen: dict[tuple[int, str, int], tuple[int, Action]] = {}
         for step, a in enumerate(actions):
@@ -83,7 +80,7 @@ def _check_once(schedule: Schedule) -> None:
                     raise _error(schedule, (rank, step), reason, [(rank, before)])
 
 
-def _check_complete(schedule: Schedule) -> None:
+def _check_complete(schedule: ActionLists) -> None:
     positions = schedule.positions
     for stage in range(schedule.stages):
         for k in range(schedule.microbatches):
@@ -98,7 +95,7 @@ def _check_complete(schedule: Schedule) -> None:
             raise _error(schedule, position, here + _describe_partner(schedule, missing))
 
 
-def _describe_partner(schedule: Schedule, missing: Action) -> str:
+def _describe_partner(schedule: ActionLists, missing: Action) -> str:
     """Who sends to, or waits for, an action that is missing, in words."""
     if missing.op == "W":
         return ": nobody computes that weight gradient"
@@ -115,7 +112,7 @@ def _describe_partner(schedule: Schedule, missing: Action) -> str:
     return ""
 
 
-def _check_order_on_rank(schedule: Schedule) -> None:
+def _check_order_on_rank(schedule: ActionLists) -> None:
     for rank, actions in enumerate(schedule.actions):
         for step, a in enumerate(actions):
             for need in schedule.needs(a):
@@ -125,7 +122,7 @@ def _check_order_on_rank(schedule: Schedule) -> None:
                     raise _error(schedule, (rank, step), reason, [(rank, later)])
 
 
-def _check_no_circle(schedule: Schedule) -> None:
+def _check_no_circle(schedule: ActionLists) -> None:
     steps = schedule.steps_done
     rank = next((r for r, actions in enumerate(schedule.actions) if steps[r] < len(actions)), None)
     if rank is None:

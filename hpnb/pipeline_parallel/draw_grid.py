@@ -8,18 +8,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
 
 from hpnb.pipeline_parallel.action import Action
-
-if TYPE_CHECKING:
-    from hpnb.pipeline_parallel.schedule import Schedule
+from hpnb.pipeline_parallel.action_lists import ActionLists
 
 Position = tuple[int, int]  # (rank, step of its list)
 _WIDTH = 160  # characters that a grid may have before its middle is left out
 
 
-def draw_grid(schedule: Schedule) -> str:
+def draw_grid(schedule: ActionLists) -> str:
     """A row a rank, a column a step, if each action takes one step and starts as soon as it can.
 
     Where ranks wait for each other for ever: the lists side by side, marked where each rank waits.
@@ -36,7 +33,7 @@ def draw_grid(schedule: Schedule) -> str:
     return _table(cells, schedule.ranks, max(free, default=0), idle=".")
 
 
-def draw_lists(schedule: Schedule, marks: Collection[Position]) -> str:
+def draw_lists(schedule: ActionLists, marks: Collection[Position]) -> str:
     """The lists side by side, a column a step of the list; what is marked in brackets."""
     cells = {(rank, step): str(a) for rank, row in enumerate(schedule.actions) for step, a in enumerate(row)}
     for mark in marks:

@@ -16,13 +16,11 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpnb.pipeline_parallel.action import Action
+from hpnb.pipeline_parallel.action_lists import ActionLists
 from hpnb.record.timeline import Event, Source, Timeline
-
-if TYPE_CHECKING:
-    from hpnb.pipeline_parallel.schedule import Schedule
 
 PerStage = float | Sequence[float]
 
@@ -108,14 +106,14 @@ class Costs:
         )
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+def simulate(schedule: ActionLists, costs: Costs) -> Timeline:
     """The Timeline of `schedule`, if its actions cost `costs`. Deadlocks: see `replay`."""
     costs.check_stages(schedule.stages)
     return replay(schedule, costs.seconds, costs.transfer)
 
 
 def replay(
-    schedule: Schedule,
+    schedule: ActionLists,
     duration: Callable[[Action], float],
     transfer: float = 0,
     source: Source = "simulated",

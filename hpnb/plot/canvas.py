@@ -21,12 +21,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.textpath import text_to_path
 
-from hpnb.plot.grammar import CARD, INK, RULE, SOFT, OpStyle
+from hpnb.plot.grammar import CARD, DPI, INK, RULE, SOFT, TITLE_ID, OpStyle
+from hpnb.plot.show import alt_of, bundle
 
 WIDTH = 7.0  # inches: 700 CSS pixels at DPI
-DPI = 100
 TITLE, TEXT, SMALL = 10.5, 9.0, 8.0  # points; SMALL is 11 px on a page
-TITLE_ID = "title"  # the gid of texts that say what a figure shows
 
 Box = tuple[float, float, float, float]  # left, bottom, width, height
 
@@ -36,8 +35,6 @@ class Card(Figure):
     another Figure as text, unless matplotlib was set up for the notebook."""
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
-        from hpnb.plot.show import alt_of, bundle
-
         return bundle(self, alt_of(self))
 
 

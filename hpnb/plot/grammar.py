@@ -44,6 +44,8 @@ SOFT = "#5F6B7A"  # secondary text and axes
 RULE = "#D5DAE1"  # rules and grids
 CARD = "#FFFFFF"  # every figure is an opaque card, so a dark page cannot swallow its text
 ALARM = "#D55E00"  # the one thing that a figure wants seen
+DPI = 100  # CSS pixels an inch of a figure
+TITLE_ID = "title"  # the gid of texts that say what a figure shows
 
 
 def mix(color: str, other: str, share: float) -> str:

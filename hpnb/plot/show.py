@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from hpnb.plot.canvas import DPI, TITLE_ID
+from hpnb.plot.grammar import DPI, TITLE_ID
 
 COLORS = 64  # flat colours, and the shades at the edges of letters
 

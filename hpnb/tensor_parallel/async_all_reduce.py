@@ -21,16 +21,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from hpnb.background import Pending
-
-if TYPE_CHECKING:
-    from hpnb.tensor_parallel.tp_1d_linear import ParallelLinear
+from hpnb.tensor_parallel.split_heads import ShardedLinear
 
 StartedCollective = tuple[torch.Tensor, Pending, torch.Tensor]
 """A collective under way: its result, what to wait for, and the tensor being sent, which must live on."""
@@ -93,7 +91,7 @@ class WeightsWithDeferredGrads:
 
 
 def enter_region(
-    x: torch.Tensor, layers: Sequence[ParallelLinear], entry: RegionEntry
+    x: torch.Tensor, layers: Sequence[ShardedLinear], entry: RegionEntry
 ) -> tuple[torch.Tensor, list[WeightsWithDeferredGrads]]:
     """(x as the region's layers take it, the weights that `layers` use for this forward)."""
     deferred = [DeferredWeightGrad(layer.transposed, layer.weight.dtype) for layer in layers]

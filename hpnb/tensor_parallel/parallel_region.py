@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,9 +31,20 @@ from hpnb.tensor_parallel.async_all_reduce import (
     enter_region,
 )
 from hpnb.tensor_parallel.sequence_parallel import SequenceSharding
+from hpnb.tensor_parallel.split_heads import ShardedLinear
 
-if TYPE_CHECKING:
-    from hpnb.tensor_parallel.tp_1d_linear import ParallelLinear
+
+class ParallelLinear(ShardedLinear):
+    """A linear layer of a column-row pair.
+
+    Attributes:
+        region: with which columns it shares inputs. None for a column whose input's gradient is summed
+            elsewhere, and for a row without columns.
+    """
+
+    def __init__(self, old: nn.Module, transposed: bool, adds_bias: bool = True) -> None:
+        super().__init__(old, transposed, adds_bias)
+        self.region: ParallelRegion | None = None
 
 
 @dataclass(frozen=True)

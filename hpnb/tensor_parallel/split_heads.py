@@ -56,3 +56,19 @@ class ShardedLayer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"shard={tuple(self.weight.shape)}, bias={self.bias is not None}"
+
+
+class ShardedLinear(ShardedLayer):
+    """A linear layer whose weight is (out, in), or (in, out) if `transposed`.
+
+    Attributes:
+        adds_bias: whether this rank adds the bias. If not, another rank does; all compute its gradient.
+    """
+
+    def __init__(self, old: nn.Module, transposed: bool, adds_bias: bool = True) -> None:
+        super().__init__(old)
+        self.transposed, self.adds_bias = transposed, adds_bias
+
+    def extra_repr(self) -> str:
+        shape = tuple(self.weight.shape) if self.transposed else tuple(self.weight.shape[::-1])
+        return f"in={shape[0]}, out={shape[1]}, bias={self.bias is not None}"

@@ -35,28 +35,8 @@ from hpnb.tensor_parallel.async_all_reduce import (
     enter_region,
     linear_deferring_weight_grad,
 )
-from hpnb.tensor_parallel.parallel_region import ParallelRegion
+from hpnb.tensor_parallel.parallel_region import ParallelLinear
 from hpnb.tensor_parallel.sequence_parallel import SequenceSharding
-from hpnb.tensor_parallel.split_heads import ShardedLayer
-
-
-class ParallelLinear(ShardedLayer):
-    """A linear layer whose weight is (out, in), or (in, out) if `transposed`.
-
-    Attributes:
-        adds_bias: whether this rank adds the bias. If not, another rank does; all compute its gradient.
-        region: with which columns it shares inputs. None for a column whose input's gradient is summed
-            elsewhere, and for a row without columns.
-    """
-
-    def __init__(self, old: nn.Module, transposed: bool, adds_bias: bool = True) -> None:
-        super().__init__(old)
-        self.transposed, self.adds_bias = transposed, adds_bias
-        self.region: ParallelRegion | None = None
-
-    def extra_repr(self) -> str:
-        shape = tuple(self.weight.shape) if self.transposed else tuple(self.weight.shape[::-1])
-        return f"in={shape[0]}, out={shape[1]}, bias={self.bias is not None}"
 
 
 class ColumnParallelLinear(ParallelLinear):

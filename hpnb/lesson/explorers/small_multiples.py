@@ -32,8 +32,8 @@ def stack(pictures: Sequence[tuple[str, Figure]]) -> Figure:
     from PIL import Image
 
     from hpnb import plot
-    from hpnb.plot.canvas import DPI, TEXT, WIDTH
-    from hpnb.plot.grammar import CARD, INK
+    from hpnb.plot.canvas import TEXT, WIDTH
+    from hpnb.plot.grammar import CARD, DPI, INK
 
     sizes = [figure.get_size_inches() for _, figure in pictures]
     headings = [textwrap.wrap(heading, _COLUMNS) for heading, _ in pictures]

@@ -11,10 +11,8 @@
                 split has pieces for 3, because heads that are left over show what an even split hides
     sequence    on 2 ranks that shard the tokens between the matrices
 
-Where ZeRO 3 or sequence parallelism is refused or raises, the answer says why, and the other checks count.
-Other numbers than those of one process are an error everywhere. A model that is registered without roles is
-checked without the last two, and the answer says so. What differs is listed with the names of parts and
-parameters.
+What differs is listed with the names of parts and parameters. The checks need every strategy, so they stand
+above them; `hpnb.models` imports this file when `check` is first used.
 """
 
 from __future__ import annotations
@@ -22,13 +20,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from importlib import import_module
 from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
+from hpnb import data_parallel, tensor_parallel
+from hpnb.data_parallel.fsdp_units import modules_with_forward
+from hpnb.layout import Layout
+from hpnb.mesh import Axis, Mesh
 from hpnb.models import registry
 from hpnb.models.compare_parts import (
     TARGETS,
@@ -49,8 +50,9 @@ from hpnb.models.registry import (
     registration_of,
     roles,
 )
+from hpnb.pipeline_parallel import Pipeline, schedules
 from hpnb.placement import full_gradients
-from hpnb.ranks import launch
+from hpnb.ranks import launch, world_size
 from hpnb.ranks.current_rank import inside_rank
 from hpnb.ranks.errors import RankError
 
@@ -65,6 +67,11 @@ _RAISED = re.compile(r"rank \d+ of \d+ raised \w+: ")
 
 def check(model: nn.Module, batch: Mapping[str, Any], ranks: int = 2, timeout: float = 120.0) -> str:
     """Compare what is registered for `model` with its forward, and with itself on `ranks` processes.
+
+    The parts, run one after the other, must give the forward's outputs and gradients, and so must a pipeline,
+    ZeRO 3, tensor and sequence parallelism on ranks. Where ZeRO 3 or sequence parallelism is refused or
+    raises, the answer says why; other numbers than those of one process are an error everywhere. A model that
+    is registered without roles is checked without tensor and sequence parallelism, and the answer says so.
 
     The model, its gradients and the random generators stay as they are: a copy in float64 with other weights
     is run, on the CPU.
@@ -284,18 +291,14 @@ def _compare_on_ranks(
 
 
 def _on_a_pipeline(registration: Registration, model: nn.Module, inputs: dict[str, Any]) -> Result:
-    # The strategies are above this room, and this runs on ranks alone: so they are not imported at the top.
-    hpnb, pipelines = import_module("hpnb"), import_module("hpnb.pipeline_parallel")
     registry.REGISTERED[type(model)] = registration
-    ranks = hpnb.world_size()
-    schedule = pipelines.schedules.make("1f1b", stages=ranks, microbatches=2)
-    mesh = hpnb.Mesh(hpnb.Layout(pp=ranks))
+    schedule = schedules.make("1f1b", stages=world_size(), microbatches=2)
 
     def loss(outputs: Any, _: Any) -> Any:
         return loss_of(tensors_of(outputs).values()), 1
 
     first_name = {name: names[0] for names in tied(model) for name in names}
-    pipe = hpnb.Pipeline(model, mesh.pp, schedule, loss)
+    pipe = Pipeline(model, _axis("pp"), schedule, loss)
     result = pipe.step(inputs, scale=2.0)  # two microbatches, each a sum with a count of 1
     outputs = {} if result.outputs is None else tensors_of(result.outputs)
     gradients = {first_name.get(n, n): p.grad for n, p in pipe.named_parameters() if p.grad is not None}
@@ -304,8 +307,8 @@ def _on_a_pipeline(registration: Registration, model: nn.Module, inputs: dict[st
 
 def _on_zero_3(registration: Registration, model: nn.Module, inputs: dict[str, Any]) -> Result:
     registry.REGISTERED[type(model)] = registration
-    zero, axis = import_module("hpnb.data_parallel"), _axis("dp")
-    zero.fully_shard(model, axis, find_unused_parameters=True)
+    axis = _axis("dp")
+    data_parallel.fully_shard(model, axis, find_unused_parameters=True)
     outputs = tensors_of(model_forward(model, inputs))
     loss_of(outputs.values()).backward()
     return {name: value.detach() for name, value in outputs.items()}, full_gradients(model, [axis])
@@ -313,20 +316,18 @@ def _on_zero_3(registration: Registration, model: nn.Module, inputs: dict[str, A
 
 def _on_zero_3_in_a_pipeline(registration: Registration, model: nn.Module, inputs: dict[str, Any]) -> Result:
     registry.REGISTERED[type(model)] = registration
-    hpnb, zero = import_module("hpnb"), import_module("hpnb.data_parallel")
-    units = import_module("hpnb.data_parallel.fsdp_units")
-    schedule = import_module("hpnb.pipeline_parallel").schedules.make("1f1b", stages=1, microbatches=1)
-    axis = _axis("dp")
+    schedule = schedules.make("1f1b", stages=1, microbatches=1)
+    mesh = Mesh(Layout(dp=world_size()))
 
     def loss(outputs: Any, _: Any) -> Any:
         return loss_of(tensors_of(outputs).values()), 1
 
-    pipe = hpnb.Pipeline(model, hpnb.Mesh(hpnb.Layout(dp=hpnb.world_size())).pp, schedule, loss)
-    blocks = [inner for block in pipe.module.units for inner in units.modules_with_forward(block)]
-    zero.fully_shard(pipe.module, axis, units=blocks, find_unused_parameters=True)
-    pipe.gradients = zero.sink(pipe.module)
+    pipe = Pipeline(model, mesh.pp, schedule, loss)
+    blocks = [inner for block in pipe.module.units for inner in modules_with_forward(block)]
+    data_parallel.fully_shard(pipe.module, mesh.dp, units=blocks, find_unused_parameters=True)
+    pipe.gradients = data_parallel.sink(pipe.module)
     outputs = tensors_of(pipe.step(inputs).outputs)
-    return {name: value.detach() for name, value in outputs.items()}, full_gradients(pipe.module, [axis])
+    return {name: value.detach() for name, value in outputs.items()}, full_gradients(pipe.module, [mesh.dp])
 
 
 def _on_sequence_parallel(
@@ -336,7 +337,7 @@ def _on_sequence_parallel(
     registry.REGISTERED[type(model)] = registration
     axis = _axis("tp")
     try:
-        import_module("hpnb.tensor_parallel").parallelize(model, axis, sequence_parallel=True)
+        tensor_parallel.parallelize(model, axis, sequence_parallel=True)
     except ValueError as error:
         return f"{_REFUSED}{error}"
     try:
@@ -347,20 +348,21 @@ def _on_sequence_parallel(
 
 def _on_tensor_parallel(registration: Registration, model: nn.Module, inputs: dict[str, Any]) -> Result:
     registry.REGISTERED[type(model)] = registration
-    import_module("hpnb.tensor_parallel").parallelize(model, _axis("tp"))
+    tensor_parallel.parallelize(model, _axis("tp"))
     return _result_of_shards(model, inputs)
 
 
-def _axis(name: str) -> Any:
+def _axis(name: str) -> Axis:
     """All ranks, as the axis of this name."""
-    hpnb = import_module("hpnb")
-    return getattr(hpnb.Mesh(hpnb.Layout(**{name: hpnb.world_size()})), name)
+    sizes: dict[str, Any] = {name: world_size()}
+    axis: Axis = getattr(Mesh(Layout(**sizes)), name)
+    return axis
 
 
 def _result_of_shards(model: nn.Module, inputs: dict[str, Any]) -> Result:
     outputs = tensors_of(run_parts(anatomy(model), inputs))
     loss_of(outputs.values()).backward()
-    gradients = import_module("hpnb.tensor_parallel").full_gradients(model)
+    gradients = tensor_parallel.full_gradients(model)
     return {name: value.detach() for name, value in outputs.items()}, gradients
 
 

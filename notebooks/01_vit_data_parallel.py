@@ -389,7 +389,8 @@ lesson.record("01.versions", figures.describe_versions(rounds))
 # %% [markdown]
 # <details><summary>How to read the figures</summary>
 #
-# Every ratio of two measured steps here is a median over rounds, so quotients of medians in seconds may differ. Printed
+# We divide or subtract two measured times within each round, and then take the median. So C / B need not equal the
+# quotient of the two medians in the table, and a median difference need not equal the difference of two medians. Printed
 # ranges are rounded, verdicts are not.
 #
 # If rounds are independent, the true median lies in the range with 95 % confidence. The rule of thumb of the question
@@ -582,8 +583,7 @@ lesson.record("01.extra", figures.cost_of_overlap(times[middle]))
 # - Reduced after it, a step is <data value="01.measured.after">not free at 197, 788 and 3,152, free from 12,608 on</data>. By the law it is free from <data value="01.law.after:,.0f">11,075</data> on.
 # - Overlap, against reducing after the backward, is <data value="01.measured.overlap">faster at 3,152, slower at 197, undecided at 788 and 12,608</data>.
 #
-# Your guess was the number of tokens from which a step with overlap is free. It is scored only if, with overlap, a size
-# that we timed is free.
+# Your guess is scored only if, with overlap, a size that we timed is free.
 #
 # A measured ratio can leave the law's line in both directions. A step that computes slower than R lowers the ratio.
 # Costs that the law leaves out, such as latencies, raise the ratio. With <data value="01.slow.tokens:,">197</data> tokens the step alone takes <data value="01.slow.times:.1f">8.2</data> times as
@@ -605,7 +605,9 @@ lesson.record("01.extra", figures.cost_of_overlap(times[middle]))
 # <details><summary>The law's times and the measured ones</summary>
 #
 # At B the all-reduce takes <data value="01.wide.by-bandwidth">11.0 ms</data>. At R the step alone, with the scores of attention, takes <data value="01.wide.at-rate">31.5 ms</data>. Measured, they
-# take <data value="01.extra.all-reduce">10.3 ms</data> and <data value="01.alone">39.0 ms</data>. The step with overlap takes <data value="01.extra.compared">1.07 ms less than</data> the two measured times together.
+# take <data value="01.extra.all-reduce">10.3 ms</data> and <data value="01.alone">39.0 ms</data>. Compared within rounds, the step with overlap takes <data value="01.extra.compared">1.07 ms less than</data> the step
+# alone and the all-reduce together. We subtract within each round and take the median, so the medians above need not
+# give the same difference.
 #
 # *Launches* are the calls that start a GPU's kernels. With <data value="01.slow.tokens:,">197</data> tokens, do they make the step slower than at R? On its
 # slowest rank, <data value="01.slow.rank">rank 1</data>, we see this: <data value="01.slow.words">its process needs 13.1 ms just to launch the step, so launches set the time there</data>.
@@ -644,20 +646,21 @@ lesson.record("01.wide", figures.describe_wide(wide.size, DTYPE, card))
 
 # %% [markdown]
 # Do these two costs and the last bucket, which no backward can overlap, explain the step with overlap? By α and B
-# that bucket takes <data value="01.together.last-bucket">232 µs</data>, or <data value="01.together.share:.3f">0.006</data> of the step alone. Together that makes <data value="01.cause.beside-an-unrelated-all-reduce.step-step-alone:.3f">1.077</data> x <data value="01.cause.with-buckets-nothing-sent.step-step-alone:.3f">1.055</data> + <data value="01.together.share:.3f">0.006</data> = <data value="01.together.ratio:.2f">1.14</data>. The sweep's
-# range was <data value="01.middle.low:.2f">1.22</data> to <data value="01.middle.high:.2f">1.25</data>.
+# that bucket takes <data value="01.together.last-bucket">232 µs</data>, or <data value="01.together.share:.3f">0.006</data> of the step alone. Together that makes <data value="01.cause.beside-an-unrelated-all-reduce.step-step-alone:.3f">1.077</data> x <data value="01.cause.with-buckets-nothing-sent.step-step-alone:.3f">1.055</data> + <data value="01.together.share:.3f">0.006</data> = <data value="01.together.ratio:.2f">1.14</data>. For the
+# step with overlap we measured a range of <data value="01.middle.low:.2f">1.22</data> to <data value="01.middle.high:.2f">1.25</data> above.
 # <data value="01.together.lies">The sum lies below this range, but with the upper ends of the factors' ranges it would reach it, so this run cannot decide</data>.
 #
 # <details><summary>Why we divide within rounds</summary>
 #
-# A machine's speed can change between rounds and between cells: a step alone took <data value="01.together.alone">41.3 ms</data> here and <data value="01.alone">39.0 ms</data> in the
-# sweep. Such a change hits both times of one round alike, so a ratio within rounds suffers less from it than a quotient of
+# A machine's speed can change between rounds and between cells: a step alone took <data value="01.together.alone">41.3 ms</data> in these rounds, and <data value="01.alone">39.0 ms</data> in
+# those that compared batch sizes. Such a change hits both times of one round alike, so a ratio within rounds suffers less from it than a quotient of
 # two medians. A range assumes independent rounds, which a slow change of speed violates.
 # </details>
 #
 # <details><summary>Why an all-reduce can slow the backward beside it</summary>
 #
-# An all-reduce also adds and copies numbers. A longer backward has no more bytes to reduce, so this cost becomes a smaller share of the step.
+# An all-reduce also adds and copies numbers. With more tokens the backward is longer, but the gradient has as many bytes as
+# before. So the slowdown becomes a smaller share of the step.
 #
 # On a CPU the threads of an all-reduce occupy cores.
 #

@@ -87,7 +87,7 @@ here = lesson.banner(1, "cpu", model=gpts, data=runs, timed=False,
 #   dp, if pp x tp is 8    1 member on each node    8 groups, one NIC for each
 # ```
 #
-# A single ring leaves a node once and uses one NIC there, however many members it has on that node. So NCCL runs several rings
+# A single ring leaves a node once and uses one NIC, however many members it has there. So NCCL runs several rings
 # in parallel, and 8 members on a node use all 8 NICs. All groups communicate at the same time and
 # share the NICs: a group with half of a node's GPUs gets half of them.
 
@@ -138,10 +138,10 @@ def block_seconds(run, nodes, tp, b):
 # %% [markdown]
 # Last, the step, from m microbatches, p stages and v chunks: with interleaving, each GPU has v small stages instead of one. The
 # last stage also has the logits, the vocabulary's matmul, and sets the pace. The bubble includes the time
-# that other stages wait for it. Filling and draining the pipeline lasts as long as
-# (p - 1)/v microbatches on one GPU. In exchange a microbatch makes v times as many *hops*. In a hop, each of a stage's t ranks sends a
-# t-th of the activation to its partner on the next stage, whose t ranks then all-gather. The gradient is all-reduced at the end and overlaps with nothing, as in
-# Megatron-LM of 2021. The optimizer moves 28 bytes per parameter.
+# that other stages wait for it. With v chunks, filling and draining the pipeline take only a v-th as long: the time of
+# (p - 1)/v microbatches on one GPU. The price is v times as many *hops*. In a hop, each of a
+# stage's t ranks sends a t-th of the activation to its partner on the next stage, whose t ranks then all-gather. The
+# gradient is all-reduced at the end and overlaps with nothing, as in Megatron-LM of 2021. The optimizer moves 28 bytes per parameter.
 
 
 # %%
@@ -296,8 +296,9 @@ days = steps * step(largest.run, replace(a100, gpus=largest.gpus), largest.plan)
 # and the optimizer sharded. The source does not give microbatches, chunks or recomputation. We assume microbatches of one
 # sample, the fastest number of chunks, and no recomputation, so hardware and model FLOPs are equal.
 #
-# The table's *predicted* keeps the A100s' share, as does the ratio. *tp and dp free* assumes that both overlap with
-# computing and take no time. *And share refitted* assumes that too, and fits the share to the H100s' 1.7B.
+# In the next table, *predicted* and the ratio use the A100s' share. In the column *tp and dp free*, both
+# overlap with computing and take no time. The column *and share refitted* has them free, too, with a share fitted to the
+# H100s' 1.7B.
 
 
 # %%
@@ -374,8 +375,8 @@ lesson.claim("More terms beat any fit", (plan[h100_runs], "<", least))
 # %% [markdown]
 # Overlap matters more than the share. With tp and dp free and the A100s' share, the worst error is <data value="09.unfitted">28.1 %</data>.
 # With tp and dp exposed, even the best of the nine fitted shares gives <data value="09.free.exposed">34.2 %</data>. With tp and dp free, the best
-# is <data value="09.free.least">13.4 %</data>, fitted to <data value="09.free-best">7.1B</data>. A fit to 1.7B is worst, because that run is unusually slow. Refitting to it
-# alone, with both exposed, even raises the error from <data value="09.era">43.6 %</data> to <data value="09.planners.nine-h100-runs.forty-lines">71.3 %</data>.
+# is <data value="09.free.least">13.4 %</data>, fitted to <data value="09.free-best">7.1B</data>. A fit to 1.7B is worst, because that run is unusually slow. Refitting to it,
+# with both exposed, even raises the error from <data value="09.era">43.6 %</data> to <data value="09.planners.nine-h100-runs.forty-lines">71.3 %</data>.
 #
 # On the H100 runs `hpnb plan` is up to <data value="09.planners.nine-h100-runs.hpnb-plan">10.4 %</data> off. On our H200 runs it is up to
 # <data value="09.planners.our-h200-runs.hpnb-plan">6.00 %</data> off; the forty lines, <data value="09.planners.our-h200-runs.forty-lines">18.5 %</data>.
@@ -436,7 +437,7 @@ lesson.claim("On it, all tied have tp 4 or 8", all(t in (4, 8) for _, t in tied)
 # of all on the fast network, and <data value="09.slow.cliff:.1f">4.6</data> times on the slow one.
 #
 # On the fast network <data value="09.fast.tied">8</data> layouts are tied, the best included; on the slow one, <data value="09.slow.tied">4</data>. There,
-# <data value="09.slow.best">pp 16 x tp 8</data> is best. The next takes <data value="09.slow.second">9.82 %</data> longer, which is less than the planner's error, so another
+# <data value="09.slow.best">pp 16 x tp 8</data> is best. The next takes <data value="09.slow.second">9.82 %</data> longer, less than the planner's error, so another
 # may win.
 
 # %%
@@ -626,8 +627,8 @@ lesson.claim("Slow GPUs slow all layouts alike", (ratio["matmuls"], ">", 0.5))
 lesson.claim("Slow links do not", (max(ratio["inside"], ratio["between"]), "<", 0.5))
 
 # %% [markdown]
-# - **Slow GPUs** slow every layout. The smallest slowdown is <data value="09.least.matmuls:.2f">0.87</data> of the largest. As a rule, blame the
-#   GPUs if this is above a half.
+# - **Slow GPUs** slow every layout. The smallest slowdown is <data value="09.least.matmuls:.2f">0.87</data> of the largest. If this is
+#   above a half, suspect the GPUs.
 # - **Slow links inside nodes** hit tp 8 by <data value="09.half.tp-8.half-inside">9.68 %</data>, and tp 1 hardly.
 # - **A slow network** hits tp 1 most, <data value="09.half.tp-1.half-between">4.83 %</data>, because its gradients are largest.
 #
@@ -639,8 +640,9 @@ lesson.claim("Slow links do not", (max(ratio["inside"], ratio["between"]), "<", 
 #
 # <details><summary>Hint</summary>
 #
-# Ask two questions. Is the smallest slowdown above half of the largest? If not, look only at the layouts with the smallest tp:
-# is their largest slowdown above half of the largest of all? In some clusters dp runs inside a node. There slow links inside the node slow tp 1 as well, but by less.
+# If the smallest slowdown is above half of the largest, the GPUs are slow. If not, look at the layouts with the smallest
+# tp. If one of them slows down by more than half of the largest slowdown, the network is slow. If none does, the links
+# inside nodes are slow. In some clusters dp runs inside a node. There such links slow tp 1 as well, but by less.
 # </details>
 
 

@@ -152,8 +152,9 @@ lesson.reveal("11.away", counted, predicted=predicted, source="counted")
 
 # %% [markdown]
 # Here is dispatch and combine by hand, for k = 1. `comm.exchange_rows` is the uneven all-to-all. Its
-# backward is the same all-to-all with send and receive sizes swapped. Arriving rows are in the order of
-# their senders, so `numbers` says which expert each is for.
+# backward swaps send and receive sizes. Rows arrive sender by sender, and those of one sender are sorted by expert.
+# `numbers` lists this rank's experts once for every sender. Repeated by the counts in `arriving`, it gives each row's
+# expert.
 
 
 # %%
@@ -197,8 +198,8 @@ lesson.show(predicted=predicted, counted=counted, unit="B", key="11.sent", title
 lesson.claim("The formula counts every byte", counted == predicted)
 
 # %% [markdown]
-# Rank 0 sends its rows for other ranks. Each row that it receives goes back as a result, so received rows are sent,
-# too. The backward does both once more, for gradients. So this many bytes leave rank 0 for rows:
+# Rank 0 sends its rows for other ranks. Each row that it receives goes back as a result.
+# The backward does both once more, for gradients. So this many bytes leave rank 0 for rows:
 #
 # $$ 2\,(\text{rows sent} + \text{rows received})\,h\,w \quad\text{bytes}, \qquad\text{on average}\qquad
 # 4\,\tfrac{p-1}{p}\,k\,n\,h\,w. $$
@@ -302,7 +303,7 @@ lesson.claim("Computing grows as the busiest rank's rows do",
 #
 # **A capacity.** Drop an expert's surplus rows.
 #
-# The balancing loss multiplies two means, f and P, so it must be computed from f and P of all tokens and not averaged over ranks.
+# The balancing loss multiplies two means, f and P, so it must be computed from all tokens' f and P, not averaged over ranks.
 
 
 # %%
@@ -385,8 +386,8 @@ lesson.show(columns=loads, key="11.loads", title=title)
 
 # %% [markdown]
 # In each block we divide the rows of the step's busiest expert by the mean. The figure shows the mean of the two blocks. In
-# each run some expert soon gets <data value="11.peak:.2f">3.52</data> times the mean load or more. Loads can become more even without balancing, too, so
-# compare runs in the same steps. In the last ten, the busiest expert has
+# each run some expert soon gets <data value="11.peak:.2f">3.52</data> times the mean load or more. Two of the runs balance. Loads can become more even
+# without balancing, too, so compare runs in the same steps. In the last ten, the busiest expert has
 # <data value="11.run.no-balancing.busiest-expert-mean-counted:.2f">2.78</data> times the mean without balancing, and
 # <data value="11.run.selection-bias.busiest-expert-mean-counted:.2f">1.35</data> times with the bias. Without balancing, a layer's experts
 # compute <data value="11.run.no-balancing.computing-of-a-layer-of-one-with-even-loads-replayed:.2f">1.61</data> times as long as with even loads.
@@ -573,7 +574,7 @@ lesson.record("11.besides", counted["dp"] - predicted["dp"], "B")
 # ### The silent failure
 #
 # A training loop that doesn't know of experts averages all gradients over dp. Shapes agree, so nobody complains that expert 0 gets the gradient of expert 4 mixed in. We write the
-# loop by hand and change only the axis. The second cell below also prints the *field guide*.
+# loop by hand and change only the axis. The second cell also prints the *field guide*.
 
 
 # %%
@@ -635,7 +636,7 @@ lesson.field_guide.show()
 # the fault costs. The second curve alone looks healthy, because everything except the experts is trained correctly, and
 # young experts matter little: under *Capacity*, dropping all their rows raised the loss by only <data value="11.rise.all:.3f">0.058</data>.
 #
-# The instrument is a backward of a few tokens before the first step, with equal weights in both runs. With three tokens, <data value="11.unused">4</data> of the last block's eight experts have no
+# The instrument is a backward of three tokens before the first step, with equal weights in both runs. There, <data value="11.unused">4</data> of the last block's eight experts have no
 # token, so their gradient must be zero. With the wrong axis,
 # <data value="11.fault.averaged-over-dp.unused-experts-with-a-gradient-counted">2</data> of these have a gradient. All experts' gradients
 # together are off from those of one process by <data value="11.fault.averaged-over-dp.experts-gradients-off-by-measured:.2f">1.00</data> of their norm.
@@ -769,7 +770,7 @@ lesson.claim("In pairs, the plugin trains as without a pipeline", (off, "<", 1e-
 #
 # Notebook 06 has a relative of DualPipe, `dualpipe-v`. In its order, <data value="11.pairs">70.3 %</data> of the forwards are followed at once by a backward of another microbatch.
 # We run such two together, as a pair. Other forwards run alone, while the pipeline fills. In pairs, a
-# simulated step takes <data value="11.step.in-pairs.simulated">5.96 s</data> instead of <data value="11.step.one-after-the-other.simulated">8.21 s</data>. Without any messages it would take <data value="11.step.no-messages.simulated">4.06 s</data>.
+# simulated step takes <data value="11.step.in-pairs.simulated">5.96 s</data> instead of <data value="11.step.one-after-the-other.simulated">8.21 s</data>. Without messages it would take <data value="11.step.no-messages.simulated">4.06 s</data>.
 #
 # <details><summary>DualPipe and dualpipe-v</summary>
 #

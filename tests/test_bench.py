@@ -155,7 +155,10 @@ def test_zb_h1_contends_with_the_peak_of_1f1b() -> None:
 def test_gpipe_has_smaller_microbatches_where_all_of_them_would_not_fit() -> None:
     images, sequences = pipeline.tasks("cuda", 8)
     assert [pipeline.gpipe_share("gpipe", task) for task in (images, sequences)] == [0.5, 1.0]
-    assert pipeline.gpipe_share("1f1b", images) == 1.0
+    h100s, two_h100s = 4 * 85e9, 2 * 85e9
+    assert [pipeline.gpipe_share("gpipe", images, memory) for memory in (h100s, two_h100s)] == [0.25, 0.125]
+    assert pipeline.gpipe_share("gpipe", images, 8 * 140e9) == 0.5
+    assert pipeline.gpipe_share("1f1b", images, h100s) == 1.0
     assert pipeline.bubble_title(images).endswith("128 images (gpipe: 0.5 of that)")
     assert "gpipe" not in pipeline.bubble_title(sequences)
     assert pipeline.tasks("cuda", 8, 0.5)[0].batch == images.batch / 2 == 512

@@ -19,6 +19,7 @@ the table's title says so.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -45,7 +46,8 @@ CONTESTS = {"1f1b": ("Schedule1F1B", 1), "zb-h1": ("Schedule1F1B", 1),
             "interleaved": ("ScheduleInterleaved1F1B", 2), "zb-v": ("ScheduleZBVZeroBubble", 2)}  # fmt: skip
 SWEEP = (4, 8, 16, 32)  # microbatches, for bubbles
 BUBBLES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-v": 2}  # chunks a rank
-GPIPE_SHARE = {"ViT-L/16": 0.5}  # of a microbatch, so that `SWEEP` fits
+GPIPE_SHARE = {"ViT-L/16": 0.5}  # of a microbatch, so that `SWEEP` fits into
+GPIPE_MEMORY = 4 * 140e9  # bytes of all ranks together
 
 
 def tasks(device: str, microbatches: int, size: float = 1) -> list[TrainingTask]:
@@ -128,9 +130,23 @@ def run(
 # --- bubbles ---------------------------------------------------------------------------------------------
 
 
-def gpipe_share(name: str, task: TrainingTask) -> float:
-    """The share of a microbatch that the schedule of that name gets."""
-    return GPIPE_SHARE.get(task.what, 1.0) if name == "gpipe" else 1.0
+def gpipe_share(name: str, task: TrainingTask, memory: float = GPIPE_MEMORY) -> float:
+    """The share of a microbatch that the schedule of that name gets.
+
+    Args:
+        memory: bytes of all ranks together; a power of two less for GPipe where they are fewer.
+    """
+    if name != "gpipe":
+        return 1.0
+    halvings = max(0, math.ceil(math.log2(GPIPE_MEMORY / memory)))
+    return GPIPE_SHARE.get(task.what, 1.0) / 2**halvings
+
+
+def total_memory() -> float:
+    """Bytes of the GPUs of all ranks, taken to be alike. On a CPU, GPipe has what it needs."""
+    if hpnb.device().type == "cpu":
+        return GPIPE_MEMORY
+    return float(torch.cuda.get_device_properties(hpnb.device()).total_memory) * hpnb.world_size()
 
 
 def measure_bubbles(place: int, sweep: Sequence[int], size: float) -> list[tuple[Any, ...]]:
@@ -142,7 +158,7 @@ def measure_bubbles(place: int, sweep: Sequence[int], size: float) -> list[tuple
         first = tasks(kind, 1, size)[place]
         model = first.build().to(first.dtype)
         for name, m in itertools.product(BUBBLES, sweep):
-            task = tasks(kind, m, size * gpipe_share(name, first))[place]
+            task = tasks(kind, m, size * gpipe_share(name, first, total_memory()))[place]
             with free_memory():  # else a step would search for memory that another schedule has cut up
                 pipe, feed = make_pipeline(task, axis, name, model)
                 rows.append((name, m, *_bubble(pipe, cast_inputs(feed.batch, task.dtype))))
@@ -182,9 +198,9 @@ def measure_recording(place: int, size: float, microbatches: int, pairs: int) ->
     return ratios
 
 
-def bubble_title(task: TrainingTask) -> str:
+def bubble_title(task: TrainingTask, memory: float = GPIPE_MEMORY) -> str:
     """The task's name, and GPipe's share of a microbatch where it is not 1."""
-    share = gpipe_share("gpipe", task)
+    share = gpipe_share("gpipe", task, memory)
     unit = "sequences" if isinstance(task.size, GPT2Size) else "images"
     name = f"{task.what}, microbatches of {task.rows} {unit}"
     return name if share == 1 else f"{name} (gpipe: {share:g} of that)"
@@ -194,9 +210,10 @@ def print_bubbles(ranks: int, device: str, sweep: Sequence[int], size: float) ->
     """Print the table: measured beside simulated."""
     choice = hpnb.ranks.choose_device(device, ranks)
     with hpnb.Ranks(choice.ranks, device=choice.device, timeout=600.0) as pool:
+        memory = pool.run(total_memory)[0]
         for place, task in enumerate(tasks(choice.device, 1, size)):
             rows = pool.run(measure_bubbles, place, sweep, size)[0]
-            print(f"{bubble_title(task)}: {choice.ranks} ranks on {choice.device}")
+            print(f"{bubble_title(task, memory)}: {choice.ranks} ranks on {choice.device}")
             print(f"{'':14}m   measured simulated  points       step  simulated")
             for name, m, measured, simulated, seconds, simulated_seconds in rows:
                 print(f"{name:12} {m:3d} {100 * measured:8.1f} % {100 * simulated:7.1f} % "

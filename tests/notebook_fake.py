@@ -188,7 +188,7 @@ MUTATIONS: list[tuple[str, str, Callable[[Any], None]]] = [
     ("short_prose", "3000 more words", _say("word " * 3000)),
     ("few_cells", "25 more cells", lambda nb: nb.cells.extend(new_code_cell("1") for _ in range(25))),
     ("short_cells", "a cell of 41 lines", _append("x = 1\n" * 41)),
-    ("short_cells", "a median of 11", lambda nb: nb.cells.extend([new_code_cell("1\n" * 11)] * 11)),
+    ("short_cells", "a median of 12", lambda nb: nb.cells.extend([new_code_cell("1\n" * 12)] * 11)),
     ("few_sections", "7 more sections", _say("## More\n\n" * 7)),
     ("few_sections", "no section", _replace("## ", "#### ")),
     ("numbered_exercises", "a number left out", _replace("Exercise 2: number", "Exercise 4: number")),

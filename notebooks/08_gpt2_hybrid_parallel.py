@@ -331,9 +331,10 @@ lesson.claim("zb-h1 idles a smaller share than 1F1B", idle["zb-h1"] < idle["1f1b
 # predicted order; by chance it would be half. The prediction's first choice, <data value="08.fastest.predicted">dp 4 x tp 2</data>, takes
 # <data value="08.cost.prediction">104 %</data> longer than the fastest. The rule of thumb, replicas alone, loses <data value="08.cost.replicas">0 %</data>.
 #
-# Two layouts are *tied* if their steps differ by no more than repeats of one layout do, <data value="08.ties.spread">6.90 %</data>.
+# We call two layouts *tied* if their steps differ by no more than repeats of one layout do, <data value="08.ties.spread">6.90 %</data>.
 # Here <data value="08.ties.first">no layout is tied with the first</data>. Of the
-# <data value="08.ties.decided">56</data> pairs that are not tied, <data value="08.ties.order">38</data> are predicted in the right order.
+# <data value="08.ties.decided">56</data> pairs that are not tied, <data value="08.ties.order">38</data> are predicted in the right order. But repeats of one layout
+# follow each other, so they do not show how much a step changes from one minute to another. The last section runs `dp 2 x pp 2 x tp 2` again.
 #
 # With tp, steps take <data value="08.short.with-tp.least:.2f">1.65</data> to <data value="08.short.with-tp.most:.2f">2.64</data> times as long as predicted; without, <data value="08.short.no-tp.least:.2f">0.83</data> to <data value="08.short.no-tp.most:.2f">1.61</data> times. The
 # prediction charges an all-reduce for its message alone. A rank also pays for each call, whatever its size. Where
@@ -378,13 +379,18 @@ lesson.claim("On average computing misses by larger factors under tp",
              mean(map(factor.get, rows[1:])) > mean(factor.values()))
 
 # %% [markdown]
-# The excess of `dp 4 x tp 2` is <data value="08.why.dp-4-x-tp-2.excess">52.8 ms</data>. Norms and additions take <data value="08.why.dp-4-x-tp-2.norms">10.0 ms</data> of it, thin matmuls
-# <data value="08.why.dp-4-x-tp-2.thin-matmuls">5.14 ms</data>. The rest is <data value="08.why.dp-4-x-tp-2.rest">37.6 ms</data>.
+# The excess of `dp 4 x tp 2` is <data value="08.why.dp-4-x-tp-2.excess">52.8 ms</data>. The table gives <data value="08.why.dp-4-x-tp-2.norms">10.0 ms</data> of it to norms and additions, and <data value="08.why.dp-4-x-tp-2.thin-matmuls">5.14 ms</data> to thin
+# matmuls. <data value="08.why.dp-4-x-tp-2.rest">37.6 ms</data> are left. On `dp 8` no matmul is thin, so the <data value="08.why.dp-8.thin-matmuls">-9.52 ms</data> in its row are an
+# error of timing. Where another row's thin matmuls are not clearly further from 0 than that, this run does not decide what they cost.
 #
 # <details><summary>Other parts and options</summary>
 #
 # The rest is <data value="08.why.dp-2-x-pp-2-x-tp-2.rest">125 ms</data> on `dp 2 x pp 2 x tp 2`, <data value="08.why.dp-2-x-tp-4-zero-1-sequence-parallel.rest">99.7 ms</data> with sequence parallelism, and <data value="08.why.dp-8.rest">4.76 ms</data> on `dp 8`,
-# which has no tp. We did not trace these rests. On `dp 8` nothing is thin, so its time for thin matmuls is noise.
+# which has no tp. We did not trace these rests.
+#
+# A rank times a norm alone, and the same matmul with all columns and with a t-th. On `dp 8` both matmuls are the same one. A
+# launch may take longer than a small kernel. It is in the fixed time c of a block already, so wherever launches are in these
+# columns, too, they count twice. So norms take at most what their column says. Errors in the two columns change the rest by as much.
 #
 # Recomputation repeats a forward, for which we assumed a third of a block's time. On dp 2 x pp 4 forwards take <data value="08.forward">43.2 %</data> of forward and backward together, so we would
 # expect recomputation to add these <data value="08.forward">43.2 %</data>. It made computing <data value="08.again">99.5 %</data> longer. We did not trace the difference, nor the
@@ -403,8 +409,8 @@ lesson.claim("On average computing misses by larger factors under tp",
 # long as predicted. Its largest error, too long or too short, is <data value="08.most.optimizer">6.68 ms</data>.
 # </details>
 #
-# Can one number mend the order? We let each collective of tp, a *call*, cost the same time, and charge calls for all that tp
-# adds to computing, norms and thin matmuls included. The cost of a call is the excess of
+# Can one number mend the order? We assume that every collective of tp, a *call*, costs the same fixed time, and choose this time
+# so that calls account for everything that tp adds to computing, including norms and thin matmuls. The cost of a call is the excess of
 # `dp 4 x tp 2` minus that of `dp 8`, divided by 4 L + 2 calls. This leaves the excess of `dp 8`, <data value="08.why.dp-8.excess">-4.76 ms</data>.
 
 # %%
@@ -433,7 +439,7 @@ lesson.claim("With calls, computing on 2 x 2 x 2 is nearer",
              (abs(after[cube] - 1), "<=", abs(factor[cube] - 1)))
 
 # %% [markdown]
-# So a call costs <data value="08.call">872 µs</data>; without the measured norms and thin matmuls it would be <data value="08.call-alone">498 µs</data>. On 2 x 2 x 2 a rank has half the blocks but four microbatches, hence twice as
+# So a call costs <data value="08.call">872 µs</data>; without the table's norms and thin matmuls it would be <data value="08.call-alone">498 µs</data>, as rough as they are. On 2 x 2 x 2 a rank has half the blocks but four microbatches, hence twice as
 # many calls. Computing there took <data value="08.cube-ratio.before:.2f">2.53</data> times as long as predicted without calls, and <data value="08.cube-ratio.after:.2f">1.10</data> times with them.
 #
 # **With the cost of a call, <data value="08.pairs.with-calls">57</data> of <data value="08.pairs.all">66</data> pairs are in order, instead of <data value="08.pairs.right">43</data>.** The first choice is now
@@ -459,7 +465,7 @@ lesson.claim("The slow link's winner sends no more", sends["slow"] <= sends["fas
 lesson.claim("pp 8 sends least", min(runs, key=lambda n: runs[n].bytes) == "pp 8")
 
 # %% [markdown]
-# A slower link changes the winner only if the winner loses more time by it than it was ahead. <data value="08.links.words">The fastest is dp 8 on this link, dp 8 with a tenth of its bandwidth, and pp 8 with a hundredth. The prediction's choices lose up to 11.6 %</data>.
+# A slower link changes the winner only if it costs the winner more time than another layout, by more than the winner's lead. <data value="08.links.words">The fastest is dp 8 on this link, dp 8 with a tenth of its bandwidth, and pp 8 with a hundredth. The prediction's choices lose up to 11.6 %</data>.
 # With a hundredth, replicas alone take <data value="08.links.0.01-x-bandwidth.dp-8-costs">72.7 %</data> longer than the fastest. pp 8 sends least.
 #
 # ### The fastest that fits
@@ -519,9 +525,13 @@ lesson.explorers.layout_choice()
 #
 # *Extra. Diagnose, 20 minutes.* `rows` is a table of a machine with one cost that the prediction lacks. A row has
 # `row.plan`, a ParallelLayout, and seconds `row.predicted[part]` and `row.measured[part]`. Return three strings: `str(row.plan)` of the layout that is off
-# by the largest factor; its part that is off by the most seconds; and the cause. The cause is "link" if the link is slower
-# than assumed, "stages" if stages are unequal, "norms" if each rank of tp computes norms in full, "kernels" if each microbatch
-# has a fixed cost besides that of its samples.
+# by the largest factor; its part that is off by the most seconds; and the cause.
+#
+# <details><summary>The four causes</summary>
+#
+# The cause is "link" if the link is slower than assumed, "stages" if stages are unequal, "norms" if each rank of tp computes
+# norms in full, "kernels" if each microbatch has a fixed cost besides that of its samples.
+# </details>
 #
 # <details><summary>Hint</summary>
 #
@@ -564,8 +574,12 @@ lesson.check(exercises.worst_prediction, explain)
 # *Core. Design, 20 minutes.* GPT-2 XL is trained in three jobs of three budgets each: `job.ranks` GPUs,
 # `job.memory` bytes on each, and `job.deadline` seconds for a step of `job.samples` samples. Return the ParallelLayout,
 # with dp, pp, tp, num_microbatches and zero_stage, that keeps to all three in the fewest GPU seconds,
-# `plan.world_size * job.seconds(plan)`. GPUs may stay unused. `job.peak_bytes(plan)` is the fullest rank's memory, and
-# `job.refusal(plan)` says why a plan cannot run, or is None. The check allows 5 % more.
+# `plan.world_size * job.seconds(plan)`. GPUs may stay unused. The check allows 5 % more.
+#
+# <details><summary>What a job has</summary>
+#
+# `job.peak_bytes(plan)` is the fullest rank's memory, and `job.refusal(plan)` says why a plan cannot run, or is None.
+# </details>
 #
 # <details><summary>Hint</summary>
 #
@@ -603,7 +617,7 @@ lesson.check(exercises.choose_layout, choose)
 # </details>
 
 # %% [markdown]
-# ## Fine-tune, with the right learning rate
+# ## Train a classifier, with the right learning rate
 #
 # On 2 x 2 x 2 we train a classifier that says whether two sentences are paraphrases. It is <data value="08.recipe">a small GPT-2, trained from scratch on 720 composed pairs</data>.
 #
@@ -750,9 +764,14 @@ lesson.field_guide.show()
 # ### Exercise 3: a loop that survives
 #
 # *Core. Implement, 25 minutes.* Write `train(run, folder, steps, every)`; all ranks call it. It trains up to step `steps`, saves after each
-# `every` steps, and continues from the newest checkpoint in `folder` if there is one. `run.step(batch)` does one step. `run.loader`
-# has 8 batches an epoch; `run.loader.set_epoch(n)` gives epoch n its order. `run.booster.save` and `.load` take a path, then `run.model`, `run.optimizer`,
-# `run.scheduler`, `run.loader`. The check kills two runs, resumes each on another layout, and compares the losses with those of one process that was never killed.
+# `every` steps, and continues from the newest checkpoint in `folder` if there is one. The check kills two runs, resumes each on
+# another layout, and compares the losses with those of one process that was never killed.
+#
+# <details><summary>What a run has</summary>
+#
+# `run.step(batch)` does one step. `run.loader` has 8 batches an epoch; `run.loader.set_epoch(n)` gives epoch n its order.
+# `run.booster.save` and `.load` take a path, then `run.model`, `run.optimizer`, `run.scheduler`, `run.loader`.
+# </details>
 #
 # <details><summary>Hint</summary>
 #
@@ -796,9 +815,13 @@ lesson.check(exercises.surviving_loop, train)
 # ### Exercise 4: unknown runs
 #
 # *Extra. Diagnose, 15 minutes.* Four runs trained ten steps with Adam and were resumed after `run.resumed` of them; three
-# have a fault. `samples, rate = run.alone` are batch and learning rate, tuned on one process. Each step has `run.losses`, `run.batch_sizes`, `run.rates`, `run.samples`, the set of its
-# samples' numbers, and `run.moved`, how far rank 0's weights went, divided by the rate. Return "right", "learning rate",
-# "momenta" if lost, or "samples" if some were seen again too soon.
+# have a fault. Return "right", "learning rate", "momenta" if lost, or "samples" if some were seen again too soon.
+#
+# <details><summary>What a run has</summary>
+#
+# `samples, rate = run.alone` are batch and learning rate, tuned on one process. Each step has `run.losses`, `run.batch_sizes`, `run.rates`, `run.samples`, the set of its
+# samples' numbers, and `run.moved`, how far rank 0's weights went, divided by the rate.
+# </details>
 #
 # <details><summary>Hint</summary>
 #
@@ -868,6 +891,9 @@ lesson.claim("The prediction is nearer than the rule of thumb",
 
 # %% [markdown]
 # We predicted <data value="08.cube.predicted">285 ms</data> a step, and replayed it takes <data value="08.cube">264 ms</data>. The rule of thumb, FLOPs alone, said <data value="08.cube.rule-of-thumb">5.52 ms</data>.
+# In the race, computing on 2 x 2 x 2 took <data value="08.cube-ratio.after:.2f">1.10</data> times as long as predicted with calls; here it takes
+# <data value="08.cube-parts.computing.replayed">197 ms</data>, and <data value="08.cube-parts.computing.predicted">211 ms</data> were predicted. So even with the same model, compare steps of one cell only.
+#
 # The loss fell from <data value="08.cube.loss.first:.2f">11.12</data> to <data value="08.cube.loss.last:.2f">6.80</data> in <data value="08.cube.loss.steps">6</data> steps of text.
 #
 # <details><summary>Part by part</summary>

@@ -77,8 +77,7 @@ here = lesson.banner(N, model=name, data=english.describe(), sizes=sizes)
 #
 # So every rank here gets a *budget* of 15.4 bytes a parameter: 24 GB for XL, <data value="05.stopped.budget">24.0 GB</data> for this page's model.
 # `hpnb.record.memory(..., budget=...)` counts the bytes of all tensors after every operator, and raises where a GPU
-# would be out of memory. We run one step of DDP with hardly any tokens, <data value="05.stopped.tokens">64</data> on each rank. The steps
-# that we compare later have <data value="05.tokens.page:,.0f">4,096</data>.
+# would be out of memory. We run one step of DDP with hardly any tokens, <data value="05.stopped.tokens">64</data> on each rank.
 #
 # Some cells ask you to guess a number first. Without a guess, a *rule of thumb* takes its place. Here it counts weights and gradients only.
 
@@ -369,15 +368,16 @@ lesson.claim("ZeRO-2 fits XL with room to spare", (xl[ZeroConfig(2)], "<", 0.8 *
 # <details><summary>Both peaks, line by line</summary>
 #
 # The formulas above, by category. At the turn, *activations* include one of the loss's three terms, 4 V T. This
-# page's fullest moment is: <data value="05.worked.name.this-page-zero-0">turn</data>.
+# page's fullest moment is: <data value="05.worked.name.this-page-zero-0">turn</data>. The right column has the formulas of the turn. Were the backward of a block fullest, *activations* would have
+# no 4 V T, and *temporary* would be 14 T h w + V h w instead of 8 V T.
 #
 # | | XL on two ranks: ZeRO-1, at the turn | | this page: ZeRO-0 | |
 # |---|---|---|---|---|
 # | parameters | 2 P | <data value="05.worked.parameters.xl-on-two-ranks-zero-1">3.12 GB</data> | w P | <data value="05.worked.parameters.this-page-zero-0">3.12 GB</data> |
 # | gradients | 2 P | <data value="05.worked.gradients.xl-on-two-ranks-zero-1">3.12 GB</data> | w P | <data value="05.worked.gradients.this-page-zero-0">3.12 GB</data> |
 # | optimizer | 12 P / 2 | <data value="05.worked.optimizer.xl-on-two-ranks-zero-1">9.35 GB</data> | 8 P, in 16 bits 12 P | <data value="05.worked.optimizer.this-page-zero-0">18.7 GB</data> |
-# | activations | 28 T h w × 48 blocks + 4 V T | <data value="05.worked.activations.xl-on-two-ranks-zero-1">4.62 GB</data> | 28 T h w a block, at the turn + 4 V T | <data value="05.worked.activations.this-page-zero-0">18.5 GB</data> |
-# | temporary | 8 V T | <data value="05.worked.temporary.xl-on-two-ranks-zero-1">412 MB</data> | in a block 14 T h w + V h w, at the turn 8 V T; on a GPU workspaces | <data value="05.worked.temporary.this-page-zero-0">1.71 GB</data> |
+# | activations | 28 T h w × 48 blocks + 4 V T | <data value="05.worked.activations.xl-on-two-ranks-zero-1">4.62 GB</data> | 28 T h w a block + 4 V T | <data value="05.worked.activations.this-page-zero-0">18.5 GB</data> |
+# | temporary | 8 V T | <data value="05.worked.temporary.xl-on-two-ranks-zero-1">412 MB</data> | 8 V T, on a GPU + workspaces | <data value="05.worked.temporary.this-page-zero-0">1.71 GB</data> |
 # | together | | <data value="05.xl.zero-1.predicted">20.6 GB</data> | | <data value="05.peak.zero-0.predicted">45.1 GB</data> |
 #
 # XL has T = 1,024, h = 1,600, V = 50,257, w = 2 and P = 1,557,611,200. On this page T is <data value="05.tokens.page">4,096</data>, h <data value="05.shape.hidden">1,600</data>, V <data value="05.shape.vocabulary">50,257</data>, w <data value="05.shape.bytes">2</data>. Norms'
@@ -464,9 +464,10 @@ lesson.record("05.tokens", {"equal": floor / slope, "page": TOKENS, "ranks": N})
 words.record_shape(SIZE, DTYPE)
 
 # %% [markdown]
-# We take the lowest median of five rounds, <data value="05.floor.launch">97.8 ms</data>, as the time that launching needs.
-# By the lines, launching and computing take equally long at <data value="05.limit.equal">more than</data> <data value="05.tokens.equal:,.0f">2,655</data> tokens. This page trains with
-# <data value="05.tokens.page:,.0f">4,096</data> tokens a rank. Without messages, their forward and backward take <data value="05.floor.step">151 ms</data>. Mainly <data value="05.limit.word">launching</data> sets this time.
+# We take the lowest median of five rounds, <data value="05.floor.launch">97.8 ms</data>, as the time that launching needs. Single rounds can be
+# faster: see the bars. The lines cross at roughly <data value="05.tokens.equal:,.0f">2,655</data> tokens. This page trains with
+# <data value="05.tokens.page:,.0f">4,096</data> tokens a rank. Without messages, their forward and backward take <data value="05.floor.step">151 ms</data>. The figure's title names
+# computing only if that is over twice the launching time; below, computing can count.
 #
 # To predict a step, take forward, backward and update of one rank that sends nothing: `alone`. Recomputation adds a forward. With
 # ZeRO, we predict 1/N of the update. Communication adds what does not overlap with computing, its *exposed* part. On GPUs, we predict:
@@ -506,14 +507,12 @@ lesson.claim("ZeRO-2 communicates after its update, ZeRO-3 hardly does",
 lesson.record("05.alone", {"forward": alone[0]}, "s")
 
 # %% [markdown]
-# In the table *What a saved byte costs*, a negative price means that the median step was shorter.
-#
 # ZeRO-3 instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">19.5 GB</data>, and its median step was <data value="05.changed.zero-3">1.25 ms longer</data>. Their ranges, from fastest to slowest, <data value="05.ranges">overlap: either may be faster</data>.
 # The steps of ZeRO-1 and 2 were <data value="05.changed.zero-1">25.3 ms longer</data> and <data value="05.changed.zero-2">48.0 ms longer</data> than ZeRO-0's; we predicted <data value="05.changed.zero-1-predicted">10.9 ms shorter</data> for ZeRO-1.
 #
 # Recomputation changed a step by <data value="05.recompute.least">84.9 ms</data> to <data value="05.recompute.most">165 ms</data>, depending on the ZeRO stage. We predicted one forward, <data value="05.alone.forward">64.4 ms</data>.
 #
-# Of the <data value="05.off.of">9</data> predicted times <data value="05.off.hold">1</data> hold. Steps take <data value="05.off.low:.2f">1.14</data> to <data value="05.off.high:.2f">2.37</data> times the prediction, most with
+# The predicted time holds for <data value="05.off.hold">1</data> of <data value="05.off.of">9</data> steps. Steps take <data value="05.off.low:.2f">1.14</data> to <data value="05.off.high:.2f">2.37</data> times the prediction, most with
 # <data value="05.off.highest">ZeRO-3 + recompute + offload</data>. Where do they spend time after the backward?
 #
 # | | ZeRO-0 | ZeRO-1 | ZeRO-2 | ZeRO-3 |
@@ -534,7 +533,7 @@ lesson.record("05.alone", {"forward": alone[0]}, "s")
 # measured but predicted. The figure's bars leave out offloaded steps.
 # </details>
 #
-# The usual rule says "use the lowest ZeRO stage that fits", because ZeRO-3 sends 1.5 times as many bytes. But only exposed
+# The usual rule says "use the lowest ZeRO stage that fits", because ZeRO-3 sends 1.5 times as many bytes. But by our prediction, only exposed
 # communication costs time, and every stage from 1 on leaves a rank 1/N of the update. So we simulate the exposed communication of
 # XL on 8 GPUs of 400 TFLOP/s, with 8 sequences each. There ZeRO-1 equals ZeRO-2. Which stage exposes least on a fast link, and
 # from which bandwidth on does ZeRO-3 expose less than ZeRO-2?
@@ -554,7 +553,7 @@ lesson.reveal("05.exposed", {z: s[-1] for z, s in exposed.items()}, source="simu
 lesson.claim("ZeRO-3 exposes less than ZeRO-2 on fast links only", less == sorted(less))
 
 # %% [markdown]
-# No stage exposes less than ZeRO-0. Up to about <data value="05.link.apart">21.5 GB/s</data>, ZeRO-2 exposes the same. ZeRO-2 and 3 cross at <data value="05.link.crossing">27.4 GB/s</data>.
+# No stage exposes less than ZeRO-0. Up to about <data value="05.link.apart">21.5 GB/s</data>, ZeRO-2 exposes as much as ZeRO-0. ZeRO-2 and 3 cross at <data value="05.link.crossing">27.4 GB/s</data>.
 # From <data value="05.link.fast">38.6 GB/s</data> on, a gather is shorter than a block's forward, and ZeRO-3 overlaps nearly all gathers. There, as on InfiniBand NDR with 50 GB/s, it
 # saves more memory than ZeRO-2 *and* exposes less. On slow links, such as Ethernet with 12.5 GB/s, ZeRO-3 pays for its extra bytes.
 #
@@ -577,7 +576,7 @@ lesson.claim("ZeRO-3 exposes less than ZeRO-2 on fast links only", less == sorte
 # Offloading is computed without sharding, from 25 GB/s of PCIe and 100 GB/s of CPU memory, as in the fold on tools.
 #
 # The GPU's update is left out. It moves 28 bytes a parameter, which takes XL about 15 ms at 3 TB/s of GPU memory. ZeRO-3 on 8 GPUs
-# saves 7/8 of it, 13 ms. That is more than the <data value="05.xl-price.shard.added">8.06 ms</data> that it exposes more, so here sharding costs no time.
+# saves 7/8 of it, 13 ms, and exposes <data value="05.xl-price.shard.added">8.06 ms</data> more communication than ZeRO-0. So here sharding costs no time.
 # </details>
 #
 # **Takeaway.** Take the ZeRO stage that fits and exposes least: for XL simulated on 8 GPUs, ZeRO-3 from <data value="05.link.crossing">27.4 GB/s</data> on.
@@ -936,7 +935,7 @@ lesson.check(exercises.noise_scale, scale_from_norms)
 #
 # - A parameter costs 16 bytes, which the first update completes. Test two steps.
 # - ZeRO shards states, recomputation shrinks activations. Predict the fullest moment, then choose.
-# - Only exposed communication costs time. Of the ZeRO stages that fit, take the one that exposes least on your link.
+# - By our prediction, only exposed communication costs time. Of the ZeRO stages that fit, take the one that exposes least on your link.
 # - How far? Here from <data value="05.depth.zero-0.measured">23 blocks</data> to <data value="05.depth.zero-3-+-recompute.measured">150 blocks</data> on <data value="05.tokens.ranks">4</data> ranks; by simulation 32.5 billion parameters fit on 64 GPUs of 80 GB. Then the
 #   batch limits data parallelism, to about 400 ranks for GPT-3's.
 #

@@ -202,7 +202,7 @@ def launch_floor(
         series, f"forward and backward ({unit})", log="xy", height=2.2, xlabel="tokens of a rank"
     )
     title = "Launching sets the time of small steps, computing that of large ones"
-    title = title if computes else "Launching sets the time of all these steps"
+    title = title if computes else "Launching sets the time of small steps"
     fig = curves([panel], title=title, more_keys=[fit, ranges])
     (ax,) = fig.axes
     rule(ax, chosen, "this page", SOFT)

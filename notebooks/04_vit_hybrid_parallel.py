@@ -397,8 +397,7 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 # | tp, <data value="04.source">measured</data> | <data value="04.busy.tp">207 ms</data> | <data value="04.rest.tp.measured.rest">45.8 ms</data> | <data value="04.axes.tp.measured">252 ms</data> |
 #
 # The rest is the step less the compute of the busiest rank. Along pp it is the bubble, sending and waiting. The bubble is predicted as
-# (N-1)/m of compute, <data value="04.rest.bubble">43.0 ms</data>. In a step, it is about what one microbatch takes on the other ranks together,
-# here <data value="04.others">43.9 ms</data>. Along tp the rest is exposed all-reduces and waiting.
+# (N-1)/m of compute, <data value="04.rest.bubble">43.0 ms</data>. Along tp the rest is exposed all-reduces and waiting.
 #
 # <details><summary>Why the curves differ</summary>
 #
@@ -407,8 +406,8 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 # dp's last bucket is full when the backward ends. So its all-reduce is always exposed, and dp's curve rises a little. Once all of
 # dp's all-reduces take longer than the backward, the curve bends, and every byte counts.
 #
-# pp sends fewest bytes, partly during other microbatches. So its curve rises least where links are far slower than at dp's bend. Before
-# the bend, either of the two may rise less.
+# pp sends fewest bytes, partly during other microbatches. So its curve rises least on links much slower than the one at which dp's curve
+# bends. Before the bend, either of the two may rise less.
 # </details>
 #
 # <details><summary>How far to trust the curves</summary>
@@ -424,6 +423,10 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 #
 # **The rest** can be shorter, if messages are faster than latency and bandwidth say, or overlap with compute, which the simulation of tp
 # leaves out. It can be longer, because ranks that come first wait for the last.
+#
+# Along pp, recorded compute limits the bubble, too. If all microbatches take equally long, the busiest rank idles at most as long as one
+# microbatch takes, forward and backward, on the other N-1 ranks together, here <data value="04.others">43.9 ms</data>. It idles that long if all stages are equal
+# or the last is the busiest. If an earlier stage is the busiest, it computes while later ranks finish, and idles less.
 #
 # **The curves** need not begin at their dots. On this link, simulated time divided by <data value="04.source">measured</data> is <data value="04.near.dp:.2f">0.97</data> for dp, <data value="04.near.pp:.2f">1.00</data> for pp and <data value="04.near.tp:.2f">1.26</data> for tp.
 # The shortest step here is along <data value="04.near.fastest">dp</data>. On a tenth of the bandwidth, the shortest step simulated is along <data value="04.tenth">dp</data>. Do not ask the figure which of two
@@ -660,7 +663,8 @@ vit_hybrid.add_to_field_guide()
 # %% [markdown]
 # The swapped model learns. Averaged over 8 steps, its loss falls from <data value="04.run.swapped.loss-first-8-steps:.2f">1.12</data> to <data value="04.run.swapped.loss-last-8:.2f">0.94</data>. Its saved weights combine shards
 # that saw different images. They classify <data value="04.run.swapped.accuracy">57.1 %</data> of the validation images correctly. Always guessing the most common class gets <data value="04.guess">33.8 %</data>.
-# Nothing looks wrong until you know the correct run. Its loss reaches <data value="04.run.correct.loss-last-8:.2f">0.80</data>, its accuracy <data value="04.run.correct.accuracy">55.6 %</data>.
+# Nothing looks wrong until you know the correct run. Its loss reaches <data value="04.run.correct.loss-last-8:.2f">0.80</data>. Its accuracy, <data value="04.run.correct.accuracy">55.6 %</data>, decides
+# little: on so few images, a few percent can be chance.
 #
 # <details><summary>Why does it learn at all?</summary>
 #

@@ -128,7 +128,7 @@ lesson.predict("06.bubble", question, unit="%", rule_of_thumb=formula)
 # `time_steps` runs real steps. Where ranks share cores or a GPU, it times each action alone and *replays* the step
 # from these times, in the schedule's order. Here steps are <data value="06.run.source">measured</data>. Variants of a step share one set of weights
 # and **take turns**, A B C A B C, so that a busy second slows all of them. The cell keeps all <data value="06.repeats">5</data> repeats, because a difference smaller than their spread is no
-# finding. Later we also *simulate* steps, from times of single layers. `FEW_TOKENS` is a text for claims that fail.
+# finding. Later we also *simulate* steps, from times of single layers. If a claim on times fails, it may print `FEW_TOKENS`, a reason.
 
 
 # %%
@@ -368,8 +368,8 @@ lesson.show(figures.skyline(times.smooth, shown, times.kinds, times.loss, title=
 # The step of the cut by time takes <data value="06.cut.by-time.fastest">393 ms</data> to <data value="06.cut.by-time.slowest">509 ms</data> here. It runs again as 1F1B
 # in the section on schedules, and takes <data value="06.style.1f1b.fastest">393 ms</data> to <data value="06.style.1f1b.slowest">398 ms</data> there.
 #
-# Layers can take other times in a step than alone. Compare the forwards of rank 0 in this figure and in the one of
-# schedules. Where the first forwards take longer than the later ones, the step can grow. We did not trace the cause.
+# Layers can take other times in a step than alone. An action that takes longer than others of its kind on the same rank delays the ranks that wait
+# for its result, and the step can grow. Look for one in this figure and in that of schedules. We did not trace the cause.
 # </details>
 #
 # <details><summary>How large is the bubble of the cut by time?</summary>
@@ -386,8 +386,8 @@ lesson.show(figures.skyline(times.smooth, shown, times.kinds, times.loss, title=
 #
 # ### Slide the last cut
 #
-# The table adds up the layers of each cut's slowest stage, as measured alone. The figure has steps with other numbers of
-# blocks beside the head, and the rest spread evenly.
+# For 2 to 8 ranks, the table adds up the layers, as measured alone, of both cuts' slowest stages. The figure slides
+# our last cut: it has steps with other numbers of blocks beside the head, the rest spread evenly.
 
 # %%
 slowest, lost = gpt2_pipeline.slowest_stages(flops, times, range(2, 9))  # 2 to 8 ranks
@@ -402,7 +402,7 @@ lesson.record("06.last", last)
 lesson.claim("Too many blocks on the last stage slow each repeat", (last["by"], ">", 1))
 
 # %% [markdown]
-# On 2 to 8 ranks, the slowest stage of the cut by FLOPs takes at most <data value="06.error.ratio:.2f">1.54</data> times as long as that of the cut by time. It is
+# The slowest stage of the cut by FLOPs takes at most <data value="06.error.ratio:.2f">1.54</data> times as long as that of the cut by time. It is
 # at most <data value="06.error.excess:.1f">4.1</data> blocks longer. FLOPs' errors on head and embedding add up to <data value="06.error.ends:.1f">5.3</data> blocks, and a cut by FLOPs never
 # loses more than these. If the head alone were the slowest stage of both cuts, the error would cost nothing.
 #

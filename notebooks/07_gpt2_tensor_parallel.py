@@ -286,9 +286,9 @@ def compare_losses(V, n=16):
 
 
 # %% [markdown]
-# The backward of the loss itself sends nothing: the gradient of a logit is its softmax, minus 1 at the target, and each
-# rank knows the sum of exponentials. For float32 logits and four vocabularies, we count the bytes per token of both ways. Then we
-# count the bytes of a training step without its blocks.
+# The backward of the loss sends nothing: the gradient of a logit is its softmax, minus 1 at the target, and each
+# rank knows the sum of exponentials. For float32 logits and four vocabularies, we count the bytes per token of gathering logits or
+# reducing the three numbers. Then we count those of a training step without its blocks.
 
 # %%
 found = {V: pool.run(compare_losses, V)[0] for V in (509, 4001, 50_257, 128_256)}
@@ -749,7 +749,7 @@ lesson.ledger.add("07", Layout(tp=N), model, quantities, vit_pipeline.hardware(N
 
 # %% [markdown]
 # A tensor-parallel rank keeps <data value="07.kept">33.9 %</data> of the layer, not <data value="07.kept.rule-of-thumb">25.0 %</data>: 10 of the 34 + 80 don't
-# depend on t, and rank 0 has most heads. All six predictions hold, with what this library keeps beyond the published formula, in red.
+# depend on t, and rank 0 has most heads. All six predictions hold if we add, in red, what this library keeps beyond the published formula.
 #
 # <details><summary>Where does the share come from?</summary>
 #

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import hybrid_cases
 import pytest
 import torch
 import torch.nn.functional as F
+from rank_pools import RankPools
 from torch import nn
 
 import hpnb
@@ -14,6 +17,13 @@ from hpnb.models import timm_vit
 
 D = torch.float64
 HIDDEN, HEADS, CLASSES = 16, 4, 5
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[RankPools]:
+    shared = RankPools(timeout=120)
+    yield shared
+    shared.close()
 
 
 class PatchEmbed(nn.Module):
@@ -155,6 +165,116 @@ def drop_paths(tp: int) -> float | None:
     return step({"drop_path_rate": 0.5}, {"tp_size": tp} if tp > 1 else {})[0]
 
 
+CONTEXT: dict[str, dict[str, Any]] = {
+    "ring": {"cp_size": 4},
+    "ulysses": {"cp_size": 4, "context_parallel": "ulysses"},
+    "all-gather, recomputed": {
+        "cp_size": 2, "context_parallel": "all-gather", "activation_checkpointing": "full"},
+    "dp, ZeRO 1": {"cp_size": 2, "zero_stage": 1},
+    "ZeRO 3": {"cp_size": 4, "zero_stage": 3},
+    "pp": {"cp_size": 2, "pp_size": 2},
+    "pp, Ulysses, split backward": {
+        "cp_size": 2, "pp_size": 2, "context_parallel": "ulysses", "pp_style": "zb-h1"},
+    "tp": {"cp_size": 2, "tp_size": 2},
+    "sequence": {"cp_size": 2, "tp_size": 2, "enable_sequence_parallelism": True},
+}  # fmt: skip
+
+
+def train_in_context(options: dict[str, Any], knobs: dict[str, Any]) -> tuple[float | None, Any]:
+    """As `step`, of this data-parallel rank's images; all weights, put together from all ranks."""
+    timm_vit.register(VisionTransformer)
+    plugin = hpnb.HybridParallelPlugin(precision="fp64", num_microbatches=2, **knobs)
+    booster, model = hpnb.Booster(plugin=plugin), build(**options)
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    batch = {name: value[plugin.mesh.dp.rank :: plugin.dp_size] for name, value in images().items()}
+    value = booster.execute_pipeline(iter([batch]), boosted, loss, optimizer)["loss"]
+    optimizer.step()
+    return None if value is None else float(value), hybrid_cases.weights(boosted)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"distilled": True}, {"representation_size": 6}], ids=["plain", "distilled", "repr"]
+)
+def test_context_parallelism_is_exact(options: dict[str, Any], pools: RankPools) -> None:
+    """5 or 6 tokens of an image, on 2 or 4 ranks of cp: loss, gradients and weights of one process."""
+    alone = build(**options)
+    start = {name: weight.clone() for name, weight in alone.state_dict().items()}
+    expected = loss(alone(images()["x"]), images())
+    expected.backward()  # type: ignore[no-untyped-call]
+    torch.optim.SGD(alone.parameters(), lr=0.5).step()
+    wanted = alone.state_dict()
+    for name, knobs in CONTEXT.items():
+        results = pools[4].run(train_in_context, options, knobs)
+        assert any(value is not None for value, _ in results)
+        for value, weights in results:
+            assert value is None or value == pytest.approx(expected.item(), rel=1e-12), name
+            ours, theirs = ({n: start[n] - w[n] for n in start} for w in (weights, wanted))
+            assert hybrid_cases.distance(ours, theirs) < 1e-12, name
+
+
+def train_plainly(knobs: dict[str, Any]) -> tuple[float, Any]:
+    """A forward, a loss of its logits, and a backward."""
+    timm_vit.register(VisionTransformer)
+    booster = hpnb.Booster(plugin=hpnb.HybridParallelPlugin(precision="fp64", **knobs))
+    model = build(distilled=True)
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    value = loss(boosted(x=images()["x"]), images())
+    booster.backward(value, optimizer)
+    optimizer.step()
+    return value.item(), hybrid_cases.weights(boosted)
+
+
+def test_a_plain_loop_with_context_parallelism_is_exact(pools: RankPools) -> None:
+    alone = build(distilled=True)
+    expected = loss(alone(images()["x"]), images())
+    expected.backward()  # type: ignore[no-untyped-call]
+    torch.optim.SGD(alone.parameters(), lr=0.5).step()
+    for knobs in ({"cp_size": 2}, {"cp_size": 2, "context_parallel": "ulysses"}):
+        for value, weights in pools[2].run(train_plainly, knobs):
+            assert value == pytest.approx(expected.item(), rel=1e-12)
+            assert hybrid_cases.distance(weights, alone.state_dict()) < 1e-12
+
+
+def boost_in_context(what: str) -> str:
+    """What context parallelism says of such a model, or its first step does."""
+    timm_vit.register(VisionTransformer)
+    model: Any = build(drop_path_rate=0.5 if what == "paths" else 0.0)
+    knobs: dict[str, Any] = {"cp_size": 2}
+    if what == "not fused":
+        model.blocks[0].attn.fused_attn = False
+    elif what == "by hand":
+        model.blocks[0].attn.forward = lambda x: x
+    elif what == "attention":
+        model.blocks[1].attn.attn_drop = nn.Dropout(0.25)
+    elif what == "pool":
+        model.global_pool = "avg"
+    booster = hpnb.Booster(plugin=hpnb.HybridParallelPlugin(precision="fp64", **knobs))
+    try:
+        boosted, *_ = booster.boost(model)
+        batch = {"pixel_values": images()["x"]} if what == "batch" else {"x": images()["x"]}
+        boosted(**batch)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+CONTEXT_REFUSALS = {
+    "paths": "blocks.1.drop_path drops with probability 0.5, and ranks of context parallelism have the same "
+    "samples and draw other random numbers; make the model with drop_path_rate=0, or use cp_size=1",
+    "attention": "blocks.1.attn.attn_drop drops with probability 0.25",
+    "not fused": "blocks.0.attn has fused_attn=False",
+    "by hand": "blocks.0.attn does not call F.scaled_dot_product_attention",
+    "pool": "has global_pool='avg', and hpnb.models.timm_vit takes 'token'",
+    "batch": "splits the patches of x (B, 3, height, width); this batch has pixel_values",
+}
+
+
+@pytest.mark.parametrize("what", CONTEXT_REFUSALS)
+def test_what_context_parallelism_cannot_split_is_refused(pools: RankPools, what: str) -> None:
+    for said in pools[2].run(boost_in_context, what):
+        assert CONTEXT_REFUSALS[what] in said
+
+
 def test_paths_are_dropped_alike_on_tensor_parallel_ranks() -> None:
     (alone,) = hpnb.launch(drop_paths, 1, ranks=1, device="cpu")
     together = hpnb.launch(drop_paths, 2, ranks=2, device="cpu")
@@ -184,3 +304,38 @@ def test_timm_s_own(name: str, options: dict[str, Any]) -> None:
     model = timm.create_model(name, num_classes=CLASSES, **sizes, **options).to(D)
     timm_vit.register(type(model))
     hpnb.models.check(model, images())
+
+
+def train_timm_s_own(name: str, knobs: dict[str, Any]) -> tuple[float | None, Any]:
+    model = make_timm_s_own(name)
+    timm_vit.register(type(model))
+    booster = hpnb.Booster(plugin=hpnb.HybridParallelPlugin(precision="fp64", num_microbatches=2, **knobs))
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    value = booster.execute_pipeline(iter([images()]), boosted, loss, optimizer)["loss"]
+    optimizer.step()
+    return None if value is None else float(value), hybrid_cases.weights(boosted)
+
+
+def make_timm_s_own(name: str) -> Any:
+    import timm
+
+    torch.manual_seed(1)
+    sizes = {"img_size": 8, "patch_size": 4, "embed_dim": HIDDEN, "depth": 2, "num_heads": HEADS}
+    model = timm.create_model(name, num_classes=CLASSES, **sizes).to(D)
+    with torch.no_grad():  # a head of zeros would have no gradients in front of it
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.2)
+    return model
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"])
+def test_timm_s_own_with_context_parallelism_is_exact(pools: RankPools, name: str) -> None:
+    pytest.importorskip("timm")
+    alone = make_timm_s_own(name)
+    expected = loss(alone(images()["x"]), images())
+    expected.backward()  # type: ignore[no-untyped-call]
+    torch.optim.SGD(alone.parameters(), lr=0.5).step()
+    for knobs in (CONTEXT["ring"], CONTEXT["ulysses"], CONTEXT["pp"]):
+        for value, weights in pools[4].run(train_timm_s_own, name, knobs):
+            assert value is None or value == pytest.approx(expected.item(), rel=1e-12)
+            assert hybrid_cases.distance(weights, alone.state_dict()) < 1e-12

@@ -1,4 +1,4 @@
-"""Let a causal language model or a ViT of transformers attend over the ranks of a context axis.
+"""Let a causal language model, or a ViT of transformers or timm, attend over the ranks of a context axis.
 
 Everything but attention works on each token by itself, so a rank runs the model on its own tokens:
 
@@ -10,7 +10,8 @@ which it shifts before it splits them; and attention, which transformers looks u
 this axis. The gradients are those of this rank's tokens. So they are reduced over dp x cp (`mesh.dp_cp`),
 as if every context rank were a replica with tokens of its own, and the loss is divided by the targets of all.
 
-A ViT takes its batch as it is, and splits the tokens after its embeddings (`shard_patches.py`).
+A ViT takes its batch as it is, and splits the tokens after its embeddings (`shard_patches.py`, and
+`shard_timm_vit.py` for timm's).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from hpnb.context_parallel.all_gather import all_gather_attention
 from hpnb.context_parallel.ring import Ring, ring_attention
 from hpnb.context_parallel.shard_patches import shard_patches
 from hpnb.context_parallel.shard_sequence import shard_batch, token_mask
+from hpnb.context_parallel.shard_timm_vit import is_timm_vit, shard_timm_vit
 from hpnb.context_parallel.ulysses import too_few_heads_message, ulysses_attention
 from hpnb.context_parallel.visibility import Visibility
 from hpnb.data.tokenizer import IGNORE_INDEX
@@ -51,22 +53,29 @@ def parallelize(model: nn.Module, axis: Axis | Mesh, mode: str = "ring") -> Cont
     """Let `model` attend over the ranks of `axis`, in place. On an axis of one rank nothing changes.
 
     Args:
-        model: a causal language model or a ViTForImageClassification of transformers, also one that is
-            sharded by tensor parallelism.
+        model: a causal language model or a ViTForImageClassification of transformers, or a ViT of timm
+            (`hpnb.models.timm_vit`), also one that is sharded by tensor parallelism.
         axis: the context axis, `mesh.cp`; of a mesh that one is taken.
         mode: "ring" (keys and values travel; zigzag shards), "all-gather" (every rank gathers them; zigzag
             shards) or "ulysses" (all-to-all over heads). A ViT is not causal, so its shards are contiguous.
 
     Raises:
         TypeError: a model of another kind, or one whose attention transformers cannot exchange.
-        ValueError: an unknown mode, dropout in the attention, or fewer heads than ranks of "ulysses".
+        ValueError: an unknown mode, dropout in the attention, fewer heads than ranks of "ulysses", or a ViT
+            of timm that drops paths.
     """
     axis = axis_of(axis, "cp")
     if mode not in CP_MODES:
         raise ValueError(f"no context-parallel mode {mode!r}; use {CP_MODES_IN_WORDS}")
-    is_vit = isinstance(model, ViTForImageClassification)
+    of_timm = is_timm_vit(model)
+    is_vit = of_timm or isinstance(model, ViTForImageClassification)
     context = ContextParallel(axis, mode, causal=not is_vit)
     if axis.size == 1:
+        return context
+    if of_timm:
+        skip_first_step_check(model)
+        context.images = "x"
+        context.count_tokens = shard_timm_vit(model, axis, mode, context.attend_to_patches)
         return context
     if not is_vit:
         _check_causal(model)
@@ -105,11 +114,13 @@ class ContextParallel:
             padding out. No attention reads it.
         count_tokens: of a ViT, which shards its tokens itself: how many an image of a batch has.
         length: of a ViT: as many, in the batch at hand.
+        images: of a ViT: what a batch calls its images.
     """
 
     keeps_mask = False
     count_tokens: Callable[[Inputs], int] | None = None
     length: int | None = None
+    images = "pixel_values"
 
     def __init__(self, axis: Axis, mode: str, causal: bool = True) -> None:
         self.axis, self.mode, self.zigzag = axis, mode, causal and mode != "ulysses"
@@ -128,7 +139,7 @@ class ContextParallel:
         if self.axis.size == 1:
             return dict(batch)
         if self.count_tokens is not None:
-            _check_images(batch)
+            _check_images(batch, self.images)
             self.length = self.count_tokens(batch)
             return dict(batch)
         # As in transformers, positions tell texts apart only where no mask says what tokens see.
@@ -174,14 +185,45 @@ class ContextParallel:
                     "leave them out of the batch, or use cp_size=1"
                 )
             visible = self._with_texts(visible, position_ids, ring, query.size(0))
+        return self._over_ranks(query, key, value, ring, visible, scale, softcap).transpose(1, 2), None
+
+    def attend_to_patches(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """What a ViT of timm calls for F.scaled_dot_product_attention: (B, H, s / cp, d) in and out."""
+        if attn_mask is not None or is_causal or dropout_p or enable_gqa:
+            raise ValueError(
+                "under context parallelism a ViT of timm has no mask, no dropout of attention weights and as "
+                "many key as query heads: all patches see each other; leave these out, or use cp_size=1"
+            )
+        ring = Ring.of(self.axis, query.size(2), self.zigzag)
+        scale = query.size(-1) ** -0.5 if scale is None else scale
+        return self._over_ranks(query, key, value, ring, Visibility(False, length=self.length), scale)
+
+    def _over_ranks(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        ring: Ring,
+        visible: Visibility,
+        scale: float,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
         if self.mode == "ulysses":
-            out = ulysses_attention(query, key, value, self.axis, visible, scale, softcap)
-        else:
-            width = max(key.size(-1), value.size(-1))  # latent attention's differ, and travel as one tensor
-            q, k, v = (F.pad(t, (0, width - t.size(-1))) for t in (query, key, value))
-            over_ranks = ring_attention if self.mode == "ring" else all_gather_attention
-            out = over_ranks(q, k, v, ring, visible, scale, softcap)[..., : value.size(-1)]
-        return out.transpose(1, 2), None
+            return ulysses_attention(query, key, value, self.axis, visible, scale, softcap)
+        width = max(key.size(-1), value.size(-1))  # latent attention's differ, and travel as one tensor
+        q, k, v = (F.pad(t, (0, width - t.size(-1))) for t in (query, key, value))
+        over_ranks = ring_attention if self.mode == "ring" else all_gather_attention
+        return over_ranks(q, k, v, ring, visible, scale, softcap)[..., : value.size(-1)]
 
     def _with_texts(
         self, visible: Visibility, position_ids: torch.Tensor, ring: Ring, samples: int
@@ -242,14 +284,14 @@ def _without_shift(inner: Anatomy) -> Anatomy:
     return replace(_ShiftedAnatomy.around(inner), causal=False)
 
 
-def _check_images(batch: Mapping[str, Any]) -> None:
+def _check_images(batch: Mapping[str, Any], name: str) -> None:
     if batch.get("attention_mask") is not None:
         raise ValueError(
             "under context parallelism a ViT takes no attention_mask; leave it out: all patches are seen"
         )
-    if not isinstance(images := batch.get("pixel_values"), torch.Tensor) or images.dim() != 4:
+    if not isinstance(images := batch.get(name), torch.Tensor) or images.dim() != 4:
         raise ValueError(
-            "context parallelism splits the patches of pixel_values (B, 3, height, width); this batch has "
+            f"context parallelism splits the patches of {name} (B, 3, height, width); this batch has "
             f"{', '.join(batch)}"
         )
 
@@ -263,8 +305,9 @@ def _check_causal(model: nn.Module) -> None:
             causal, instead = anatomy(model).causal, "cp_size=1, or pp_size and tp_size"
     if not causal:
         raise TypeError(
-            "context parallelism splits the tokens of causal language models and of transformers' "
-            f"ViTForImageClassification, and a {type(model).__name__} is neither; use {instead}"
+            "context parallelism splits the tokens of causal language models and of ViTs, those of timm that "
+            "hpnb.models.timm_vit has registered and transformers' ViTForImageClassification, and a "
+            f"{type(model).__name__} is neither; use {instead}"
         )
 
 

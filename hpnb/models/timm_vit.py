@@ -71,7 +71,7 @@ class TimmViTAnatomy(Anatomy):
         pieces = {part.name: part.module for part in self.head}
         hidden = pieces.pop("norm")(hidden)
         head, distilled = pieces.pop("head"), pieces.pop("head_dist", None)
-        x, x_dist = hidden[:, 0], hidden[:, 1]
+        x, x_dist = hidden[:, 0], hidden[:, -1 if distilled is None else 1]
         for piece in pieces.values():  # fc_norm, pre_logits, head_drop
             x, x_dist = piece(x), piece(x_dist)
         if distilled is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hpnb
 from hpnb import ParallelLayout, lesson, theory
@@ -20,7 +21,7 @@ from hpnb.lesson.exercises import gpt2_hybrid_parallel as exercises
 from hpnb.lesson.figures import gpt2_hybrid as figures
 from hpnb.lesson.predictions import regret
 from hpnb.lesson.predictions.outcome import Outcome, write_outcomes
-from hpnb.lesson.programs import gpt2_hybrid, gpt2_hybrid_words, paraphrases, step_breakdown
+from hpnb.lesson.programs import gpt2_hybrid, gpt2_hybrid_words, paraphrases, rank_rates, step_breakdown
 from hpnb.models import GPT2Size
 from hpnb.pipeline_parallel import Costs, schedules
 from hpnb.record import Event, Timeline
@@ -136,7 +137,47 @@ def test_collectives_of_tp_are_timed_and_what_tp_does_not_divide() -> None:
             gpt2_hybrid.time_undivided(pool, SMALL, 8, torch.float32, plan)
             for plan in (ParallelLayout(4), ParallelLayout(2, 1, 2), ParallelLayout(2, 1, 2, **sharded))
         )
-    assert one["norms"] == sp["norms"] == 0.0 < both["norms"]
+    assert one["norms"] == sp["norms"] == 0.0
+    assert math.isfinite(both["norms"])
+
+
+class OneRank:
+    """In the place of a pool: this process."""
+
+    def run(self, work: Callable[..., Any], *args: Any) -> list[Any]:
+        return [work(*args)]
+
+
+class CountedWork(TorchDispatchMode):
+    """A clock that a call's launch moves by 1, a matmul by its multiplications, and a norm by its values."""
+
+    seconds = 1.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.seconds += args[0].numel() * args[1].shape[1]
+        if func is torch.ops.aten.native_layer_norm.default:
+            self.seconds += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def test_launches_hardly_count_in_what_tp_does_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are in the time of a block already, with tp and without."""
+
+    def count(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+        counted = {}
+        for name, call in calls.items():
+            with CountedWork() as work:
+                call()
+            counted[name] = [work.seconds]
+        return counted
+
+    monkeypatch.setattr(rank_rates, "time_in_turn", count)
+    plan = ParallelLayout(2, 1, 2)  # four samples and four blocks a rank, two norms in a block
+    pool: Any = OneRank()
+    took = rank_rates.time_undivided(pool, SMALL, 8, torch.float32, plan)
+    assert took["norms"] == 4 * 2 * (4 * SMALL.length * SMALL.hidden) / 2
+    assert took["thin matmuls"] == 4 * (1 - 1 / 2)  # the first product of a row is launched, others overlap
 
 
 def test_recomputation_chunks_and_calls_are_priced() -> None:

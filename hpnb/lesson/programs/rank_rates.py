@@ -74,34 +74,45 @@ def time_undivided(
 ) -> dict[str, float]:
     """What tp may add to a rank's computing, besides collectives, in seconds of a step of `samples` samples.
 
-    "norms" are the norms and residual additions that each rank of tp computes for all tokens, less its share;
-    "thin matmuls" what products with a t-th of the columns take more than a t-th of the time, or less.
+    "norms" are the norms and residual additions that each rank of tp computes for all tokens, less those of
+    its share; "thin matmuls" what products with a t-th of the columns take more than a t-th of the time, or
+    less. Launches hardly count in either: a block has as many of them without tp.
     """
     m, t = layout.count_microbatches(samples // layout.dp), layout.tp
     took = pool.run(_time_undivided, size, samples // layout.dp // m, dtype, t)
-    norm, full, shard = (statistics.median(times) for times in zip(*took, strict=True))
+    norm, norm_share, full, shard = (statistics.median(times) for times in zip(*took, strict=True))
     blocks = m * size.layers / layout.pp
-    norms = 0.0 if layout.sequence_parallel else 2 * norm * (1 - 1 / t)  # two in a block
-    return {"norms": blocks * norms, "thin matmuls": blocks * _MLP_PRODUCTS * (shard - full / t)}
+    norms = 0.0 if layout.sequence_parallel or t == 1 else 2 * (norm - norm_share)  # two in a block
+    return {"norms": blocks * norms, "thin matmuls": blocks * (shard - full / t)}
 
 
 def _time_undivided(
     size: GPT2Size, samples: int, dtype: torch.dtype, shards: int
-) -> tuple[float, float, float]:
-    """Seconds of a norm and a residual addition, forward and backward, and of the MLP's first product with
-    all of its columns and with those of one shard."""
+) -> tuple[float, float, float, float]:
+    """Seconds of a norm and a residual addition, forward and backward, of all tokens and of a share of them,
+    and of a block's products with all of their columns and with those of one shard."""
     like: Any = {"dtype": dtype, "device": hpnb.device()}
-    x = torch.randn(samples, size.length, size.hidden, **like, requires_grad=True)
-    tokens, scale = x.detach().flatten(0, 1), torch.ones(size.hidden, **like, requires_grad=True)
+    tokens = torch.randn(samples * size.length, size.hidden, **like)
+    scale = torch.ones(size.hidden, **like, requires_grad=True)
     full = torch.randn(size.hidden, size.mlp, **like)
     shard = full[:, : size.mlp // shards].contiguous()
+
+    def norm(values: torch.Tensor) -> None:
+        x = values.detach().requires_grad_()
+        (F.layer_norm(x, (size.hidden,), scale, scale) + x).backward(values)
+
+    def products(weight: torch.Tensor) -> None:
+        for _ in range(_MLP_PRODUCTS):  # in a row: launched while the ones before are computed
+            tokens @ weight
+
     took = time_in_turn({
-        "norm": lambda: (F.layer_norm(x, (size.hidden,), scale, scale) + x).backward(x.detach()),
-        "full": lambda: tokens @ full,
-        "shard": lambda: tokens @ shard,
-    }, repeats=9)  # fmt: skip
-    norm, full_seconds, shard_seconds = (statistics.median(times) for times in took.values())
-    return norm, full_seconds, shard_seconds
+        "norm": lambda: norm(tokens),
+        "norm of a share": lambda: norm(tokens[: len(tokens) // shards]),
+        "full": lambda: products(full),
+        "shard": lambda: products(shard),
+    }, repeats=6)  # fmt: skip
+    seconds = [statistics.median(times) for times in took.values()]
+    return seconds[0], seconds[1], seconds[2], seconds[3]
 
 
 def layout_task(size: GPT2Size, batch: int, dtype: torch.dtype, rates: RankRates, link: Link) -> LayoutTask:

@@ -396,6 +396,111 @@ def test_a_copy_draws_its_dropout(pools: Callable[[int], hpnb.Ranks], sequence: 
     assert pools(2).run(dropout_of_a_copy, sequence) == [(True, True)] * 2
 
 
+class ListBlock(OwnBlock):
+    """Has scales that no module is called for, in lists of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([torch.full((8,), 0.5), torch.full((8,), 2.0)])
+        self.lists = nn.ModuleList([nn.ParameterDict({"shift": torch.full((8,), 0.1)})])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.down(F.gelu(self.up(self.norm(x))))
+        return x + self.scales[0] * inner * self.scales[1] + self.lists[0]["shift"] * x  # type: ignore[index]
+
+
+class ListModel(OwnModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ListBlock() for _ in range(2))
+
+
+def list_roles(model: OwnModel) -> dict[str, Role]:
+    names = ("scales.0", "scales.1", "lists.0.shift")
+    return own_roles(model) | {f"layers.{i}.{name}": Role("norm", 0) for i in range(2) for name in names}
+
+
+def list_errors(sequence: bool, recomputes: bool) -> list[dict[str, float]]:
+    """Of the model, and of a copy of it: by parameter, the distance of its gradient from one process's."""
+    torch.set_num_threads(1)
+    register(ListModel, own_anatomy, list_roles)
+    torch.manual_seed(1)
+    plain = ListModel().to(D)
+    model = parallelize(copy.deepcopy(plain), tensor_axis(), "1d", sequence)
+    names = [name for name, _ in model.named_parameters()]
+    if recomputes:
+        recompute.enable_recomputation(model, "full")
+    copied = copy.deepcopy(model)
+    x = torch.randn(4, 4, 6, dtype=D)
+    for net in (model, copied, plain):
+        net(x).square().mean().backward()
+    assert [name for name, _ in model.named_parameters()] == names
+    return [errors(full_gradients(net), plain) for net in (model, copied)]
+
+
+@pytest.mark.parametrize(("sequence", "recomputes"), [(False, False), (True, False), (True, True)])
+def test_gradients_of_lists_of_parameters_in_a_block(
+    four: hpnb.Ranks, sequence: bool, recomputes: bool
+) -> None:
+    for of_rank in four.run(list_errors, sequence, recomputes):
+        for found in of_rank:
+            assert max(found.values()) < 1e-12, found
+
+
+class UncalledBlock(OwnBlock):
+    """Has a layer that it calls, or reads the weights of, or does not use."""
+
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        self.reads, self.scale = reads, nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        if self.reads == "call":
+            return x + self.scale(x)  # type: ignore[no-any-return]
+        return x if self.reads == "nothing" else x + F.linear(x, self.scale.weight, self.scale.bias)
+
+
+class UncalledModel(OwnModel):
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(UncalledBlock(reads) for _ in range(2))
+
+
+def uncalled_roles(model: OwnModel) -> dict[str, Role]:
+    return own_roles(model) | dict(pair for i in range(2) for pair in linear(f"layers.{i}.scale", "head"))
+
+
+def backward_of_reads(reads: str, sequence: bool) -> str | float:
+    torch.set_num_threads(1)
+    register(UncalledModel, own_anatomy, uncalled_roles)
+    torch.manual_seed(1)
+    plain = UncalledModel(reads).to(D)
+    model = parallelize(copy.deepcopy(plain), tensor_axis(), "1d", sequence)
+    x = torch.randn(4, 4, 6, dtype=D)
+    plain(x).square().mean().backward()
+    try:
+        model(x).square().mean().backward()
+    except ValueError as error:
+        return str(error)
+    theirs = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    ours = full_gradients(model)
+    return max(float((ours[name] - g).norm() / g.norm()) for name, g in theirs.items())
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("reads", ["call", "nothing", "weights"])
+def test_with_sequence_parallelism_a_layer_that_is_not_called_is_refused(
+    four: hpnb.Ranks, reads: str, sequence: bool
+) -> None:
+    for found in four.run(backward_of_reads, reads, sequence):
+        if sequence and reads == "weights":
+            assert "is used without a call of layers.1.scale" in str(found)
+        else:
+            assert isinstance(found, float), found
+            assert found < 1e-12
+
+
 def add_bias_on_every_rank(layer: RowParallelLinear, old: nn.Module, transposed: bool, sharding: Any) -> None:
     row_parallel_init(layer, old, transposed, sharding)
     layer.adds_bias = True

@@ -15,6 +15,7 @@ What to read for what:
     vocab_cross_entropy.py                   the loss of logits that are sharded along the vocabulary
     sharded_layer_norm.py, layernorm_grads.py     norms of a sharded width; gradients of replicated norms
     compare_gradients.py                     a check of the first backward: equal gradients on all ranks
+    summed_weights.py                        when a replicated weight goes through the sum of its gradient
     dropout_rng.py                           random states of dropout
     parallelize.py                           all of this applied to a model
 """

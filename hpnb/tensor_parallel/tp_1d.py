@@ -44,6 +44,7 @@ from hpnb.tensor_parallel.module_hooks import (
 from hpnb.tensor_parallel.parallel_region import ParallelRegion
 from hpnb.tensor_parallel.sequence_parallel import SequenceSharding
 from hpnb.tensor_parallel.split_heads import is_transposed, split_evenly, split_units
+from hpnb.tensor_parallel.summed_weights import EndOfForward, SummedWeights, reader_of
 from hpnb.tensor_parallel.tp_1d_linear import ColumnParallelLinear, RowParallelLinear
 from hpnb.tensor_parallel.tp_1d_regions import (
     find_regions,
@@ -247,6 +248,7 @@ class TensorParallel1D(TensorParallelMode):
             layers: paths of the modules in it that have the weights.
         """
         grad_sum = ReplicatedGradSum([self.axis])
+        forward_end = EndOfForward(grad_sum)
         for layer in layers:
             module = model.module.get_submodule(layer)
             names = [name for name, role in model.layers[layer][1].items() if not is_sharded(role)]
@@ -255,10 +257,12 @@ class TensorParallel1D(TensorParallelMode):
                 grad_sums = self._grad_sums.setdefault(module, [])
                 grad_sums.append(grad_sum)
                 if len(grad_sums) == 1:
-                    weights = _SummedWeights(names, grad_sums)
-                    module.register_forward_pre_hook(weights.replace)
-                    module.register_forward_hook(weights.restore, always_call=True)
-        around_forward(model.module.get_submodule(path), grad_sum.begin, grad_sum.end)
+                    weights = SummedWeights(layer, module, names, grad_sums)
+                    reader = model.module.get_submodule(reader_of(layer, model.module))
+                    reader.register_forward_pre_hook(weights.replace)
+                    reader.register_forward_hook(weights.restore, always_call=True)
+                    forward_end.weights.append(weights)
+        around_forward(model.module.get_submodule(path), grad_sum.begin, forward_end.call)
 
     def _last_norm(self, heads: Sequence[str], model: ModelToShard) -> str:
         norms = [p for p in heads if any(role.kind == "norm" for role in model.layers[p][1].values())]
@@ -304,32 +308,3 @@ def _sums_grads(roles: Mapping[str, Role]) -> bool:
 def _draw_independently(block: nn.Module, dropout_rng: DropoutRng) -> None:
     if block.training:
         dropout_rng.use_rank_state()
-
-
-class _SummedWeights:
-    """Use a weight in a module's forward through the node that sums its gradient over the ranks.
-
-    As in FSDP, another tensor stands under the weight's name while the forward runs, so `named_parameters`
-    lacks the weight then. If several blocks share the module, the node is that of the block that runs. If
-    none runs, because the layer is called by itself, each weight gets a node and a message alone.
-    """
-
-    def __init__(self, names: Sequence[str], grad_sums: Sequence[ReplicatedGradSum]) -> None:
-        self.names, self.grad_sums = names, grad_sums
-        self._parameters: dict[str, nn.Parameter] = {}
-
-    def replace(self, module: nn.Module, *_: Any) -> None:
-        """A hook before the module's forward."""
-        running = (grad_sum for grad_sum in self.grad_sums if grad_sum.is_begun)
-        grad_sum = next(running, self.grad_sums[0])
-        for name in self.names:
-            parameter = module._parameters[name]
-            assert parameter is not None
-            self._parameters[name] = parameter
-            module._parameters[name] = grad_sum.weight(parameter)  # type: ignore[assignment]
-
-    def restore(self, module: nn.Module, *_: Any) -> None:
-        """A hook after it."""
-        for name, parameter in self._parameters.items():
-            module._parameters[name] = parameter
-        self._parameters.clear()

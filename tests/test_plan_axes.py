@@ -16,17 +16,20 @@ import hpnb
 from hpnb.hybrid.plan_command.layout_code import parse_layout_code
 from hpnb.hybrid.plan_command.logical_rank import make_step
 from hpnb.hybrid.plan_command.main import make_task
-from hpnb.hybrid.plan_command.read_model import read_model, shape_of_config
+from hpnb.hybrid.plan_command.read_model import CLASSES, read_model, shape_of_config
 from hpnb.hybrid.plan_command.run_lines import plugin_options
 from hpnb.hybrid.plan_command.search import candidates, make_plan, search
 from hpnb.pipeline_parallel import Costs
 from hpnb.pipeline_parallel.overlapped_pairs import even_segments, exposed_time, overlapped_pairs
 from hpnb.pipeline_parallel.schedules import make
 from hpnb.record import MemoryProfile
+from hpnb.theory import Link
+from hpnb.theory.context import attention_flops, ring_exposed, ring_step_seconds, tokens_to_overlap
 from hpnb.theory.datasheets import find_gpu
 from hpnb.theory.experts import exposed_messages, paired_share
 from hpnb.theory.plan_bytes import plan_bytes
 from hpnb.theory.plan_memory import plan_memory, rank_memory, rank_moments
+from hpnb.theory.plan_messages import attention_of
 from hpnb.theory.plan_step import plan_parts
 from hpnb.theory.plan_task import PlanTask, refusal
 
@@ -41,6 +44,8 @@ _DEEPSEEK = {**_TINY, "num_key_value_heads": 4, "n_routed_experts": 4, "num_expe
 SIZES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 128, "n_layer": 8, "n_head": 4, "vocab_size": 500, "n_positions": 64,
              "bos_token_id": 0, "eos_token_id": 0},
+    "vit": {"hidden_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 512,
+            "image_size": 32, "patch_size": 4, "num_labels": CLASSES},  # 65 tokens, an odd number
     "llama": _TINY,
     "mixtral": {**_TINY, **_EXPERTS},
     "qwen3_moe": {**_TINY, **_EXPERTS, "moe_intermediate_size": 64, "head_dim": 16},
@@ -113,6 +118,8 @@ def four_ranks() -> Iterator[hpnb.Ranks]:
         for kind, codes in (  # of each row one
             ("gpt2", ("dp2-pp2-zero1-1f1b-mb4", "pp4-zb-v-mb2")),
             ("gpt2", ("tp4-mb16", "pp2-cp2-1f1b-mb8")),
+            ("vit", ("cp4-mb16", "pp2-cp2-zero1-1f1b-mb8", "dp2-cp2-zero3-mb8-full")),
+            ("vit", ("cp4-zero2-mb8-ulysses", "dp2-cp2-mb8-all-gather")),
             ("llama", ("dp4-zero3-mb2", "dp2-cp2-zero3-mb8-full")),
             ("llama", ("cp4-zero2-mb16", "cp2-tp2-mb16-ulysses", "dp2-cp2-mb8-all-gather")),
             ("mixtral", ("dp4-ep4-mb4", "dp2-cp2-ep2-zero1-mb4")),
@@ -149,6 +156,11 @@ def test_bytes_and_states_are_those_of_real_ranks(
             assert memory[states] == pytest.approx(
                 profile.peak_of(states), rel=0.15 if layout.tp > 1 else 0.01
             )
+    if kind == "vit" and not layout.recomputation:  # states are its fullest moment, not activations
+        moments = [rank_moments(task, layout, layout.coordinates(r)["pp"], False).moments for r in range(4)]
+        for of_rank, (_, profile) in zip(moments, results, strict=True):
+            most = max(moment.activations for moment in of_rank)
+            assert most == pytest.approx(profile.peak_of("activations"), rel=0.1)
     # Where values have another size than keys, a CPU's attention is not fused.
     fused = kind in ("llama", "mixtral", "deepseek_v2") and layout.context_parallel != "all-gather"
     if fused and layout.cp * layout.ep > 1 and not layout.recomputation:
@@ -270,9 +282,52 @@ def test_long_sequences_are_planned_with_context_parallelism() -> None:
     assert best.ep > 1
 
 
+VIT_16K = {"model_type": "vit", "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
+           "intermediate_size": 4096, "image_size": 1024, "patch_size": 8}  # fmt: skip
+
+
+def test_large_images_are_planned_with_context_parallelism() -> None:
+    """16,385 tokens an image: 8 GPUs share 4 images only by splitting them. An image of 197 tokens is not
+    split by the search, and planned where it is asked for."""
+    task = task_of(VIT_16K, 8, 4, 16385)
+    result = search(task, progress=False)
+    assert any(plan.layout.cp == 2 for plan in result.plans)
+    assert all(task.sequence >= 2048 * plan.layout.cp for plan in result.plans)
+    small = make_task(read_model("vit-l16"), find_gpu("h100"), 8, 64, None)
+    assert all(layout.cp == 1 for layout in candidates(small))
+    alone, split = (make_plan(small, parse_layout_code(code)) for code in ("dp8-mb8", "dp4-cp2-mb16"))
+    assert alone.parts["cp"] == 0 < split.parts["cp"]
+    assert split.parts["matmuls"] == pytest.approx(alone.parts["matmuls"], rel=0.02)  # 99 of 197 tokens
+    assert split.memory["activations"] == pytest.approx(alone.memory["activations"], rel=0.02)
+    many = make_task(read_model("vit-l16"), find_gpu("h100"), 256, 64, None)
+    with pytest.raises(ValueError, match="197 tokens, fewer than cp=256"):
+        make_plan(many, parse_layout_code("cp256"))
+
+
+def test_an_image_computes_twice_beside_the_messages_of_a_ring() -> None:
+    """No causal mask halves its pairs, and its keys and values are as many bytes as those of a text."""
+    image = task_of(VIT_16K, 8, 8, 16385)
+    layout = parse_layout_code("dp4-cp2-mb1")
+    attention = attention_of(image, layout)
+    assert (attention.sequence, attention.causal) == (16386, False)
+    text = replace(attention, causal=True)
+    assert attention_flops(attention).forward == pytest.approx(2 * attention_flops(text).forward, rel=1e-3)
+    rate, link = 1e14, Link(0.0, 1e11)
+    assert tokens_to_overlap(attention, rate, link) == tokens_to_overlap(text, rate, link) / 2
+    tokens = tokens_to_overlap(attention, rate, link)
+    for factor, hidden in ((0.5, False), (2.0, True)):
+        near = replace(attention, sequence=round(factor * tokens * 4))
+        exposed = ring_exposed(near, 4, link, ring_step_seconds(near, 4, rate))
+        assert (exposed.forward == 0) == hidden
+
+
 def test_no_candidate_is_refused_by_the_plugin() -> None:
     """What the planner proposes, hpnb runs: options are refused when a plugin is made."""
-    for config, sequence in ((MIXTRAL, 8192), ({**LLAMA_8B, "num_hidden_layers": 8}, 16384)):
+    for config, sequence in (
+        (MIXTRAL, 8192),
+        ({**LLAMA_8B, "num_hidden_layers": 8}, 16384),
+        ({**VIT_16K, "num_hidden_layers": 8}, 16385),
+    ):
         task = task_of(config, 8, 16, sequence)
         shapes = {
             (one.pp, one.cp, one.tp, one.ep, one.zero_stage, one.schedule, one.recomputation,

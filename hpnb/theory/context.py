@@ -1,7 +1,7 @@
-"""Context parallelism: what its three ways send for one causal attention, and what of it is exposed.
+"""Context parallelism: what its three ways send for one attention, and what of it is exposed.
 
 A batch of b sequences of s tokens has H heads of d values for queries and G heads for keys and values, in w
-bytes a value. Its tokens are sharded over p ranks, in a zigzag for the ring. Bytes that leave a rank:
+bytes a value. Its tokens are sharded over p ranks, in a zigzag for a causal ring. Bytes that leave a rank:
 
     ring        forward   (p-1) 2 b (s/p) G d w                          keys and values, p - 1 times
                 backward  the same, and (p-1) 2 b (s/p) G d max(w, 4)    their gradients, in float32 or wider
@@ -12,10 +12,12 @@ bytes a value. Its tokens are sharded over p ranks, in a zigzag for the ring. By
 Ulysses repeats keys and values to H heads where p does not divide G, and pads heads to a multiple of p.
 
 A ring step computes with one block of keys while the next one travels. Of 4 d FLOPs a query and key forward,
-half of all pairs visible, a step has 2 b H d (s/p)^2 and sends 2 b (s/p) G d w bytes, so that the forward
-sends for free beyond
+half of all pairs visible, a step has 2 b H d (s/p)^2 and sends 2 b (s/p) G d w bytes. An image has no causal
+mask and twice the FLOPs, with the same bytes. So the forward of a text sends for free beyond
 
     s/p = w rho G/H tokens a rank,      rho = FLOP/s over bytes/s                  (`tokens_to_overlap`)
+
+and that of an image beyond half of it.
 
 The backward computes 10 d FLOPs a pair: scores once more, and four gradients. Nothing overlaps with its last
 message, which brings the gradients home. No message of the all-gather or of Ulysses overlaps. This is what
@@ -35,7 +37,7 @@ _FORWARD, _BACKWARD = 4, 10  # FLOPs a query, key and value of a head: two matmu
 
 @dataclass(frozen=True)
 class Attention:
-    """A causal attention over whole sequences.
+    """An attention over whole sequences.
 
     Attributes:
         sequence: tokens of a sequence, on all ranks together.
@@ -43,6 +45,7 @@ class Attention:
         head_size: values of a head, the mean where those of a key and of a value differ.
         batch: sequences.
         bytes_per_value: of q, k and v.
+        causal: a token attends to those before it alone; False for images.
 
     Raises:
         ValueError: a size below 1, or heads that are no multiple of kv_heads.
@@ -54,6 +57,7 @@ class Attention:
     head_size: float = 128
     batch: int = 1
     bytes_per_value: int = 2
+    causal: bool = True
 
     def __post_init__(self) -> None:
         if min(self.sequence, self.heads, self.kv_heads, self.head_size, self.batch) < 1:
@@ -96,13 +100,14 @@ def ulysses_bytes(attention: Attention, ranks: int) -> BothWays:
 
 
 def attention_flops(attention: Attention) -> BothWays:
-    """FLOPs on all ranks together, of the pairs that a causal mask leaves."""
-    pairs = attention.batch * attention.heads * attention.sequence * (attention.sequence + 1) / 2
+    """FLOPs on all ranks together, of the pairs that a causal mask leaves, if there is one."""
+    keys = (attention.sequence + 1) / 2 if attention.causal else attention.sequence  # of the mean query
+    pairs = attention.batch * attention.heads * attention.sequence * keys
     return BothWays(_FORWARD * attention.head_size * pairs, _BACKWARD * attention.head_size * pairs)
 
 
 def ring_step_seconds(attention: Attention, ranks: int, rate: float) -> BothWays:
-    """Seconds in which a rank computes with one block of keys, in a zigzag, at `rate` FLOP/s."""
+    """Seconds in which a rank computes with one block of keys, in a zigzag if causal, at `rate` FLOP/s."""
     forward, backward = attention_flops(attention)
     return BothWays(forward / ranks**2 / rate, backward / ranks**2 / rate)
 
@@ -110,7 +115,8 @@ def ring_step_seconds(attention: Attention, ranks: int, rate: float) -> BothWays
 def tokens_to_overlap(attention: Attention, rate: float, link: Link) -> float:
     """Tokens a rank from which the ring's forward hides what it sends; latency is left out."""
     per_byte = rate / link.bandwidth
-    return attention.bytes_per_value * per_byte * attention.kv_heads / attention.heads
+    visible = 1 if attention.causal else 2
+    return attention.bytes_per_value * per_byte * attention.kv_heads / attention.heads / visible
 
 
 def ring_exposed(attention: Attention, ranks: int, link: Link, step: BothWays) -> BothWays:

@@ -2,7 +2,8 @@
 
     tp         4 all-reduces of a block's activation, 6 with recomputation; 2 at the ends, 3 numbers a token
                (`ModelShape.reduced_values` for experts and latent attention)
-    cp         keys, values and their gradients around a ring or gathered, or Ulysses' all-to-alls (`context`)
+    cp         keys, values and their gradients around a ring or gathered, or Ulysses' all-to-alls
+               (`context`); the class token of an image, and its gradient
     ep         4 all-to-alls of a block's routed tokens, 6 with recomputation, evenly routed (`experts`)
     pp         activations and their gradients at every stage's border; a tied table's gradient
     dp, edp    gradients, and weights under ZeRO, over dp x cp; of experts over the ranks that have the same
@@ -26,12 +27,14 @@ def plan_bytes(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
     """{axis: bytes} of a step with 2-byte values."""
     model, p, t, c, m = task.model, layout.pp, layout.tp, layout.cp, task.microbatches(layout)
     again = 2 if layout.recomputation == "full" else 1  # forwards of a block
-    tokens, blocks = task.batch / layout.dp * task.sequence / c, model.layers / p
+    tokens, blocks = task.batch / layout.dp * task.rank_tokens(c), model.layers / p
     activation = 2 * tokens * model.hidden  # of all microbatches
     attention = m * blocks if c > 1 else 0.0
     of_attention = ulysses_bytes if layout.context_parallel == "ulysses" else ring_bytes  # or all-gather
     sent = of_attention(attention_of(task, layout), c)
-    predicting = task.batch / layout.dp * model.output_tokens(task.sequence) / c
+    predicting = task.batch / layout.dp * task.rank_outputs(c)
+    # The class token of an image goes to all ranks of cp, and its gradient back.
+    class_tokens = 0.0 if model.causal else 2.0 * task.batch / layout.dp * model.hidden
     v = layout.chunks_per_rank
     borders = p * v - (2 if layout.schedule in V_SHAPED else 1)  # two chunks of a V meet on one rank
     table = 2 * model.outputs * model.hidden / t
@@ -56,7 +59,8 @@ def plan_bytes(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
     return {
         "tp": bytes_sent("all_reduce", 2 * tokens * reduced, t) / p
         + 3 / p * bytes_sent("all_reduce", 4.0 * predicting, t),
-        "cp": attention * (again * sent.forward + sent.backward),
+        "cp": attention * (again * sent.forward + sent.backward)
+        + 2 / p * bytes_sent("broadcast", class_tokens, c),
         "ep": routed,
         "pp": 2 * borders / p * activation + both_ends * 2 / p * bytes_sent("all_reduce", table, 2),
         "dp": bytes_sent("all_gather", weights["dp"], layout.dp * c),

@@ -48,7 +48,7 @@ def block_bytes(task: PlanTask, layout: ParallelLayout, compiled: bool = True) -
         compiled: as on a GPU; False is what a CPU runs.
     """
     model, t, b = task.model, layout.tp, task.microbatch_size(layout)
-    tokens = float(b * task.sequence) / layout.cp
+    tokens = b * task.rank_tokens(layout.cp)
     heads = model.head_share(t)
     inputs = 1 / t if layout.sequence_parallel else 1.0
     norms = model.norms * model.hidden * (inputs + (inputs if task.software.shards_norms else 1))
@@ -118,7 +118,7 @@ def rank_moments(task: PlanTask, layout: ParallelLayout, rank: int, compiled: bo
     if task.software.gradient_bytes > w and stage < 2:  # matmuls add to one float32 gradient, and to no other
         kept_between, added_up, complete = task.software.gradient_bytes * (dense + experts), 0.0, 0.0
 
-    tokens = b * task.sequence / layout.cp
+    tokens = b * task.rank_tokens(layout.cp)
     block_kept, entry = block_bytes(task, layout, compiled), w * tokens * model.hidden
     plain_kept = block_bytes(replace(task, model=model.dense_block), layout, compiled) if plain else 0.0
     passed = entry / (t if layout.sequence_parallel else 1)  # what one block gives the next
@@ -194,7 +194,7 @@ def _rank_parameters(
 def _head_bytes(task: PlanTask, layout: ParallelLayout, compiled: bool) -> tuple[float, float]:
     """Bytes of a microbatch's outputs and loss: kept for the backward, and while it is computed."""
     model, t, w = task.model, layout.tp, task.value_bytes
-    tokens = task.microbatch_size(layout) * model.output_tokens(task.sequence) / layout.cp
+    tokens = task.microbatch_size(layout) * task.rank_outputs(layout.cp)
     vocabulary, h = model.outputs / t, model.hidden
     ends = 3.0 * w * tokens * h  # the last norm's input, its output, and its gradient
     wide = 4.0 if w < 4 else 0.0  # a copy in float32

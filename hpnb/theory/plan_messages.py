@@ -84,7 +84,9 @@ def attention_of(task: PlanTask, layout: ParallelLayout) -> Attention:
     heads = model.heads // model.kv_heads * kv_heads
     padded = max(model.head_size, model.value_size)
     size = model.score_size if layout.context_parallel == "ulysses" else padded
-    return Attention(task.sequence, heads, kv_heads, size, task.microbatch_size(layout))
+    length = round(layout.cp * task.rank_tokens(layout.cp))
+    batch = task.microbatch_size(layout)
+    return Attention(length, heads, kv_heads, size, batch, causal=model.causal)
 
 
 def context_seconds(task: PlanTask, layout: ParallelLayout, link: Link, forwards: int) -> float:

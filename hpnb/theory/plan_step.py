@@ -133,8 +133,8 @@ def block_seconds(
     task: PlanTask, b: int, t: int, sequence_parallel: bool, cp: int = 1, ep: int = 1
 ) -> tuple[dict[str, float], dict[str, float]]:
     """{part: seconds} of one block's forward and backward for a microbatch of b samples, messages aside."""
-    model, cluster, s = task.model, task.cluster, task.sequence
-    tokens, rate = float(b * s) / cp, task.rate
+    model, cluster = task.model, task.cluster
+    tokens, rate = b * task.rank_tokens(cp), task.rate
     scores, dropped = score_work(task, b, t)
 
     def matmul_seconds(rows: float, weights: float, read: float) -> float:
@@ -181,11 +181,11 @@ def _step_of_block(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
         block["memory"] += written[0] / c / task.cluster.memory_bandwidth
     if layout.recomputation == "full" and task.software.stops_early and not model.experts:
         last = model.mlp_weights / (2 + model.gated) / t
-        block["matmuls"] -= 2 * b * task.sequence / c * last / task.rate
+        block["matmuls"] -= 2 * b * task.rank_tokens(c) * last / task.rate
     if task.software.recomputes_latent:
         again = _recomputed_latent(task, b, t, c)
         block = {part: seconds + again.get(part, 0.0) for part, seconds in block.items()}
-    activation = 2.0 * b * task.sequence / c * model.hidden
+    activation = 2.0 * b * task.rank_tokens(c) * model.hidden
     block |= {"cp": context_seconds(task, layout, link["cp"], forwards) if c > 1 else 0.0, "ep": 0.0}
     if model.experts:
         soft = task.software
@@ -210,7 +210,7 @@ def _step_of_block(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
 
 def _recomputed_latent(task: PlanTask, b: int, t: int, cp: int) -> dict[str, float]:
     """{part: seconds} of a block's norms and up projections of latent attention, forward."""
-    model, tokens = task.model, float(b * task.sequence) / cp
+    model, tokens = task.model, b * task.rank_tokens(cp)
     latent = model.q_lora_rank + model.kv_lora_rank
     flops = 2 * tokens * model.up_weights * model.head_share(t) / (2 if task.software.fp8_matmuls else 1)
     normed = 4 * tokens * (model.norms * model.hidden + latent)  # read and written
@@ -221,7 +221,7 @@ def _reduce_seconds(task: PlanTask, layout: ParallelLayout) -> float:
     """Seconds of one all-reduce of a microbatch's activation over tp."""
     if layout.tp == 1:
         return 0.0
-    activation = 2.0 * task.microbatch_size(layout) * task.sequence / layout.cp * task.model.hidden
+    activation = 2.0 * task.microbatch_size(layout) * task.rank_tokens(layout.cp) * task.model.hidden
     return seconds("all_reduce", activation, layout.tp, links(task.cluster, layout)["tp"])
 
 
@@ -238,7 +238,7 @@ def stage_seconds(task: PlanTask, layout: ParallelLayout) -> list[dict[str, floa
     if p > 1:
         for times in stages:
             times["launches"] += 2 * layout.chunks_per_rank * task.software.action_seconds
-    outputs, last = b * model.output_tokens(task.sequence) * model.outputs / t / c, last_rank(layout)
+    outputs, last = b * task.rank_outputs(c) * model.outputs / t, last_rank(layout)
     stages[last]["matmuls"] += 6 * outputs * model.hidden / task.rate
     stages[last]["memory"] += task.software.loss_bytes * outputs / task.cluster.memory_bandwidth
     for rank in (0, last):
@@ -253,7 +253,7 @@ def plan_parts(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
     model, p, t, v, m = task.model, layout.pp, layout.tp, layout.chunks_per_rank, task.microbatches(layout)
     link, stages = links(task.cluster, layout), stage_seconds(task, layout)
     # One hop: a t-th of the activation, all-gathered where it arrives.
-    activation = 2.0 * task.microbatch_size(layout) * task.sequence / layout.cp * model.hidden
+    activation = 2.0 * task.microbatch_size(layout) * task.rank_tokens(layout.cp) * model.hidden
     hop = 0.0
     if p > 1:
         hop = seconds("send", activation / t, 2, link["pp"])

@@ -112,6 +112,14 @@ class PlanTask:
         """Matmul FLOPs of a step, nothing recomputed."""
         return self.model.training_flops(self.batch, self.sequence)
 
+    def rank_tokens(self, cp: int) -> float:
+        """Tokens of a sample on a rank of cp. Those of an image are padded until cp divides them."""
+        return self.sequence / cp if self.model.causal else float(-(-self.sequence // cp))
+
+    def rank_outputs(self, cp: int) -> float:
+        """Tokens of a sample with outputs on a rank. All ranks of cp have the logits of an image."""
+        return self.model.output_tokens(self.sequence) / (cp if self.model.causal else 1)
+
     def microbatch_size(self, layout: ParallelLayout) -> int:
         """Samples of a microbatch. Without a pipeline, microbatches are accumulated."""
         return layout.microbatch_size or max(1, self.batch // layout.dp // (layout.num_microbatches or 1))
@@ -192,12 +200,12 @@ def _sizes_that_divide(batch: int, pipelines: int) -> str:
 
 def _context_refusal(task: PlanTask, layout: ParallelLayout) -> str | None:
     """Why the tokens of a sample cannot be sharded over cp."""
-    model, c, zigzag = task.model, layout.cp, layout.context_parallel != "ulysses"
-    shards = 2 * c if zigzag else c  # a rank has two chunks, one from each end
-    if not model.causal:
-        return f"cp={c} shards the tokens of a causal language model, and {model.name} is none; use cp=1"
-    if task.sequence % shards:
+    model, c, ulysses = task.model, layout.cp, layout.context_parallel == "ulysses"
+    shards = c if ulysses else 2 * c  # a rank has two chunks, one from each end
+    if model.causal and task.sequence % shards:
         return f"{task.sequence} tokens do not divide into {shards} for cp={c}; use a multiple of {shards}"
-    if not zigzag and model.heads // layout.tp < c:
+    if task.sequence < c:
+        return f"an image of {model.name} has {task.sequence} tokens, fewer than cp={c}"
+    if ulysses and model.heads // layout.tp < c:
         return f"Ulysses gives each of {c} ranks a head of {model.heads // layout.tp}; use a ring"
     return None

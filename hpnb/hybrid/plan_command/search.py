@@ -116,7 +116,7 @@ def candidates(task: PlanTask) -> Iterator[ParallelLayout]:
 def candidate_sizes(task: PlanTask) -> Iterator[ParallelLayout]:
     """Every dp x pp x cp x tp with every ep. Of cp only sizes that leave a rank `LEAST_TOKENS`."""
     for outer in divide_ranks(task.cluster.gpus):
-        for cp in divisors(outer.dp) if task.model.causal else (1,):
+        for cp in divisors(outer.dp):
             if cp > 1 and task.sequence < LEAST_TOKENS * cp:
                 continue
             for ep in divisors(gcd(outer.dp, task.model.experts or 1)):

@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterator
 
 import pytest
 
@@ -31,6 +32,14 @@ def one_thread() -> None:
     """Ranks and other tests want the cores, and two threads that share theirs wait for each other."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def transformers_as_it_is() -> Iterator[None]:
+    """What the tests of a file replace in transformers is not replaced for those of the next file."""
+    yield
+    if plan_models := sys.modules.get("plan_models"):
+        plan_models.restore_replaced()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -46,13 +46,31 @@ class _Torch64:
         return getattr(torch, name)
 
 
+_replaced: list[tuple[Any, str, Any]] = []  # (object, attribute, its value before), the last one last
+
+
+def replace_for_file(target: Any, name: str, value: Any) -> None:
+    """Set an attribute of transformers, until the tests of this file are over: see `restore_replaced`."""
+    _replaced.append((target, name, getattr(target, name)))
+    setattr(target, name, value)
+
+
+def restore_replaced() -> None:
+    """What conftest.py does after every file, so that the tests of the next one get transformers as it is."""
+    while _replaced:
+        target, name, value = _replaced.pop()
+        setattr(target, name, value)
+
+
 def use_float64(kind: type[nn.Module]) -> None:
     """From now on models of this class, norms included, compute in the dtype of their weights: float64."""
-    namespace = vars(sys.modules[kind.__module__])
-    namespace["torch"] = _Torch64()
-    for value in list(namespace.values()):
+    module = sys.modules[kind.__module__]
+    if isinstance(module.torch, _Torch64):
+        return
+    replace_for_file(module, "torch", _Torch64())
+    for value in list(vars(module).values()):
         if isinstance(value, type) and issubclass(value, nn.Module) and "_norm" in vars(value):
-            value.forward = _gemma_norm  # which calls float()
+            replace_for_file(value, "forward", _gemma_norm)  # which calls float()
 
 
 def _gemma_norm(self: Any, x: torch.Tensor) -> torch.Tensor:

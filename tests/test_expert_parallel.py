@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from plan_models import use_float64
+from plan_models import replace_for_file, use_float64
 from rank_pools import RankPools
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter, load_balancing_loss_func
@@ -57,7 +57,7 @@ def build(kind: str, **options: Any) -> Any:
     """A tiny model in float64, whose routers prefer expert 0 and never choose expert 3 of 4."""
     made = getattr(transformers, f"{kind}ForCausalLM")
     use_float64(made)
-    MixtralTopKRouter.forward = route_in_float64
+    replace_for_file(MixtralTopKRouter, "forward", route_in_float64)
     options.setdefault("experts_implementation", "eager")
     torch.manual_seed(5)
     model = made(getattr(transformers, f"{kind}Config")(**{**SIZES, **KINDS[kind], **options})).double()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -387,3 +388,25 @@ def test_a_replicated_bias_of_a_head_has_the_kind_of_its_weight() -> None:
     table = models.roles(build(planned_architecture("EsmcConfig"), "ForSequenceClassification"))
     for layer in ("dense", "out_proj"):
         assert {table[f"classifier.{layer}.{name}"].kind for name in ("weight", "bias")} == {"head"}
+
+
+def test_what_a_file_replaces_in_transformers_is_restored_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_models, "_replaced", [])
+    module = sys.modules[transformers.HeliumForCausalLM.__module__]
+    norm = transformers.models.helium.modeling_helium.HeliumRMSNorm(4).to(torch.bfloat16)
+    x = torch.tensor([[1.0, 2.0, 3.0, 5.0]], dtype=torch.bfloat16)
+
+    def saved() -> set[torch.dtype]:
+        dtypes = set()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: dtypes.add(t.dtype) or t, lambda t: t):
+            norm(x)
+        return dtypes
+
+    before = saved()
+    for _ in range(2):
+        plan_models.use_float64(transformers.HeliumForCausalLM)
+    assert torch.float64 in saved()
+    assert module.torch is not torch
+    plan_models.restore_replaced()
+    assert saved() == before == {torch.float32}
+    assert module.torch is torch

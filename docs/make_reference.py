@@ -7,6 +7,7 @@ Any warning of pdoc fails the build: a name in `__all__` that does not exist, a 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import sys
@@ -43,6 +44,18 @@ def resolve_inherited_annotations(module: ModuleType) -> None:
                 continue
 
 
+def show_undocumented_bases(module: ModuleType, documented: set[object]) -> None:
+    """Methods of a base without an entry, as `Schedule` has them from its lists, become the class's own."""
+    for value in filter(inspect.isclass, (getattr(module, name) for name in getattr(module, "__all__", ()))):
+        for base in value.__mro__[1:]:
+            if base.__module__.startswith("hpnb.") and base not in documented:
+                for name, member in vars(base).items():
+                    is_method = callable(member) or isinstance(member, (property, functools.cached_property))
+                    is_shown = name == "__init__" or not name.startswith("_")
+                    if is_method and is_shown and name not in vars(value):
+                        setattr(value, name, member)
+
+
 def shadowed_files(module: ModuleType) -> list[str]:
     """Files named as a function of theirs, such as hpnb.plot.timeline: the function is documented."""
     names = [name for name in getattr(module, "__all__", ()) if not inspect.ismodule(getattr(module, name))]
@@ -54,6 +67,10 @@ def main(folder: Path) -> None:
     for module in modules:
         load_lazy_names(module)
         resolve_inherited_annotations(module)
+    names = ((module, name) for module in modules for name in getattr(module, "__all__", ()))
+    documented = {value for module, name in names if inspect.isclass(value := getattr(module, name))}
+    for module in modules:
+        show_undocumented_bases(module, documented)
     pdoc.render.configure(docformat="google", show_source=False, footer_text=f"hpnb {hpnb.__version__}")
     hidden = ["hpnb.lesson", *(name for module in modules for name in shadowed_files(module))]
     with warnings.catch_warnings():

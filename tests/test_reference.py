@@ -26,3 +26,8 @@ def test_the_reference_is_built_without_warnings_and_has_every_public_name(tmp_p
         module = importlib.import_module(f"hpnb.{package}")
         public = [n for n in getattr(module, "__all__", []) if not inspect.ismodule(getattr(module, n))]
         assert [name for name in public if f'id="{name}"' not in page] == []
+    # Methods of bases that have no entry of their own.
+    assert 'id="Booster.save_model"' in top
+    schedules = (tmp_path / "hpnb" / "pipeline_parallel.html").read_text(encoding="utf-8")
+    for method in ("__init__", "check", "stages_of"):
+        assert f'id="Schedule.{method}"' in schedules, method

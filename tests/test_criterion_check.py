@@ -1,5 +1,6 @@
 """A scalar criterion that is no mean over the targets that are not -100 is refused, or warned of, in the
-first training step; what is such a mean, or cannot be judged, passes without a word."""
+first training step; what is such a mean, or cannot be judged, passes without a word. Looking
+changes nothing."""
 
 from __future__ import annotations
 
@@ -9,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 import hpnb
 from hpnb.pipeline_parallel.criterion_check import check_is_mean
+from hpnb.pipeline_parallel.halves_check import warn_if_no_mean
 
 D = torch.float64
 CLASSES, SAMPLES, TOKENS = 5, 6, 7
@@ -51,6 +54,60 @@ def sample_weights(o: torch.Tensor, b: Batch) -> Any:
     per_target = F.cross_entropy(*_flat(o, b), reduction="none").view(b["labels"].shape)
     per_sample = per_target.flatten(1).mean(1) if per_target.dim() > 1 else per_target
     return (b["w"] * per_sample).sum() / b["w"].sum()
+
+
+def masked_mean(o: torch.Tensor, b: Batch) -> Any:
+    per_target = F.cross_entropy(*_flat(o, b), reduction="none").view(b["labels"].shape)
+    mask = (b["labels"] % 2 == 0).to(D)
+    return (per_target * mask).sum() / mask.sum()
+
+
+def variance_too(o: torch.Tensor, b: Batch) -> Any:
+    return mean(o, b) + 0.1 * o.var()
+
+
+def sum_over_a_constant(o: torch.Tensor, b: Batch) -> Any:
+    return summed(o, b) / 16
+
+
+def root(o: torch.Tensor, b: Batch) -> Any:
+    return (o[..., 0] - b["labels"]).pow(2).mean().sqrt()
+
+
+def two_tasks(o: torch.Tensor, b: Batch) -> Any:
+    return mean(o, b) + 0.5 * o[..., 0].pow(2).mean()
+
+
+def median(o: torch.Tensor, b: Batch) -> Any:
+    return F.cross_entropy(*_flat(o, b), reduction="none").median()
+
+
+def drawn(o: torch.Tensor, b: Batch) -> Any:
+    return F.cross_entropy(F.dropout(o.flatten(0, -2), 0.5), b["labels"].flatten())
+
+
+def in_place(o: torch.Tensor, b: Batch) -> Any:
+    with torch.no_grad():
+        o.div_(2)
+        b["labels"].clamp_(max=3)
+    return mean(o, b)
+
+
+def sends(o: torch.Tensor, b: Batch) -> Any:
+    most = o.detach().amax()
+    dist.all_reduce(most)
+    return sample_weights(o, b) + 0 * most
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(CLASSES).double()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, o: torch.Tensor, b: Batch) -> Any:
+        self.calls += 1
+        return F.cross_entropy(self.norm(o.flatten(0, -2)), b["labels"].flatten())
 
 
 def mean(o: torch.Tensor, b: Batch) -> Any:
@@ -92,7 +149,8 @@ def exact_tuple(o: torch.Tensor, b: Batch) -> Any:
 
 REFUSED = {class_weights: "class weights from 0.2 to 3", class_weights_and_a_term: "class weights",
            ignored_zero: "ignore_index=0, which leaves out", summed: r"reduction='sum'"}  # fmt: skip
-PASSING = (mean, smoothed, equal_weights, sum_over_count, remapped, without_weight, sample_weights)
+PASSING = (mean, smoothed, equal_weights, sum_over_count, remapped, without_weight)
+WARNED = (sample_weights, masked_mean, variance_too, sum_over_a_constant, root, median)
 
 
 def _microbatch(tokens: bool, samples: int = SAMPLES, ignored: int | None = None) -> tuple[Any, Batch]:
@@ -137,6 +195,63 @@ def test_means_pass(criterion: Any, tokens: bool) -> None:
         labels[labels == 4] = 3
         labels.view(SAMPLES, -1)[1] = -100
     assert _check(criterion, outputs, inputs) == []
+
+
+def _compare(criterion: Any, outputs: Any, inputs: Any, causal: bool = False) -> list[str]:
+    """What is said of the criterion, which has to leave everything as it is."""
+    copies = [x.detach().clone() for x in (outputs, *inputs.values())]
+    versions, states = [x._version for x in (outputs, *inputs.values())], torch.get_rng_state()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_if_no_mean(criterion, outputs, inputs, causal)
+    assert [x._version for x in (outputs, *inputs.values())] == versions
+    assert all(map(torch.equal, copies, (outputs, *inputs.values())))
+    assert torch.equal(states, torch.get_rng_state())
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize("criterion", WARNED)
+def test_other_values_are_warned_of(criterion: Any, tokens: bool) -> None:
+    (said,) = _compare(criterion, *_microbatch(tokens))
+    assert "no mean over targets: of 6 samples" in said
+    assert "return (sum, count)" in said
+
+
+def test_two_tasks_are_warned_of_where_their_counts_differ() -> None:
+    assert _compare(two_tasks, *_microbatch(True)) == []
+    assert len(_compare(two_tasks, *_microbatch(True, ignored=-100))) == 1
+
+
+def test_halves_may_have_as_much_weight_by_chance() -> None:
+    outputs, inputs = _microbatch(False)
+    inputs["w"] = torch.tensor([1.0, 2, 3, 1, 2, 3], dtype=D)
+    assert len(_compare(sample_weights, outputs, inputs)) == 1
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize("criterion", [mean, smoothed, sum_over_count, drawn, in_place])
+def test_means_and_random_losses_are_not_warned_of(criterion: Any, tokens: bool) -> None:
+    outputs, inputs = _microbatch(tokens, ignored=-100)
+    assert _compare(criterion, outputs, inputs) == []
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_neither_are_means_over_shifted_labels(causal: bool) -> None:
+    shifts = lambda o, b: F.cross_entropy(o[:, :-1].flatten(0, 1), b["labels"][:, 1:].flatten())  # noqa: E731
+    assert _compare(shifts, *_microbatch(True, ignored=-100), causal) == []
+
+
+def test_a_criterion_with_a_state_is_not_called_to_its_end() -> None:
+    criterion = Remembers()
+    before = {name: value.clone() for name, value in criterion.state_dict().items()}
+    assert _compare(criterion, *_microbatch(True)) == []
+    assert all(torch.equal(before[name], value) for name, value in criterion.state_dict().items())
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_one_sample_says_nothing(samples: int) -> None:
+    assert len(_compare(sample_weights, *_microbatch(False, samples))) == samples - 1
 
 
 def test_a_cross_entropy_that_something_multiplies_may_be_the_mean() -> None:
@@ -221,6 +336,17 @@ def test_training_with_a_mean_or_a_tuple_says_nothing(
 ) -> None:
     for criterion in (mean, smoothed, exact_tuple):
         assert pool.run(_train, way, criterion, layout) == [[], []]
+
+
+@pytest.mark.parametrize(("way", "layout"), [one for one in LAYOUTS if one[0] != "backward"])
+def test_training_warns_once_of_other_values(pool: hpnb.Ranks, way: str, layout: dict[str, Any]) -> None:
+    for rank, said in enumerate(pool.run(_train, way, masked_mean, layout)):
+        assert len(said) == (0 if layout and rank == 0 else 1)  # on the rank that has the outputs
+        assert all("no mean over targets" in one for one in said)
+
+
+def test_the_comparison_sends_nothing(pool: hpnb.Ranks) -> None:
+    assert pool.run(_train, "execute_pipeline", sends, {}) == [[], []]
 
 
 def test_a_backward_that_sees_no_targets_warns_of_class_weights(pool: hpnb.Ranks) -> None:

@@ -27,6 +27,7 @@ from hpnb.background import Background
 from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel.criterion_check import check_is_mean
+from hpnb.pipeline_parallel.halves_check import warn_if_no_mean
 from hpnb.pipeline_parallel.label_shift import check_weight
 from hpnb.pipeline_parallel.microbatches import TARGET_NAMES, count_targets, find_unnamed_targets
 
@@ -49,7 +50,7 @@ class BatchLoss:
         checks_shift: whether `causal` is to be compared with what the function averages (`label_shift.py`);
             on a GPU only as long as the reduction is not known.
         checks_mean: whether to look what a scalar has averaged over (`criterion_check.py`), if several of
-            them are weighted.
+            them are weighted, and whether it is a mean (`halves_check.py`).
 
     Attributes:
         shift_checked: whether that was done, and they agree.
@@ -126,6 +127,7 @@ class BatchLoss:
         self._check_shift(microbatch, outputs, value.detach())
         if self._checks_mean and outputs is not None:
             check_is_mean(value, self._inputs[microbatch], self._causal)
+            warn_if_no_mean(self._function, outputs, self._inputs[microbatch], self._causal)
             self._checks_mean = False
         if self._grads_of_means.dtype != value.dtype:
             self._grads_of_means = self._grads_of_means.to(value.dtype)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from hpnb.data.iterable_loader import is_iterable_dataset
 from hpnb.hybrid.model_loss import loss_of_outputs
 from hpnb.hybrid.training.run_state import TrainingState
 from hpnb.pipeline_parallel.criterion_check import check_is_mean
+from hpnb.pipeline_parallel.halves_check import warn_if_no_mean
 from hpnb.pipeline_parallel.label_shift import ChangedMapping, ChangedTuple
 from hpnb.pipeline_parallel.loss import call_criterion
 from hpnb.pipeline_parallel.microbatches import count_targets
@@ -65,6 +67,8 @@ class HookedCriterion:
             return
         if model.checks_mean_of(self):
             check_is_mean(loss, self._of_outputs(inputs), trainer.causal)
+            function = partial(call_criterion, self.criterion)
+            warn_if_no_mean(function, outputs, self._of_outputs(inputs), trainer.causal)
 
     def _show(self, outputs: Any, inputs: Any, value: torch.Tensor, count: Any) -> None:
         known = count_targets(inputs, self._trainer.causal) if count is None else count

@@ -54,6 +54,10 @@ class GradientSink:
         """The parameter whose .grad grows during a backward: with ZeRO 3 the unsharded one."""
         return parameter
 
+    def begin_action(self, action: object, coming: object) -> None:
+        """A pipeline begins an action, after which `coming` will be the next one that computes with weights.
+        Equal values stand for the same blocks in the same order; None stands for no such action."""
+
     def hand_over(self) -> GradientSink:
         """Reduce nothing by itself any more, after a backward. From now on the caller calls `ready` and
         `finish` of the sink that this returns."""

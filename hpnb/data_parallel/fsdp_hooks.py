@@ -61,6 +61,8 @@ class FSDPState(GradientSink):
         _failed_inside               an exception ended the forward of a unit, and goes on to the root's
         unit.unsharded_registered    the modules have the full parameters
         unit.pending_backwards       for units with frozen parameters: see `_hook_input_gradients`
+        _kept                        units that the pipeline's next action begins with: nobody frees them
+        _first_units                 {action: the unit that it began with}, learned from the last one like it
         flat.missing                 gradients that the running backward has not brought yet
         flat.has_gradients           full gradients that have not been reduced
     """
@@ -86,6 +88,10 @@ class FSDPState(GradientSink):
         self._running_forward: set[FSDPUnit] = set()
         self._reductions = Reductions()
         self._prefetch = PrefetchOrder[FSDPUnit](prefetch)
+        self._action: object = None
+        self._coming: object = None
+        self._first_units: dict[object, FSDPUnit] = {}
+        self._kept: set[FSDPUnit] = set()
 
         already = frozenset(m for m in module.modules() if fsdp_state_of(m) is not None)
         assigned = assign_parameters(module, module_of, already)
@@ -144,6 +150,8 @@ class FSDPState(GradientSink):
             self._begin_forward()
         self._running_forward.add(unit)
         ahead = self._prefetch.next_in_forward(unit) if self._in_forward else []
+        if unit is not self.root:
+            ahead = [*ahead, *self._next_action_begins_with(unit, self._prefetch.ends_forward(unit))]
         self._unshard(unit, self.units if self.find_unused and unit is self.root else ahead)
         if torch.is_grad_enabled() and unit.has_frozen:
             self._hook_input_gradients(unit, (args, kwargs))
@@ -181,14 +189,14 @@ class FSDPState(GradientSink):
                 if t.requires_grad:
                     t.register_hook(partial(self._before_backward, unit, ahead))
         if unit is not self.root:
-            if self.reshard_after_forward or not trains:
+            if (self.reshard_after_forward or not trains) and unit not in self._kept:
                 unit.reshard()
             return
         self._in_forward = False
         for other in self.units[1:]:
             gathered_ahead = not trains or self.reshard_after_forward
-            if gathered_ahead and not other.unsharded_registered:  # and not used, here or by another backward
-                other.reshard()
+            if gathered_ahead and not other.unsharded_registered and other not in self._kept:
+                other.reshard()  # it was not used, here or by another backward
         if not trains:
             self._reshard_all()
             self._synchronize_offload()
@@ -246,7 +254,10 @@ class FSDPState(GradientSink):
             return
         self._in_backward = True  # perhaps it was already, after a backward that an exception ended
         after_backward(self._end_backward)
-        self._unshard(unit, self._prefetch.next_in_backward(unit) if ahead is None else ahead)
+        ahead = self._prefetch.next_in_backward(unit) if ahead is None else ahead
+        if unit is not self.root:
+            ahead = [*ahead, *self._next_action_begins_with(unit, self._prefetch.ends_backward(unit))]
+        self._unshard(unit, ahead)
 
     def _on_complete(self, unit: FSDPUnit, flat: FlatParam) -> None:
         """All gradients of `flat` are complete."""
@@ -262,7 +273,8 @@ class FSDPState(GradientSink):
         is_complete = unit.missing == 0 and (unit.pending_backwards <= 0 or not unit.has_frozen)
         if is_complete and unit is not self.root and not self.find_unused:
             unit.register_sharded()
-            unit.reshard()
+            if unit not in self._kept:
+                unit.reshard()
 
     def _end_backward(self) -> None:
         """The backward is over. Autograd calls this once for every unit in it; the first call does it all."""
@@ -297,6 +309,22 @@ class FSDPState(GradientSink):
 
     # --- as a GradientSink, for a pipeline that says itself when a step is over ---------------------
 
+    def begin_action(self, action: object, coming: object) -> None:
+        """From now on the last unit of `action` has the first one of `coming` gathered."""
+        self._action, self._coming = action, coming
+
+    def _next_action_begins_with(self, unit: FSDPUnit, is_last: bool) -> list[FSDPUnit]:
+        """The unit that the pipeline's next action begins with, if `unit` is the last one of this action."""
+        self._kept.discard(unit)
+        if self._action is None:
+            return []
+        self._first_units.setdefault(self._action, unit)
+        first = self._first_units.get(self._coming)
+        if first is None or not is_last or not self._prefetch.num_ahead or self.find_unused:
+            return []
+        self._kept.add(first)
+        return [first]
+
     def hand_over(self) -> GradientSink:
         """From now on reduce nothing at the end of a backward, but only when `finish` is called."""
         self.sync = False
@@ -321,6 +349,7 @@ class FSDPState(GradientSink):
         """The step failed: forget its gradients."""
         self._in_backward = self._in_forward = False
         self._running_forward.clear()
+        self._kept.clear()
         self._reductions.drop()
         for flat in self.flat_params:
             flat.drop_gradients()
@@ -329,9 +358,10 @@ class FSDPState(GradientSink):
     # --- in between -------------------------------------------------------------------------
 
     def _reshard_all(self) -> None:
-        """Register the shards and free what is unsharded, except for units whose forward runs."""
+        """Register the shards and free what is unsharded, except for units whose forward runs, and for those
+        that a pipeline's next action begins with."""
         for unit in self.units:
-            if unit not in self._running_forward:
+            if unit not in self._running_forward and unit not in self._kept:
                 unit.register_sharded()
                 unit.reshard()
         for flat in self.flat_params:

@@ -5,6 +5,10 @@
     backward    [ block 2 ][ block 1 ][ block 0 ]     the same order reversed
     all-gather  2  [ 1 ]      [ 0 ]
 
+Where a pipeline says which action comes next, the last block of an action has the first of the next one
+gathered. With one stage a rank, 1F1B's steady state ends each action with the block that the next one begins
+with, so that it stays and is not gathered again.
+
 The order is learned from the last forward that began with the same block: a rank may have several stages of a
 pipeline, which take turns and have different blocks. If this forward visits units in another order, only the
 prefetch misses: a unit that was not gathered ahead is gathered when it computes. All ranks run the same
@@ -49,6 +53,15 @@ class PrefetchOrder(Generic[U]):
     def next_in_backward(self, unit: U) -> list[U]:
         """The units to gather ahead while the backward of `unit` computes, which is not the root."""
         return self._next_in_backward.get(unit, [])
+
+    def ends_forward(self, unit: U) -> bool:
+        """Whether `unit`, which this forward visits now, was the last one of the forward like it."""
+        order = self._orders.get(self._visited[1], []) if len(self._visited) > 1 else []
+        return len(order) == len(self._visited) and order[-1] is unit
+
+    def ends_backward(self, unit: U) -> bool:
+        """Whether a forward began with `unit`, so that the backward ends with it."""
+        return unit in self._orders
 
     def end_forward(self) -> list[U]:
         """Learn the order of this forward.

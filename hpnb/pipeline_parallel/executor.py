@@ -129,6 +129,7 @@ class StepExecutor:
             # A receive of this turn may wait until its shape is known; one that is posted ahead must not.
             for ahead, coming in enumerate(actions[step : step + len(group) + AHEAD]):
                 self._messages.post_receives(coming, blocking=ahead < len(group))
+            self._announce_actions(step, overlaps)
             if overlaps:
                 self._run_pair(*group)
             else:
@@ -147,6 +148,16 @@ class StepExecutor:
                 starts, grads = self._receive_gradients(action)
                 self._backward(action, starts, grads)
                 self._send_gradients(action)
+
+    def _announce_actions(self, step: int, overlaps: bool) -> None:
+        """ZeRO 3 gathers the first block of the next action while this one computes its last."""
+        sink = None if self.grad_ready is None else self.grad_ready.sink
+        if sink is None or not sink.shards_parameters:
+            return
+        actions = self.rank_schedule.actions
+        here = None if overlaps or actions[step].op == "W" else actions[step]
+        later = (a for a in actions[step + 1 :] if a.op != "W") if here else iter(())
+        sink.begin_action(*((a.stage, a.op == "F") if a else None for a in (here, next(later, None))))
 
     def _overlaps_next(self, step: int) -> bool:
         """Whether the action at `step` overlaps the next one.

@@ -8,7 +8,8 @@
     pp         activations and their gradients at every stage's border; a tied table's gradient
     dp, edp    gradients, and weights under ZeRO, over dp x cp; of experts over the ranks that have the same
 
-Losses, counts and norms of gradients are left out.
+Losses, counts and norms of gradients are left out. So is what ZeRO 3 saves in a pipeline: a block that one
+action ends with and the next one begins with is not gathered again.
 """
 
 from __future__ import annotations

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from hpnb.bench.results import distance_over_noise
 from hpnb.bench.tasks import TrainingTask
 
 ALLOWED = 3.0
-LAST_DIGIT = 2.0**-23  # of a float32
 
 
 def loss_distance(a: Sequence[float], b: Sequence[float]) -> float:
@@ -40,21 +40,16 @@ def loss_distance(a: Sequence[float], b: Sequence[float]) -> float:
     return math.dist(a, b) / math.hypot(*a)
 
 
-def relative_distance(distance: float, noise: float) -> float:
-    """How many times as far as another order of sums is."""
-    return distance / max(noise, LAST_DIGIT)
-
-
 def describe(layout: str, name: str, distance: float, noise: float, units: float = 0.0) -> str:
     """The line for a layout, from its distance and that of reversed samples.
 
     Args:
         units: with tp, the distance with reversed heads and units. The larger of the two counts.
     """
-    agrees = relative_distance(distance, max(noise, units)) <= ALLOWED * (1 + 1e-9)
+    agrees = distance_over_noise(distance, max(noise, units)) <= ALLOWED * (1 + 1e-9)
     verdict = "coincide" if agrees else "TOO FAR APART"
-    beside = f", {relative_distance(distance, units):.2f} x that of units" if units else ""
-    times = relative_distance(distance, noise)
+    beside = f", {distance_over_noise(distance, units):.2f} x that of units" if units else ""
+    times = distance_over_noise(distance, noise)
     return f"{layout:10} {name:34} {distance:.2e}   {times:6.2f} x the order's{beside}: {verdict}"
 
 

@@ -139,7 +139,7 @@ def gpipe_share(name: str, task: TrainingTask, memory: float = GPIPE_MEMORY) -> 
     if name != "gpipe":
         return 1.0
     halvings = max(0, math.ceil(math.log2(GPIPE_MEMORY / memory)))
-    return GPIPE_SHARE.get(task.what, 1.0) / 2**halvings
+    return GPIPE_SHARE.get(task.what, 1.0) * 0.5**halvings
 
 
 def total_memory() -> float:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+LAST_DIGIT = 2.0**-23  # of a float32
 
 
 def take_turns(names: Sequence[T], rounds: int) -> Iterator[T]:
@@ -28,6 +29,11 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
         return (values[0],) * 3
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return statistics.median(values), low, high
+
+
+def distance_over_noise(distance: float, noise: float) -> float:
+    """Of losses: how many times as far as another order of sums is."""
+    return distance / max(noise, LAST_DIGIT)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hpnb.bench.layouts import kind_of, parse_layout
-from hpnb.bench.loss_agreement import relative_distance
-from hpnb.bench.results import BenchmarkRun, LayoutResult, ProgramResult
+from hpnb.bench.results import BenchmarkRun, LayoutResult, ProgramResult, distance_over_noise
 
 _WIDTH = 54
 _ONE_PIECE, _MARK = ", head and loss as one", " †"  # so a name that stands in nine of twelve rows is short
@@ -116,9 +115,9 @@ def markdown(run: BenchmarkRun) -> str:
 def _losses(run: BenchmarkRun) -> Iterator[str]:
     """Of each layout: in multiples of what another order of rows does, and with tp of heads and units."""
     for name, losses in run.losses["layouts"].items():
-        text = f"{name} {relative_distance(losses['distance'], run.losses['order']):.2f}"
+        text = f"{name} {distance_over_noise(losses['distance'], run.losses['order']):.2f}"
         if "units" in run.losses and parse_layout(name.split()[0], run.ranks).tp > 1:
-            times = relative_distance(losses["distance"], run.losses["units"])
+            times = distance_over_noise(losses["distance"], run.losses["units"])
             text += f" ({times:.2f} of another order of heads and units)"
         yield text
 

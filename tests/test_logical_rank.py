@@ -116,6 +116,9 @@ def test_the_command_counts_one_rank(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "for blocks that\nare not compiled." in out  # a rank alone runs a CPU's kernels
     assert "messages of a pipeline stay until the step ends" in out
     assert "softmax" not in out  # of the loss, which another stage has
+    (line,) = (line.split() for line in out.splitlines() if line.startswith("parameters"))
+    assert "MB at the peak" in out
+    assert float(line[1]) == pytest.approx(printed["counted"]["parameters"] / 1e6, abs=1e-3)
 
 
 @pytest.mark.parametrize(

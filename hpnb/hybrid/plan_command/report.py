@@ -81,12 +81,17 @@ def lag(best: Plan, plan: Plan) -> str:
 
 
 def _memory_table(plans: Sequence[Plan]) -> list[str]:
-    size, unit = (1e9, "GB") if max(plan.bytes for plan in plans) >= 1e9 else (1e6, "MB")
+    size, unit = _unit_of(max(plan.bytes for plan in plans))
     rows = [["", "layout", f"{unit} of the fullest rank", *_MEMORY.values()]]
     for i, plan in enumerate(plans, 1):
         parts = [f"{plan.memory[name] / size:.1f}" for name in _MEMORY]
         rows.append([str(i), plan.code, f"{plan.bytes / size:.1f}", *parts])
     return _align(rows, left=(1,))
+
+
+def _unit_of(largest: float) -> tuple[float, str]:
+    """In what a table prints its bytes."""
+    return (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
 
 
 def _align(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
@@ -155,16 +160,17 @@ def format_rank(
 ) -> str:
     """The memory of one rank, counted on its real code and predicted, by category."""
     peak = profile.at_peak
+    size, unit = _unit_of(max(peak.total, sum(predicted.values())))
     stage = layout.coordinates(rank)["pp"]
     lines = [
         f"{task.model.name} as {layout_code(layout)}, rank {rank} of {layout.world_size}: pipeline rank "
         f"{stage} of {layout.pp}, with a batch of {task.batch} x {task.sequence} tokens",
-        "", f"{'GB at the peak':16}{'counted':>10}{'predicted':>12}",
+        "", f"{f'{unit} at the peak':16}{'counted':>10}{'predicted':>12}",
     ]  # fmt: skip
     for name in MEMORY_PARTS:
-        lines.append(f"{name:16}{getattr(peak, name) / 1e9:10.3f}{predicted[name] / 1e9:12.3f}")
+        lines.append(f"{name:16}{getattr(peak, name) / size:10.3f}{predicted[name] / size:12.3f}")
     lines += [
-        f"{'all':16}{peak.total / 1e9:10.3f}{sum(predicted.values()) / 1e9:12.3f}", "",
+        f"{'all':16}{peak.total / size:10.3f}{sum(predicted.values()) / size:12.3f}", "",
         "Counted: every tensor of the second step, by the rank's own code on tensors without values. Buffers",
         "of communication are temporary. What a GPU's allocator, kernels and NCCL keep is not counted.",
         "Predicted: the formulas by which `hpnb plan` chooses, at their own fullest moment, for blocks that",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -266,6 +267,57 @@ def test_packed_texts_do_not_see_each_other(name: str, layout: str, pools: RankP
 def test_options_that_do_not_compose(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         hpnb.HybridParallelPlugin(**options)
+
+
+def mean_of_sequences(of_shard: bool, outputs: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum, count) of the mean over each sequence's targets, and then over sequences, by weights."""
+    logits, labels, w = outputs.logits, batch["labels"], batch["w"]
+    if not of_shard:
+        logits, labels, w = logits[:, :-1], labels[:, 1:], w[:, 1:]
+    losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    return (w * losses).sum(), w.sum()
+
+
+def weighted_batch(shifted: bool) -> dict[str, torch.Tensor]:
+    batch = make_batches(packed=False)[0]
+    targets = batch["labels"].ne(-100)
+    targets[:, 0] = False
+    w = targets.double() / targets.sum(1, keepdim=True)
+    return {**batch, "w": F.pad(w[:, 1:], (0, 1)) if shifted else w}
+
+
+def train_weighted(options: dict[str, Any], shifted: bool) -> tuple[float | None, list[str]]:
+    booster = hpnb.Booster(plugin=hpnb.HybridParallelPlugin(precision="fp64", cp_size=2, **options))
+    model = make_model("llama")
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.2))
+    batch, criterion = weighted_batch(shifted), lambda o, b: mean_of_sequences(True, o, b)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):  # the loss of the second has the gradients of the first in it
+            optimizer.zero_grad()
+            loss = booster.execute_pipeline(iter([batch]), model, criterion, optimizer)["loss"]
+            optimizer.step()
+    said = [str(w.message) for w in caught if "context parallelism" in str(w.message)]
+    return None if loss is None else float(loss), said
+
+
+@pytest.mark.parametrize("options", [{}, {"pp_size": 2, "num_microbatches": 2}])
+def test_what_belongs_to_labels_is_shifted_by_the_user(options: dict[str, Any], pools: RankPools) -> None:
+    model, batch = make_model("llama"), weighted_batch(shifted=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    for _ in range(2):
+        optimizer.zero_grad()
+        outputs = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        total, count = mean_of_sequences(False, outputs, batch)
+        (total / count).backward()
+        optimizer.step()
+    pool = pools[2 * options.get("pp_size", 1)]
+    for loss, said in pool.run(train_weighted, options, True):
+        assert loss is None or abs(loss - (total / count).item()) < 1e-12
+        assert len(said) == 1
+        assert "splits 'w' (4, 21) as it is" in said[0]
+    for loss, _ in pool.run(train_weighted, options, False):
+        assert loss is None or abs(loss - (total / count).item()) > 1e-4
 
 
 def refusals() -> list[str]:

@@ -345,6 +345,49 @@ def test_training_warns_once_of_other_values(pool: hpnb.Ranks, way: str, layout:
         assert all("no mean over targets" in one for one in said)
 
 
+def _two_tasks_of(model: nn.Module) -> tuple[Any, torch.Tensor]:
+    """(a batch with the ratio of samples to targets, the loss of one process)."""
+    g = torch.Generator().manual_seed(0)
+    x, labels = torch.randn(SAMPLES, 4, generator=g, dtype=D), torch.tensor([0, -100, -100, 3, 4, -100])
+    outputs = model(x)
+    loss = F.cross_entropy(outputs, labels) + 0.5 * outputs[:, 0].pow(2).mean()
+    return (x, SAMPLES / 3, labels), loss
+
+
+def _train_two_tasks(layout: dict[str, Any]) -> float | None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, CLASSES)).double()
+    booster = hpnb.Booster(plugin=hpnb.HybridParallelPlugin(precision="fp64", **layout))
+    batch, _ = _two_tasks_of(model)
+    if booster.plugin.dp_size > 1:
+        batch = tuple(x[hpnb.rank() :: 2] if isinstance(x, torch.Tensor) else x for x in batch)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def criterion(o: torch.Tensor, b: Any) -> Any:
+        squares = o[:, 0].pow(2)
+        return b[1] * F.cross_entropy(o, b[2], reduction="sum") + 0.5 * squares.sum(), len(squares)
+
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = booster.execute_pipeline(iter([batch]), model, criterion, optimizer)["loss"]
+        optimizer.step()
+    return None if loss is None else float(loss)
+
+
+@pytest.mark.parametrize("layout", [{}, {"pp_size": 2, "num_microbatches": 3}])
+def test_two_tasks_with_other_counts_are_exact_by_a_ratio(pool: hpnb.Ranks, layout: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, CLASSES)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        _, loss = _two_tasks_of(model)
+        loss.backward()
+        optimizer.step()
+    for of_rank in pool.run(_train_two_tasks, layout):
+        assert of_rank is None or of_rank == pytest.approx(loss.item(), abs=1e-12)
+
+
 def test_the_comparison_sends_nothing(pool: hpnb.Ranks) -> None:
     assert pool.run(_train, "execute_pipeline", sends, {}) == [[], []]
 

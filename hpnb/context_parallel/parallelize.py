@@ -16,8 +16,9 @@ A ViT takes its batch as it is, and splits the tokens after its embeddings (`sha
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +32,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from hpnb.caller_frame import warn_caller
 from hpnb.comm import gather_slices
 from hpnb.context_parallel.all_gather import all_gather_attention
 from hpnb.context_parallel.ring import Ring, ring_attention
@@ -94,6 +96,8 @@ def parallelize(model: nn.Module, axis: Axis | Mesh, mode: str = "ring") -> Cont
     if isinstance(model, ViTForImageClassification):
         context.count_tokens = shard_patches(model, axis)
         return context
+    names = frozenset(inspect.signature(model.forward).parameters)
+    context.inputs = names if "input_ids" in names else None
     wrap_anatomy(model, _without_shift)
     loss_function = vars(model).get("_loss_function")  # where transformers keeps what was assigned
     if loss_function is None:
@@ -115,12 +119,15 @@ class ContextParallel:
         count_tokens: of a ViT, which shards its tokens itself: how many an image of a batch has.
         length: of a ViT: as many, in the batch at hand.
         images: of a ViT: what a batch calls its images.
+        inputs: what the model's forward takes by name. The first batch with another entry (B, s, ...) gives a
+            warning, since that is not shifted as labels are. None warns of nothing.
     """
 
     keeps_mask = False
     count_tokens: Callable[[Inputs], int] | None = None
     length: int | None = None
     images = "pixel_values"
+    inputs: Collection[str] | None = None
 
     def __init__(self, axis: Axis, mode: str, causal: bool = True) -> None:
         self.axis, self.mode, self.zigzag = axis, mode, causal and mode != "ulysses"
@@ -135,19 +142,38 @@ class ContextParallel:
 
     def shard_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's tokens of `batch`; see `hpnb.context_parallel.shard_batch`. The next forwards are
-        those of this batch."""
+        those of this batch. Only `labels` are shifted."""
         if self.axis.size == 1:
             return dict(batch)
         if self.count_tokens is not None:
             _check_images(batch, self.images)
             self.length = self.count_tokens(batch)
             return dict(batch)
+        self._warn_of_unshifted(batch)
         # As in transformers, positions tell texts apart only where no mask says what tokens see.
         self._packed = batch.get("position_ids") is not None and batch.get("attention_mask") is None
         self._texts = {}
         sharded = self.inputs_of_outputs(batch)
         self.in_batch, self.token_mask = token_mask(batch, self.axis.rank, self.axis.size, self.zigzag)
         return {**sharded, "attention_mask": self.token_mask} if self.keeps_mask else sharded
+
+    def _warn_of_unshifted(self, batch: Mapping[str, Any]) -> None:
+        """Once: of what a criterion may read beside labels, which are shifted."""
+        shape = getattr(batch.get("input_ids"), "shape", None)
+        if self.inputs is None or shape is None:
+            return
+        for name, value in batch.items():
+            known = name in self.inputs or name == "labels"
+            if known or not isinstance(value, torch.Tensor) or value.shape[:2] != shape:
+                continue
+            self.inputs = None
+            warn_caller(
+                f"context parallelism shifts labels, so that labels[:, i] is the target of token i, and "
+                f"splits {name!r} {tuple(value.shape)} as it is. If its entries belong to labels, as weights "
+                f"do, shift them in the batch too: torch.nn.functional.pad({name}[:, 1:], (0, 1)). If they "
+                "belong to tokens, or are shifted, this is right"
+            )
+            return
 
     def inputs_of_outputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """What a criterion gets beside the outputs: this rank's tokens of `batch`, or all its images."""

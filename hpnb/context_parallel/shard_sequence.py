@@ -74,7 +74,9 @@ def shard_batch(batch: Mapping[str, Any], rank: int, ranks: int, zigzag: bool) -
         input_ids (B, s)  ->  input_ids (B, s / cp), position_ids (B, s / cp), labels (B, s / cp)
 
     `labels` become the next tokens: entry i is the target of token i. Sequences are padded on the right until
-    they can be split; no token attends to what comes after it, and padding has no target. A batch's own
+    they can be split; no token attends to what comes after it, and padding has no target. Other entries
+    (B, s, ...) are split as they are, and padded with their last value: what belongs to labels, such as a
+    weight `w` for each of them, has to be shifted before, `F.pad(w[:, 1:], (0, 1))`. A batch's own
     position_ids say where packed texts begin, if it has no attention_mask: each counts from 0.
 
     Raises:

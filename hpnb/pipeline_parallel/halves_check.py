@@ -19,7 +19,6 @@ import contextlib
 import math
 import random
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -30,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from transformers.utils import ModelOutput
 
+from hpnb.caller_frame import warn_caller
 from hpnb.pipeline_parallel.label_shift import ChangedMapping, ChangedTuple
 from hpnb.pipeline_parallel.microbatches import count_samples, count_targets
 from hpnb.ranks import shared_gpu_group
@@ -56,12 +56,11 @@ def warn_if_no_mean(function: Function, outputs: Any, inputs: Any, causal: bool)
     except Exception:  # what the criterion needs and does not get here, it says in its own way
         return
     if difference is not None:
-        warnings.warn(
+        warn_caller(
             f"the criterion returned a scalar that is no mean over targets: {difference}. Microbatches and "
             "ranks are weighted by their number of targets that are not -100 (samples, if there are none), "
             "so this loss depends on the layout; return (sum, count), such as ((w * losses).sum(), w.sum()). "
-            "A loss that compares samples, as a variance does, depends on the layout in any case",
-            stacklevel=4,
+            "A loss that compares samples, as a variance does, depends on the layout in any case"
         )
 
 

@@ -89,6 +89,9 @@ def test_what_is_no_folder_of_images_is_refused_with_how_one_looks(tmp_path: Pat
         image_folder(tmp_path / "missing")
     with pytest.raises(ValueError, match=r"no folder of images: .*train/CLASS/IMAGE\.jpg"):
         image_folder(tmp_path)
+    (tmp_path / "empty" / "cat").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"for the classes cat\. It needs a folder a class"):
+        image_folder(tmp_path / "empty")
     draw(tmp_path / "train", 1)
     with pytest.raises(ValueError, match="neither validation nor test"):
         image_folder(tmp_path, "test")
@@ -193,6 +196,41 @@ def test_a_folder_that_holds_no_images_is_refused_before_ranks_start(
     said = capsys.readouterr().err
     assert f"{tmp_path} is no folder of images" in said
     assert f"{tmp_path}/train/CLASS/IMAGE.jpg" in said
+
+
+def run_toml(folder: Path, name: str, family: str, more: str = "") -> str:
+    path = folder / "run.toml"
+    path.write_text(
+        f'[model]\nfamily = "{family}"\nsize = "laptop"\n'
+        f'[data]\nname = "{name}"\nbatch_size = 2\nfolder = "{folder / "data"}"\n'
+        f"[training]\nepochs = 1\nlearning_rate = 1e-3\n{more}"
+    )
+    return str(path)
+
+
+def test_damaged_files_are_named_before_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "launch", never)
+    draw(tmp_path / "data", 3)
+    damaged = [tmp_path / "data" / "green" / "01.png", tmp_path / "data" / "red" / "02.png"]
+    for file in damaged:
+        file.write_bytes(b"no image")
+    assert command.run(run_toml(tmp_path, "images", "vit"), 2) == 2
+    said = capsys.readouterr().err
+    assert f"{damaged[0]}, {damaged[1]} are no images that can be read; replace or remove them" in said
+    for name, content in (("good.txt", b"Words."), ("latin.txt", b"caf\xe9"), ("other.md", b"\xff")):
+        (tmp_path / "data" / name).write_bytes(content)
+    assert command.run(run_toml(tmp_path, "text", "gpt2"), 2) == 2
+    said = capsys.readouterr().err
+    assert "latin.txt is not UTF-8 from byte 3 on, other.md is not UTF-8 from byte 0 on; convert" in said
+
+
+def test_an_image_that_ends_early_is_named(tmp_path: Path) -> None:
+    file = draw(tmp_path, 1) / "blue" / "00.png"
+    file.write_bytes(file.read_bytes()[:-200])
+    with pytest.raises(ValueError, match=rf"sample 0 of Images .* cannot be read: {file}: image"):
+        image_folder(tmp_path)[0]
 
 
 @pytest.mark.parametrize(

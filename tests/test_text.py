@@ -120,6 +120,16 @@ def test_every_process_learns_the_same_vocabulary(folder: Path, tmp_path: Path) 
     assert found.strip() == hashlib.sha256(here).hexdigest()
 
 
+def test_files_that_are_left_out_are_counted(folder: Path) -> None:
+    (folder / "old" / "empty.txt").write_text("\n \n")
+    (folder / "old" / "a.PDF").write_bytes(b"%PDF")
+    (folder / ".git").mkdir()
+    (folder / ".git" / "HEAD").write_text("hidden")
+    said = text(source=folder, vocab_size=WORDS, block=16).describe()
+    left_out = "left out because they are not read as texts: 1 .pdf, 1 .png"
+    assert said.endswith(f"from 21 files of notes (1 of them empty; {left_out}).")
+
+
 def test_documents_are_files_parts_and_modules(folder: Path, tmp_path: Path) -> None:
     documents = text_sources.text_files(folder).documents()
     assert [d.name for d in documents][:3] == ["00.txt", "03.md", "06.txt"]
@@ -277,8 +287,13 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"holds no \.txt, \.md, \.rst"):
         text(source=tmp_path)
     (tmp_path / "a.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(ValueError, match=r"a\.txt is not UTF-8 from byte 3 on"):
+    with pytest.raises(ValueError, match=r"a\.txt is not UTF-8 from byte 3 on; convert it or leave it out$"):
         text(source=tmp_path)
+    (tmp_path / "b.md").write_bytes(b"\xff")
+    said = r"a\.txt is not UTF-8 from byte 3 on, b\.md is not UTF-8 from byte 0 on; convert them"
+    with pytest.raises(ValueError, match=said):
+        text(source=tmp_path)
+    (tmp_path / "b.md").unlink()
     (tmp_path / "a.txt").write_text(" \n\n")
     with pytest.raises(ValueError, match="holds no words to read"):
         text(source=tmp_path)

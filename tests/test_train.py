@@ -42,6 +42,7 @@ from hpnb.hybrid.train_command.train import RunResult, train
 from hpnb.hybrid.training import resuming
 from hpnb.hybrid.training.events import Hook
 from hpnb.hybrid.training.folder_lock import LOCK
+from hpnb.hybrid.training.stop_hook import StopHook
 
 ROOT = Path(__file__).parents[1]
 VIT = {"hidden": 16, "layers": 2, "heads": 2, "mlp": 32, "patch": 8, "image": 16}
@@ -116,6 +117,8 @@ def test_a_file_says_little_and_means_much(tmp_path: Path) -> None:
         ({"layout__tp_size": True}, "[layout] tp_size = true should be a valid integer"),
         ({"layout__cut": "thirds"}, "cut = 'thirds' should be 'uniform', 'parameters', 'flops' or 'time'"),
         ({"layout__activation_checkpointing": True}, "= true should be false, 'full' or 'attention'"),
+        ({"layout__tp_size": 3}, "tp_size = 3 shares the heads of the model, which has 2; use tp_size = 2"),
+        ({"layout__tp_size": 99, "model__size": "b16"}, "which has 12; use tp_size = 12 or less"),
         ({"layout__precision": "bf16"}, "[layout] precision belongs into [training], as precision"),
         ({"layout__tp_mode": "2d", "layout__tp_size": 3}, "2d needs q x q ranks, and 3 is not of that form"),
         ({"training__precision": "fp8"}, "precision='fp8' is not one of fp32"),
@@ -238,7 +241,12 @@ def test_a_run_is_the_same_in_every_layout_and_leaves_a_model(
     assert both.final == pytest.approx(replicas.final, rel=1e-6)
     assert both.history[-1]["loss"] != pytest.approx(both.history[0]["loss"], rel=1e-3)
     patches = tables(tmp_path / "cp", data__augment=True, data__batch_size=4, layout__cp_size=2)
+    capfd.readouterr()
     context = run(four, parse(patches))
+    said = capfd.readouterr().out
+    assert "dp 2 x pp 1 x cp 2 x tp 1, ZeRO 0" in said
+    for once in ("epoch 1  step 3", "final evaluation", "the model is in"):
+        assert said.count(once) == 1
     for ours, theirs in zip(figures(context.history), figures(replicas.history), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-6)
     assert context.final == pytest.approx(replicas.final, rel=1e-6)
@@ -623,6 +631,21 @@ def test_a_signal_saves_and_a_second_command_goes_on(
     said = capfd.readouterr()
     assert f"goes on from {saved}, after {step} of {6 * epochs} steps" in said.out
     assert "final evaluation" in said.out
+
+
+def test_a_signal_says_whether_the_steps_have_begun(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with train_main._stop_on_signal(tmp_path / "stop") as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert "stops after the first step, with a checkpoint" in capsys.readouterr().err
+        on_a_rank = threading.Thread(
+            target=StopHook(None, flag=stop.flag).before_fit, args=(SimpleNamespace(),)
+        )  # in a thread a hook leaves the handlers of this process alone
+        on_a_rank.start()
+        on_a_rank.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert "stops after this step, with a checkpoint" in capsys.readouterr().err
 
 
 def test_what_a_rank_refuses_is_one_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

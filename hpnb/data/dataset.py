@@ -82,11 +82,15 @@ class Dataset:
             raise IndexError(f"sample {index} of {len(self)}")
         index = range(len(self))[index]
         row = index if self._kept is None else self._kept[index]
+        item: Item = {}
         try:
-            return {name: self._load_image(value) for name, value in self.rows[row].items()}
+            item = self.rows[row]
+            return {name: self._load_image(value) for name, value in item.items()}
         except (OSError, _UnknownScale) as error:  # OSError is what Pillow raises for a broken image
             sample = f"sample {row} of {self.source.name} from {self.source.where}"
-            raise ValueError(f"{sample} cannot be read: {error}") from error
+            path = str(item.get("image_file_path", ""))
+            named = "" if path in str(error) else f" {path}:"  # a file that ends early is not named
+            raise ValueError(f"{sample} cannot be read:{named} {error}") from error
 
     def __iter__(self) -> Iterator[Item]:
         return (self[index] for index in range(len(self)))

@@ -13,6 +13,7 @@ class. Files and folders whose names begin with a dot are left out.
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from hpnb.data.dataset_formats import ImageFiles
 
 SPLITS = ("train", "validation", "test")
 _NAMES = {"train": ("train",), "validation": ("validation", "val", "valid"), "test": ("test",)}
+_NAMED = 10  # damaged images that a sentence names
 _ONE_IN = 10  # images of a class, of which one is held out where nobody has split them
 
 
@@ -84,6 +86,32 @@ def image_folder(
     return Dataset(ImageFiles(rows), source, classes, "images", size, image_size)
 
 
+def check_headers(datasets: Sequence[Dataset], seconds: float = 5.0) -> None:
+    """Read the headers of the images, those that `seconds` suffice for.
+
+    Raises:
+        ValueError: images that cannot be read, with their names.
+    """
+    from PIL import Image
+
+    files = dict.fromkeys(file for dataset in datasets for file, _ in dataset.rows.samples)  # type: ignore[attr-defined]
+    until, damaged = time.monotonic() + seconds, []
+    for file in files:
+        if time.monotonic() > until:
+            break
+        try:
+            Image.open(file).close()
+        except OSError:
+            damaged.append(file)
+    if damaged:
+        more = f" and {len(damaged) - _NAMED:,} more" if len(damaged) > _NAMED else ""
+        are = "is no image" if len(damaged) == 1 else "are no images"
+        raise ValueError(
+            f"{', '.join(damaged[:_NAMED])}{more} {are} that can be read; replace or remove "
+            f"{'it' if len(damaged) == 1 else 'them'}"
+        )
+
+
 def _find(folder: Path, split: str) -> Path | None:
     return next((folder / name for name in _NAMES[split] if (folder / name).is_dir()), None)
 
@@ -115,7 +143,7 @@ def _read(place: Path, folder: Any) -> tuple[tuple[str, ...], list[tuple[str, in
     try:
         images = Visible(str(place), is_valid_file=is_image)
     except FileNotFoundError as error:  # no class, or one without an image
-        reason = str(error).splitlines()[0].rstrip(".")
+        reason = str(error).splitlines()[0].rstrip(". ")
         raise ValueError(
             f"{folder} is no folder of images: {reason}. It needs a folder a class: {Path(folder) / 'train'}"
             f"/CLASS/IMAGE.jpg, and test/CLASS/IMAGE.jpg to evaluate on, or {Path(folder)}/CLASS/IMAGE.jpg"

@@ -15,6 +15,7 @@ import re
 import sysconfig
 import textwrap
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ _LEFT_OUT = {
     *("pydoc_data", "encodings", "tkinter", "ensurepip"),
 }
 _RULE = re.compile(r"[\s*=~^#+\-]*")  # a line that underlines a heading
+_NAMED = 10  # files that a sentence names
 _LEAST = 200  # characters of a docstring: shorter ones say little more than the name
 
 
@@ -67,7 +69,7 @@ class TextSource:
         """In the order of their names.
 
         Raises:
-            ValueError: a file that is not UTF-8, or no words in any.
+            ValueError: files that are not UTF-8, all of them, or no words in any.
         """
         seen: set[str] = set()
         documents = [
@@ -79,8 +81,13 @@ class TextSource:
             raise ValueError(f"{self.source.where} holds no words to read")
         return documents
 
+    def check(self) -> None:
+        """Raise ValueError with the names of files that are not UTF-8, if there are any."""
+        self._texts()
+
     def _texts(self) -> list[tuple[str, str]]:
         texts: list[tuple[str, str]] = []
+        others: list[str] = []  # files that are not UTF-8, and from which byte on
         for name, raw in self.raw.items():
             if name.startswith("module "):
                 texts.append((name, _docstrings(raw)))
@@ -88,11 +95,14 @@ class TextSource:
             try:
                 text = raw.decode("utf-8-sig")
             except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"{name} is not UTF-8 from byte {error.start} on; convert it or leave it out"
-                ) from error
+                others.append(f"{name} is not UTF-8 from byte {error.start} on")
+                continue
             parts = text.split(END)
             texts += [(name if len(parts) == 1 else f"{name} {i}", part) for i, part in enumerate(parts)]
+        if others:
+            more = f", and {len(others) - _NAMED:,} more are not" if len(others) > _NAMED else ""
+            them = "it or leave it" if len(others) == 1 else "them or leave them"
+            raise ValueError(f"{', '.join(others[:_NAMED])}{more}; convert {them} out")
         return texts
 
 
@@ -117,18 +127,22 @@ def python_documentation() -> TextSource | None:
 
 
 def text_files(path: str | Path) -> TextSource:
-    """Of a file, or of the texts in a folder and below.
+    """Of a file, or of the texts in a folder and below. What else lies there is counted, unless it is hidden.
 
     Raises:
         FileNotFoundError: there is none.
     """
     place = Path(path).expanduser()
+    skipped: Counter[str] = Counter()
+    files = []
     if place.is_file():
         files = [place]
     elif place.is_dir():
-        files = sorted(
-            file for file in place.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file()
-        )
+        for file in sorted(file for file in place.rglob("*") if file.is_file()):
+            if file.suffix.lower() in SUFFIXES:
+                files.append(file)
+            elif not any(part.startswith(".") for part in file.relative_to(place).parts):
+                skipped[file.suffix.lower() or "no suffix"] += 1
     else:
         raise FileNotFoundError(f"source={str(path)!r} is neither a file nor a folder")
     if not files:
@@ -136,7 +150,13 @@ def text_files(path: str | Path) -> TextSource:
     names = [file.relative_to(place).as_posix() if file != place else file.name for file in files]
     raw = {name: file.read_bytes() for name, file in zip(names, files, strict=True)}
     count = f"{len(files):,} files" if len(files) > 1 else "1 file"
-    return TextSource(Source(f"Text of {place.name}", "real", f"{count} of {place.name}"), raw)
+    empty = sum(not content.strip() for content in raw.values())
+    notes = [f"{empty:,} of them empty"] if empty else []
+    if skipped:
+        kinds = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(skipped.items()))
+        notes.append(f"left out because they are not read as texts: {kinds}")
+    source = Source(f"Text of {place.name}", "real", f"{count} of {place.name}", "; ".join(notes))
+    return TextSource(source, raw)
 
 
 def composed_news(why: str) -> TextSource:

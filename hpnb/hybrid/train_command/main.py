@@ -26,6 +26,7 @@ import torch
 from hpnb.hybrid.torchrun.launch_from_torch import RANK_VARIABLES
 from hpnb.hybrid.train_command.run_file import RunFile, load
 from hpnb.hybrid.training.resuming import saved
+from hpnb.hybrid.training.stop_hook import started_file
 from hpnb.ranks import RankError, RankInterrupt, launch
 
 _LONGEST = 20 * 86400.0  # seconds that a run may take
@@ -38,7 +39,7 @@ def run(path: str, ranks: int | None = None, overrides: Sequence[str] = ()) -> i
     under_torchrun = os.environ.keys() >= set(RANK_VARIABLES)
     try:
         file = load(path, overrides)
-        file.check_folder()
+        file.check_folder(inside=not under_torchrun)
         if under_torchrun:
             if ranks is not None:
                 raise ValueError("--ranks starts ranks, and torchrun has started them; leave --ranks out")
@@ -109,11 +110,11 @@ def _stop_on_signal(flag: Path) -> Iterator[_Stop]:
         if not flag.exists():
             stop.exit_code = INTERRUPTED if number == signal.SIGINT else TERMINATED
         flag.touch()
-        again = ""
+        when, again = "this step" if started_file(flag).exists() else "the first step", ""
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             again = "; Ctrl-C again ends it at once"
-        print(f"\nhpnb train: stops after this step, with a checkpoint{again}", file=sys.stderr, flush=True)
+        print(f"\nhpnb train: stops after {when}, with a checkpoint{again}", file=sys.stderr, flush=True)
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -22,7 +22,8 @@ import torch
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from hpnb.data.beans_cifar10_mrpc import BEANS, CIFAR10, MRPC
-from hpnb.data.image_folder import image_folder
+from hpnb.data.image_folder import SPLITS, check_headers, image_folder
+from hpnb.data.text_sources import text_files
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.train_command.toml_errors import STRICT, describe, read_fields
 from hpnb.models import GPT2_SIZES, SIZES, GPT2Size, ViTSize
@@ -75,6 +76,13 @@ class ModelTable(Table):
             return self.size
         kind: type[Any] = ViTSize if self.family == "vit" else GPT2Size
         return kind(**read_fields(kind, self.size, "[model] size"))
+
+    @property
+    def heads(self) -> int:
+        """Of a model that starts from scratch."""
+        sizes: Mapping[str, Any] = SIZES if self.family == "vit" else GPT2_SIZES
+        shape = self.shape or "laptop"
+        return int((sizes[shape] if isinstance(shape, str) else shape).heads)
 
 
 class DataTable(Table):
@@ -183,12 +191,19 @@ class RunFile(Table):
         of_images = self.data.augment or self.data.mixup or self.data.image_size is not None
         if self.model.family == "gpt2" and of_images:
             raise ValueError("[data] image_size, augment and mixup are of images, and a gpt2 reads texts")
-        cp_size = self.plugin().cp_size  # which refuses what cannot compose
+        plugin = self.plugin()  # which refuses what cannot compose
+        cp_size = plugin.cp_size
         if cp_size > 1 and self.data.name == "mrpc":
             raise ValueError(
                 f"[layout] cp_size = {cp_size} splits the tokens of a causal language model or of a ViT, and "
                 "[data] name = 'mrpc' trains a classifier of texts; use cp_size = 1 with pp_size or tp_size, "
                 "or name = 'text'"
+            )
+        heads = None if self.model.pretrained else self.model.heads
+        if heads is not None and plugin.tp_mode == "1d" and plugin.tp_size > heads:
+            raise ValueError(
+                f"[layout] tp_size = {plugin.tp_size} shares the heads of the model, which has {heads}; use "
+                f"tp_size = {heads} or less"
             )
         return self
 
@@ -220,9 +235,10 @@ class RunFile(Table):
         an_epoch = math.ceil(math.ceil(samples / a_step) / how.accumulation)
         how.check_warmup(how.warmup_steps, how.epochs * an_epoch)
 
-    def check_folder(self) -> None:
+    def check_folder(self, inside: bool = False) -> None:
         """Raise FileNotFoundError unless [data] folder, if the file has one, is there, and ValueError unless
-        it has the images of name = 'images'."""
+        it has the images of name = 'images'. With `inside` also, naming the files, for texts that are not
+        UTF-8, and for images whose headers cannot be read, as far as that takes seconds."""
         if self.data.folder is None or self.data.kind == "generated":
             return
         folder = Path(self.data.folder).expanduser()
@@ -233,10 +249,16 @@ class RunFile(Table):
                 f"[data] folder = {self.data.folder!r}: there is no folder {folder.absolute()}; correct "
                 f"it{instead}"
             )
+        if self.data.name == "text" and inside:
+            try:
+                text_files(folder).check()
+            except (ValueError, FileNotFoundError) as error:
+                raise ValueError(f"[data] folder: {error}") from error
         if self.data.name == "images":
             try:
-                for split in ("train", "validation", "test"):
-                    image_folder(folder, split)
+                splits = [image_folder(folder, split) for split in SPLITS]
+                if inside:
+                    check_headers(splits)
             except ValueError as error:
                 raise ValueError(f"[data] folder: {error}") from error
 

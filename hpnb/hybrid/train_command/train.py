@@ -273,7 +273,8 @@ def _about(file: RunFile, plugin: HybridParallelPlugin, task: RunTask, lr: float
     source = f"from {wanted.pretrained}" if wanted.pretrained else "from scratch"
     batch = table.batch_size * how.accumulation
     where = f"{world_size()} {'GPUs' if device().type == 'cuda' else 'CPU ranks'}"
-    layout = f"dp {plugin.dp_size} x pp {plugin.pp_size} x tp {plugin.tp_size}"
+    cp = f"cp {plugin.cp_size} x " if plugin.cp_size > 1 else ""
+    layout = f"dp {plugin.dp_size} x pp {plugin.pp_size} x {cp}tp {plugin.tp_size}"
     return "\n".join(
         (
             f"{type(task.model).__name__}, {count:,} parameters {source}, {how.precision}",

@@ -21,7 +21,7 @@ class RankRole:
 
     The ranks of the last stage have outputs and losses, and those of a tensor-parallel group have the same
     ones. So the first of each such group `reports`, and a sum over those that report is one over the data
-    axis. The first of these `shows` a progress bar."""
+    axis, and over cp, whose ranks have different tokens. The first of these `shows` a progress bar."""
 
     reports: bool
     shows: bool
@@ -29,7 +29,7 @@ class RankRole:
     @classmethod
     def of(cls, plugin: Any) -> RankRole:
         reports = plugin.stage_manager.is_last_stage() and dist.get_rank(plugin.tp_group) == 0
-        shows = reports and dist.get_rank(plugin.dp_group) == 0
+        shows = reports and dist.get_rank(plugin.dp_group) == 0 and plugin.mesh.cp.rank == 0
         return cls(reports, shows)
 
     def add_up(self, local: torch.Tensor) -> torch.Tensor:

@@ -74,6 +74,11 @@ class Stopped(SystemExit):
         return self.message
 
 
+def started_file(flag: Path) -> Path:
+    """The file beside a `flag` that is there once the steps have begun, so that who asks knows what ends."""
+    return flag.with_name(f"{flag.name}-started")
+
+
 class StopHook(Hook):
     """Saves and raises `Stopped`, on every rank, once one of them was asked to stop.
 
@@ -94,6 +99,8 @@ class StopHook(Hook):
 
     def before_fit(self, trainer: TrainingState) -> None:
         self._last = time.monotonic()
+        if self.flag is not None:
+            started_file(self.flag).touch()
         if self._before or threading.current_thread() is not threading.main_thread():
             return
         numbers = [signal.SIGTERM] if self.flag is not None else [signal.SIGTERM, signal.SIGINT]

@@ -17,7 +17,7 @@ from hpnb import theory
 from hpnb.context_parallel import BlockAttention, Ring, parallelize
 from hpnb.lesson.exercises.long_contexts import BlockStream
 from hpnb.lesson.figures import long_contexts as figures
-from hpnb.lesson.programs import long_contexts
+from hpnb.lesson.programs import context_replay, long_contexts
 from hpnb.theory.context import Attention
 
 
@@ -210,7 +210,7 @@ def ring_by_steps(qkv: tuple[torch.Tensor, ...], dout: torch.Tensor, ranks: int)
         for source, there in enumerate(places):
             block, sent = (torch.stack([x[:, :, there] for x in pair]) for pair in (qkv[1:], results[2:]))
             steps.append(
-                long_contexts.RingStep(ring, attention, source, local, block, seed, out, lse, dq, sent)
+                context_replay.RingStep(ring, attention, source, local, block, seed, out, lse, dq, sent)
             )
         for step in steps:
             step.forward()
@@ -235,7 +235,7 @@ def test_timed_steps_of_a_ring_compute_what_the_ring_does(kv_heads: int) -> None
 def merges_and_adds() -> list[bool]:
     """Whether the timed forward changes lse and the timed backward dq."""
     shape = Attention(64, 4, 4, 8, 1, 4)
-    calls = long_contexts._step_calls(shape, long_contexts.context_axis(), torch.float32)
+    calls = context_replay._step_calls(shape, long_contexts.context_axis(), torch.float32)
     step = cast("Any", calls["forward"]).__self__
     before = step.lse.clone(), step.dq.clone()
     calls["forward"]()
@@ -295,7 +295,7 @@ def test_words_say_where_the_card_names_another_winner_than_the_replay() -> None
         "In the replay packed Ulysses wins at every length."
         " So the card names the wrong winner at 1,000 and 4,000 tokens"
     )
-    close = "In the replay the ring wins at every other length, as the card predicts"
+    close = "In the replay the ring wins at all other lengths, as the card predicts"
     assert words(1.0, 2.0, 1.0, spread=0.5) == close  # at 2,000 tokens bars touch
     assert words(2.0, 2.0, 2.0, spread=0.5).startswith("So it can't judge")
 

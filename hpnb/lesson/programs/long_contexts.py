@@ -1,35 +1,71 @@
-"""What notebook 10 runs on its ranks: shapes, an attention beside one process's, times of steps and messages.
-
-Every rank calls what is here.
+"""What notebook 10 runs on its ranks: shapes, and an attention beside one process's. The replay is in
+`context_replay.py`, its sentences in `long_contexts_words.py`.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
 import hpnb
-from hpnb import comm, theory
-from hpnb.context_parallel import BlockAttention, ContextParallel, Ring, Visibility
-from hpnb.context_parallel.ring import add_gradients, merge_pair
-from hpnb.context_parallel.visibility import Pair
-from hpnb.lesson.machine_card import MachineCard
+from hpnb import comm
+from hpnb.context_parallel import ContextParallel
+from hpnb.lesson.programs.context_replay import (
+    Replayed,
+    context_axis,
+    packed_exposed,
+    predict_parts,
+    replay_exposed,
+)
 from hpnb.lesson.programs.device_timing import Batch
 from hpnb.lesson.programs.gpt2_tensor import random_values
-from hpnb.lesson.programs.layer_times import time_in_turn
-from hpnb.lesson.programs.step_timing import relative_distance, rounds_in_turn
-from hpnb.lesson.programs.vit_pipeline_words import listed
-from hpnb.lesson.values import record
+from hpnb.lesson.programs.long_contexts_words import (
+    covers_in_words,
+    least_exposed_in_words,
+    parts_over_card,
+    ratios_beside,
+    record_replay,
+    source_in_words,
+    touching_in_words,
+    winners_in_words,
+    wins_in_words,
+)
+from hpnb.lesson.programs.step_timing import relative_distance
 from hpnb.mesh import Axis
 from hpnb.models import GPT2Size
 from hpnb.precision import best_16_bit, policy
-from hpnb.ranks import choose_device
 from hpnb.theory.context import Attention, BothWays
+
+__all__ = [
+    "Compared",
+    "Layer",
+    "Replayed",
+    "compare_with_full",
+    "context_axis",
+    "covers_in_words",
+    "kept_size",
+    "largest_gap",
+    "least_exposed_in_words",
+    "least_variation",
+    "packed_exposed",
+    "parts_over_card",
+    "predict_parts",
+    "random_qkv",
+    "ratios_beside",
+    "record_replay",
+    "reloaded_distance",
+    "replay_exposed",
+    "source_in_words",
+    "timed_shapes",
+    "touching_in_words",
+    "train_alone",
+    "training_steps",
+    "winners_in_words",
+    "wins_in_words",
+]
 
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -38,13 +74,6 @@ _TIMED = {"cpu": (Attention(1, 8, 8, 32, 1, 4), tuple(1 << k for k in (6, 8, 10,
 _KEPT = {"cpu": (GPT2Size(64, 2, 4, 256, 509, 2048), torch.float32),
          "cuda": (GPT2Size(1024, 2, 16, 4096, 8192, 4096), torch.bfloat16)}  # fmt: skip
 _STEPS = {"cpu": 14, "cuda": 30}
-_ROUNDS = 9  # of each timed part
-_NOTHING, _FOREVER = BothWays(0.0, 0.0), BothWays(math.inf, math.inf)  # seconds of a step
-
-
-def context_axis() -> Axis:
-    """All ranks, along the context axis."""
-    return hpnb.Mesh(hpnb.Layout(cp=hpnb.world_size())).cp
 
 
 def timed_shapes(device: str) -> list[Attention]:
@@ -151,318 +180,3 @@ def largest_gap(losses: Sequence[float], others: Sequence[float]) -> dict[str, f
     """The largest distance between two runs' losses in a step, "most", and that step, counted from 1."""
     gaps = [abs(a - b) for a, b in zip(losses, others, strict=True)]
     return {"most": max(gaps), "step": 1 + gaps.index(max(gaps))}
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """Exposed seconds of one attention, forward and backward, put together from what was timed alone.
-
-    Attributes:
-        packed: of Ulysses, with q, k and v in one all-to-all.
-        messages: of the ring, seconds of all its messages, exposed or not.
-        last: of the ring's last message, which brings gradients home and is always exposed.
-        parts: what this was put together from, named as in `predict_parts`.
-        timed: whether messages were timed, and do not take what the card says.
-        quartiles: {way: (low, high)} of exposed seconds: low with the lower quartile of the messages' rounds
-            and the upper quartile of the computing's, high the other way round.
-    """
-
-    ring: float
-    ulysses: float
-    packed: float
-    messages: float
-    last: float
-    parts: dict[str, float]
-    timed: bool
-    quartiles: dict[str, tuple[float, float]] = field(default_factory=dict)
-
-    @property
-    def covered(self) -> float:
-        """The share of the ring's messages, the last one aside, that computing covers."""
-        others = self.messages - self.last
-        return 1 - (self.ring - self.last) / others if others else 0.0
-
-
-def packed_exposed(shape: Attention, ranks: int, link: theory.Link) -> float:
-    """Predicted exposed seconds of Ulysses, forward and backward, with q, k and v in one all-to-all."""
-    sent = theory.context.ulysses_bytes(shape, ranks).total
-    return 4 * (ranks - 1) * link.latency + sent / link.bandwidth
-
-
-def predict_parts(shape: Attention, ranks: int, card: MachineCard) -> dict[str, float]:
-    """Predicted seconds of a ring step's computing, of one message of a ring, and of the all-to-all of q."""
-    block = theory.context.ring_bytes(shape, ranks).forward / (ranks - 1)
-    exchanges = theory.context.ulysses_exposed(shape, ranks, card.link).total
-    computing = theory.context.ring_step_seconds(shape, ranks, card.matmul)
-    return _parts(computing, theory.seconds("send", block, ranks, card.link), exchanges / 8)
-
-
-def _parts(step: BothWays, message: float, exchange: float) -> dict[str, float]:
-    return {"computing of a forward step": step.forward, "computing of a backward step": step.backward,
-            "message of a ring": message, "all-to-all": exchange}  # fmt: skip
-
-
-def ratios_beside(
-    seconds: Mapping[str, Sequence[float]], lengths: Sequence[int], border: float
-) -> list[dict[str, float]]:
-    """Packed Ulysses' seconds over the ring's, at lengths below the border and at the others: the "least" and
-    the "most" of both. The shortest length counts as below the border, and the longest as above.
-    """
-    ratios = [p / r for p, r in zip(seconds["Ulysses, packed"], seconds["ring"], strict=True)]
-    below = min(max(sum(length < border for length in lengths), 1), len(lengths) - 1)
-    return [{"least": min(part), "most": max(part)} for part in (ratios[:below], ratios[below:])]
-
-
-def wins_in_words(seconds: Mapping[str, Sequence[float]], lengths: Sequence[int]) -> str:
-    """For prose: at which lengths Ulysses has fewer predicted seconds than the ring."""
-    packed, plain = (
-        [n for n, r, u in zip(lengths, seconds["ring"], seconds[way], strict=True) if u < r]
-        for way in ("Ulysses, packed", "Ulysses")
-    )
-    if not packed and not plain:
-        return "the ring exposes least at every length"
-    at = [f"at {listed(wins)}" if wins else "at no length" for wins in (packed, plain)]
-    return f"packed Ulysses exposes less than the ring {at[0]} tokens, and unpacked Ulysses {at[1]}"
-
-
-def winners_in_words(
-    predicted: Mapping[str, Sequence[float]], replayed: Sequence[Replayed], lengths: Sequence[int]
-) -> str:
-    """For prose: where the ring beats packed Ulysses in the replay, and where the card says otherwise.
-
-    Lengths at which the bars of the two touch do not count.
-    """
-    touching = _touching(replayed, lengths)
-    card = [r <= u for r, u in zip(predicted["ring"], predicted["Ulysses, packed"], strict=True)]
-    rings = {n: times.ring <= times.packed
-             for n, times in zip(lengths, replayed, strict=True) if n not in touching}  # fmt: skip
-    if not rings:
-        return "So it can't judge the card's prediction either"
-    won = {way: [n for n, ring in rings.items() if ring == (way == "the ring")]
-           for way in ("packed Ulysses", "the ring")}  # fmt: skip
-    where = "at every other length" if touching else "at every length"
-    parts = [f"{way} wins {where if len(wins) == len(rings) else f'at {listed(wins)} tokens'}"
-             for way, wins in won.items() if wins]  # fmt: skip
-    said = f"In the replay {', and '.join(parts)}"
-    wrong = [n for n, ring in zip(lengths, card, strict=True) if rings.get(n, ring) != ring]
-    if not wrong:
-        return f"{said}, as the card predicts"
-    return f"{said}. So the card names the wrong winner at {listed(wrong)} tokens"
-
-
-def least_exposed_in_words(seconds: Mapping[str, Sequence[float]]) -> str:
-    """The title of a figure of replayed seconds: at how many lengths the ring exposes least of all ways."""
-    least = [times[0] <= min(times) for times in zip(seconds["ring"], *seconds.values(), strict=True)]
-    if all(least):
-        return "In the replay, the ring exposes least at every length"
-    return f"In the replay, the ring exposes least at {sum(least)} of {len(least)} lengths"
-
-
-def touching_in_words(replayed: Sequence[Replayed], lengths: Sequence[int]) -> str:
-    """For prose: at which lengths the quartiles of the ring and of packed Ulysses overlap."""
-    at = _touching(replayed, lengths)
-    if not at:
-        return "The bars of the two touch at no length"
-    if len(at) == len(lengths):
-        return "The bars of the two touch at every length, so this run can't say which is faster"
-    return f"The bars of the two touch at {listed(at)} tokens; there, this run can't say which is faster"
-
-
-def _touching(replayed: Sequence[Replayed], lengths: Sequence[int]) -> list[int]:
-    at = []
-    for length, times in zip(lengths, replayed, strict=True):
-        (ring_low, ring_high), (low, high) = (times.quartiles[way] for way in ("ring", "Ulysses, packed"))
-        if ring_low <= high and low <= ring_high:
-            at.append(length)
-    return at
-
-
-def source_in_words(replayed: Replayed) -> str:
-    """For a title: where the seconds of messages come from."""
-    return "computing and messages were timed" if replayed.timed else "messages take what the card says"
-
-
-def covers_in_words(replayed: Sequence[Replayed], lengths: Sequence[int]) -> str:
-    """For prose: at which lengths a ring's step computes for at least as long as its message takes."""
-    covers = [
-        times.parts["computing of a forward step"] >= times.parts["message of a ring"] for times in replayed
-    ]
-    count = sum(covers)
-    if count in (0, len(covers)):
-        return "at every length" if count else "at none of these lengths"
-    if all(covers[-count:]):
-        return f"from {lengths[-count]:,} tokens on"
-    return f"at {listed([n for n, covered in zip(lengths, covers, strict=True) if covered])} tokens"
-
-
-def parts_over_card(
-    replayed: Sequence[Replayed], shapes: Sequence[Attention], ranks: int, card: MachineCard
-) -> list[dict[str, float]]:
-    """For each shape, replayed over predicted seconds of the parts of `predict_parts`."""
-    predicted = [predict_parts(shape, ranks, card) for shape in shapes]
-    return [
-        {part: times.parts[part] / took for part, took in parts.items()}
-        for times, parts in zip(replayed, predicted, strict=True)
-    ]
-
-
-def record_replay(
-    replayed: Sequence[Replayed],
-    predicted: Mapping[str, Sequence[float]],
-    dots: Mapping[str, Sequence[float]],
-    shapes: Sequence[Attention],
-    ranks: int,
-    card: MachineCard,
-) -> None:
-    """Record what the page's text says of the replay: {way: exposed seconds for each shape} are `predicted`
-    by the card, and replayed in `dots`.
-    """
-    lengths, ends = [shape.sequence for shape in shapes], {"first": 0, "last": -1}
-    for end, i in ends.items():
-        record(f"10.at-{end}", {way: seconds[i] for way, seconds in dots.items()}, "s")
-    record("10.lengths", {end: lengths[i] for end, i in ends.items()})
-    record("10.touch", touching_in_words(replayed, lengths))
-    record("10.covered", {end: 100 * replayed[i].covered for end, i in ends.items()}, "%")
-    record("10.covers", covers_in_words(replayed, lengths))
-    record("10.last-message", (100 * replayed[0].last / replayed[0].messages, "%"))
-    tokens = theory.context.tokens_to_overlap(shapes[0], card.matmul, card.link)
-    record("10.dotted", round(ranks * tokens))
-    facts = {"overlap": round(tokens), "rho": round(card.rho), "heads": shapes[0].heads}
-    record("10.card", facts | {"latency": (card.link.latency, "s")})
-    off = {
-        way: [max(p / t, t / p) for p, t in zip(predicted[way], times, strict=True)]
-        for way, times in dots.items()
-    }
-    record("10.off", {way: max(factors) for way, factors in off.items()})
-    worst = off["ring"].index(max(off["ring"]))  # here the ring's dot is farthest off
-    record("10.farthest", lengths[worst])
-    over = parts_over_card(replayed, shapes, ranks, card)
-    record("10.over", {"first": over[0], "last": over[-1], "worst": over[worst]})
-
-
-def replay_exposed(shapes: Sequence[Attention], dtype: torch.dtype, link: theory.Link) -> list[Replayed]:
-    """For each shape: a ring step's computing and each message are timed alone, and `theory.context` puts
-    them together. Ranks that share a GPU can't time messages; these take what `link` says.
-    """
-    axis = context_axis()
-    assumed = choose_device("auto", axis.size).shares_gpus
-    calls = {(i, way): call for i, shape in enumerate(shapes)
-             for way, call in _step_calls(shape, axis, dtype).items()}  # fmt: skip
-    computing = time_in_turn(calls, repeats=_ROUNDS)
-    sending = {} if assumed else rounds_in_turn(
-        {f"{i} {way}": call for i, shape in enumerate(shapes)
-         for way, call in _message_calls(shape, axis, dtype).items()}, repeats=_ROUNDS
-    )  # fmt: skip
-    replayed = []
-    for i, shape in enumerate(shapes):
-        steps = [
-            BothWays(forward, backward)
-            for forward, backward in zip(
-                *(_quartiles(computing[i, way]) for way in ("forward", "backward")), strict=True
-            )
-        ]
-        block = theory.context.ring_bytes(shape, axis.size).forward / (axis.size - 1)
-        links = [link] * 3
-        ulysses = [theory.context.ulysses_exposed(shape, axis.size, link).total] * 3
-        packed = [packed_exposed(shape, axis.size, link)] * 3
-        if not assumed:
-            links = [theory.Link(0.0, block / took) for took in _quartiles(sending[f"{i} ring"])]
-            ulysses, packed = (
-                [2 * took for took in _quartiles(sending[f"{i} {way}"])] for way in ("ulysses", "packed")
-            )  # the backward sends the same
-        low, ring, high = (
-            theory.context.ring_exposed(shape, axis.size, over, step).total
-            for over, step in zip(links, reversed(steps), strict=True)
-        )
-        message = theory.seconds("send", block, axis.size, links[1])
-        parts = _parts(steps[1], message, ulysses[1] / 8)
-        messages, last = (
-            theory.context.ring_exposed(shape, axis.size, links[1], computed).total
-            for computed in (_NOTHING, _FOREVER)
-        )
-        quartiles = {"ring": (low, high), "Ulysses": (ulysses[0], ulysses[2]),
-                     "Ulysses, packed": (packed[0], packed[2])}  # fmt: skip
-        replayed.append(Replayed(ring, ulysses[1], packed[1], messages, last, parts, not assumed, quartiles))
-    return replayed
-
-
-def _quartiles(rounds: Sequence[float]) -> list[float]:
-    """The lower quartile, the median and the upper quartile."""
-    return statistics.quantiles(rounds, n=4, method="inclusive")
-
-
-@dataclass(frozen=True)
-class RingStep:
-    """What this rank of a ring computes while messages travel, with the functions of `ring_attention`.
-
-    Attributes:
-        source: the rank that the block's keys and values come from.
-        q, dout, dq: this rank's queries and the gradients of its output and of q so far, (B, H, s / cp, d).
-        block, sent: keys and values, and their gradient so far, which the rank before has sent,
-            (2, B, H_kv, s / cp, d).
-        out, lse: of the keys so far, (B, H, s / cp, d) and (B, H, s / cp); as dq and sent, float32 or wider.
-    """
-
-    ring: Ring
-    attention: BlockAttention
-    source: int
-    q: torch.Tensor
-    block: torch.Tensor
-    dout: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-    dq: torch.Tensor
-    sent: torch.Tensor
-
-    def forward(self) -> None:
-        """Merge the attention to the block into out and lse."""
-        for pair in self._pairs():
-            merge_pair(self.attention, pair, self.q, self.block, self.out, self.lse)
-
-    def backward(self, output: torch.Tensor) -> torch.Tensor:
-        """Add to dq, and return the block's gradient so far, given the output (B, H, s / cp, d)."""
-        inputs, local = (self.dout, self.q, self.block, output, self.lse), torch.zeros_like(self.sent)
-        for pair in self._pairs():
-            add_gradients(self.attention, pair, *inputs, self.dq, local)
-        return local + self.sent
-
-    def _pairs(self) -> list[Pair]:
-        fused = self.attention.kernel is not None
-        return self.ring.pairs(self.source, Visibility(causal=True), self.q.device, fused)
-
-
-def _step_calls(shape: Attention, axis: Axis, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
-    """{"forward" or "backward": a ring step with the keys of the rank before}."""
-    local = shape.sequence // axis.size
-    wide = torch.promote_types(dtype, torch.float32)
-    q, k, v, dout = (
-        torch.randn(1, shape.heads, local, int(shape.head_size), device=hpnb.device(), dtype=dtype)
-        for _ in range(4)
-    )
-    block, lse = torch.stack([k, v]), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
-    out, dq, sent = (torch.zeros_like(x, dtype=wide) for x in (q, q, block))
-    attention, before = BlockAttention(q, k, v, shape.head_size**-0.5), (axis.rank - 1) % axis.size
-    ring = Ring.of(axis, local, zigzag=True)
-    step = RingStep(ring, attention, before, q, block, dout, out, lse, dq, sent)
-    step.forward()
-    output = out.to(dtype)
-    return {"forward": step.forward, "backward": lambda: step.backward(output)}
-
-
-def _message_calls(shape: Attention, axis: Axis, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
-    """{"ring": one block goes on, "ulysses": the all-to-alls of a forward, "packed": q, k and v in one}."""
-    local = shape.sequence // axis.size
-    ring = Ring.of(axis, local, zigzag=True)
-    q = torch.randn(1, shape.heads, local, int(shape.head_size), device=hpnb.device(), dtype=dtype)
-    block = torch.stack([q, q])
-
-    def ulysses() -> None:
-        for _ in "qkv":
-            exchanged = comm.all_to_all(q, axis, 1, 2)
-        comm.all_to_all(exchanged, axis, 2, 1)
-
-    def packed() -> None:
-        exchanged = comm.all_to_all(torch.cat([q, q, q]), axis, 1, 2)
-        comm.all_to_all(exchanged[:1], axis, 2, 1)
-
-    return {"ring": lambda: ring.pass_on(block)(), "ulysses": ulysses, "packed": packed}

@@ -122,6 +122,34 @@ def test_a_rank_that_waits_for_one_that_has_returned_hangs_soon_and_learns_why(
     assert "hang_timeout" not in summary
 
 
+def step_with_a_refused_criterion(waits_on: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 3))
+    schedule = hpnb.pipeline_parallel.schedules.make("1f1b", stages=2, microbatches=2)
+    refused = lambda outputs, batch: outputs.sum(1)  # noqa: E731
+    pipe = hpnb.Pipeline(model, hpnb.Mesh(hpnb.Layout(pp=2)).pp, schedule, refused)
+    try:
+        pipe.step((torch.ones(4, 2), torch.tensor([0, 1, 2, 0])))
+    except ValueError:
+        if waits_on:  # as in the next run of a sweep
+            dist.recv(torch.zeros(1), src=0)
+
+
+@pytest.mark.parametrize("waits_on", [False, True])
+def test_an_error_of_hpnb_that_a_function_caught_is_named(
+    waits_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loader was blamed."""
+    monkeypatch.setattr(hang, "GRACE", 2.0)
+    with pytest.raises(hpnb.RankError) as caught:
+        hpnb.launch(
+            step_with_a_refused_criterion, waits_on, ranks=2, device="cpu", timeout=60, hang_timeout=6
+        )
+    summary = caught.value.summary
+    assert "Rank 1 raised ValueError: the loss function returned a tensor of shape (2,)" in summary
+    assert "the function caught it" in summary
+    assert "prepare_dataloader" not in summary
+
+
 def test_slow_work_after_the_last_collective_of_others_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 has returned; rank 1 waits for rank 2, which sleeps: it may load or write something."""
     monkeypatch.setattr(hang, "GRACE", 1.0)

@@ -171,7 +171,7 @@ class _Untouched(TorchDispatchMode):
     """Stops what sends, what writes into a tensor that was not made inside, and a generator of its own."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._made: dict[int, torch.UntypedStorage] = {}  # kept, so that no number is given twice
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

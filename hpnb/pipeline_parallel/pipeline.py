@@ -43,6 +43,7 @@ from hpnb.pipeline_parallel.symmetric_transfers import SymmetricTransfers
 from hpnb.pipeline_parallel.tied_weights import tie_weights
 from hpnb.pipeline_parallel.transfers import make_queues
 from hpnb.ranks.current_rank import device as this_device
+from hpnb.ranks.current_rank import note_raised
 from hpnb.record.recorder import Recorder, active_recorder
 
 MIN_FUSED_FLOPS = 1.4e11  # FLOPs: about 0.2 ms of an H200, and more than twice what Python takes for the call
@@ -270,9 +271,9 @@ class Pipeline:
                 self._known_signatures.update(signatures)
                 boundaries = self._known_boundaries.values()
                 self._symmetric.reserve([(*boundary.specs, CORRECTION) for boundary in boundaries])
-        except BaseException:
-            # Gradients are as before the step. Messages under way stay in the queues, though, so where a rank
-            # has failed the pipeline is not used again: its process ends, or a new Pipeline is made.
+        except BaseException as error:
+            note_raised(error)
+            # Gradients are as before. Messages stay in the queues, so this pipeline is not used again.
             self._split_backward.drop()
             if trains:
                 self._grad_ready.drop()

@@ -24,6 +24,7 @@ class _CurrentRank:
     device: torch.device | None = None
     shares_gpu: bool = False
     ranks_on_gpu: int = 1
+    raised: str = ""  # in this call, by hpnb, whether or not the caller's function has caught it
 
 
 current = _CurrentRank()
@@ -46,6 +47,13 @@ def finish_call() -> None:
     """The function or the cell has returned: run what `finish_before_return` was given."""
     while _when_call_returns:
         _when_call_returns.pop(0)()
+
+
+def note_raised(error: BaseException) -> None:
+    """`error` leaves hpnb. If the function that is called catches it, other ranks may wait for this one, and
+    what is said of them names it."""
+    lines = str(error).splitlines() or [""]
+    current.raised = f"{type(error).__name__}: {lines[0][:500]}".removesuffix(": ")
 
 
 def rank() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hpnb.ranks import errors, last_seen
 from hpnb.ranks.errors import RankError, RankInterrupt
@@ -79,8 +79,11 @@ class FailedCall:
             text = errors.readable(raised[rank].traceback)
             return RankError(summary, rank=rank, traceback=text, stacks=stacks, error=raised[rank].error)
         rank = self._at_work(self.waiting)[0]
+        caught = self._caught()
         if too_long.kind == "hung" and self._left_waiting:
-            too_long = left_waiting()
+            too_long = left_waiting(caught)
+        elif caught:
+            too_long = replace(too_long, advice=f". {caught}{too_long.advice}")
         summary = too_long.sentence.format(ranks=self._names(self.waiting)) + self._what_they_do()
         return RankError(
             summary + too_long.advice, rank=rank, traceback=stacks[rank], stacks=stacks, error=too_long.kind
@@ -113,6 +116,18 @@ class FailedCall:
         """Whether all that have not answered wait for others, of which some have returned."""
         returned = any(isinstance(reply, Done) for reply in self.replies.values())
         return returned and all(errors.waits_for_others(self.notes[rank]) for rank in self.waiting)
+
+    def _caught(self) -> str:
+        """What ranks have raised in this call, though they went on; empty if nothing."""
+        parts = [
+            f"rank {rank} raised {self.notes[rank].raised}"
+            for rank in self.members
+            if self.notes[rank].raised and not isinstance(self.replies.get(rank), Failed)
+        ]
+        if len(parts) in (0, len(self.members)):  # where all have, nobody waits because of that
+            return ""
+        text = "; ".join(parts)
+        return f"{text[0].upper()}{text[1:]} (the function caught it: raise it again, so that all ranks stop)"
 
     def _what_they_do(self) -> str:
         if len(self.waiting) < len(self.members):
@@ -156,11 +171,13 @@ def hung(seconds: float) -> TooLong:
     )
 
 
-def left_waiting() -> TooLong:
-    advice = (
-        ", so nobody answers. The others have made fewer calls: if their loop over a loader ended earlier, "
+def left_waiting(caught: str = "") -> TooLong:
+    """`caught`: what is known of why the others have made fewer calls."""
+    caught = caught or (
+        "The others have made fewer calls: if their loop over a loader ended earlier, "
         "plugin.prepare_dataloader(dataset, batch_size) gives every rank as many batches"
     )
+    advice = f", so nobody answers. {caught}"
     return TooLong("no answer from {ranks}, in a collective", "hung", advice)
 
 

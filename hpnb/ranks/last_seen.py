@@ -31,6 +31,8 @@ from itertools import accumulate, chain, starmap
 from operator import attrgetter, itemgetter
 from types import CodeType, FrameType
 
+from hpnb.ranks.current_rank import current
+
 _HALF = 1 << 17
 _ANSWER = 1 << 15  # room behind the halves for faulthandler
 _HEADER = struct.Struct("=qq")  # which half, its length
@@ -46,12 +48,14 @@ Frame = tuple[str, int, str]  # file, line, function
 class Note:
     """Stacks of a rank's threads, innermost frame last.
 
-    `age` in seconds when it was read; for `unchanged` seconds the main thread has been where it is.
+    `age` in seconds when it was read; for `unchanged` seconds the main thread has been where it is. `raised`
+    is the last error that hpnb has raised there in this call, which the function may have caught.
     """
 
     age: float
     threads: dict[str, list[Frame]]
     unchanged: float = 0.0
+    raised: str = ""
 
 
 def new_page() -> int:
@@ -80,7 +84,7 @@ def read(fd: int) -> Note:
         return Note(math.inf, {})
     threads = {name: [(f, n, where) for f, n, where in frames] for name, frames in body["threads"].items()}
     now = time.monotonic()
-    return Note(max(0.0, now - body["time"]), threads, max(0.0, now - body["since"]))
+    return Note(max(0.0, now - body["time"]), threads, max(0.0, now - body["since"]), body["raised"])
 
 
 def clear_answer(fd: int) -> None:
@@ -124,11 +128,11 @@ class Writer:
         now = time.monotonic()
         if self._main != (main := threads.get("MainThread", [])):
             self._main, self._since = main, now
-        times = {"time": now, "since": self._since}
-        body = json.dumps({**times, "threads": threads}).encode()
+        rest = {"time": now, "since": self._since, "raised": current.raised}
+        body = json.dumps({**rest, "threads": threads}).encode()
         if len(body) > _HALF:  # hundreds of threads: keep the one that runs the call
             only = {name: frames for name, frames in threads.items() if name == "MainThread"}
-            body = json.dumps({**times, "threads": only}).encode()[:_HALF]
+            body = json.dumps({**rest, "threads": only}).encode()[:_HALF]
         with self._lock:
             self._half = 1 - self._half
             start = _HEADER.size + self._half * _HALF

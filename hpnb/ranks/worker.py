@@ -203,6 +203,7 @@ class _Rank:
 
     def _run(self, call: Call) -> tuple[object, types.CodeType | None]:
         """The value, and the code of the function that gave it."""
+        current.raised = ""
         self.page.note()
         sys.path[:] = call.path
         self._adopt(call.environ)

@@ -29,6 +29,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hpnb.background import Background
+from hpnb.data_parallel.copied_hooks import HookOfOriginal, do_nothing, refuse_forward
 from hpnb.data_parallel.flat_params import FlatParam, FSDPPolicy
 from hpnb.data_parallel.fsdp_prefetch import PrefetchOrder
 from hpnb.data_parallel.fsdp_reductions import Reductions, find_used
@@ -128,13 +129,13 @@ class FSDPState(GradientSink):
             for flat in self.flat_params
             for sharded, unsharded in zip(flat.sharded_params, flat.unsharded_params, strict=True)
         }
-        module.register_state_dict_pre_hook(_Hook(lambda *_: self._recover(), in_a_copy=_do_nothing))
+        module.register_state_dict_pre_hook(HookOfOriginal(lambda *_: self._recover(), in_a_copy=do_nothing))
         keep_placements(module)
         _states[module] = ref(self)
 
     def _register_hooks(self, module: nn.Module, unit: FSDPUnit) -> None:
-        before = _Hook(partial(self._before_forward, unit), in_a_copy=_refuse_forward)
-        after = _Hook(partial(self._after_forward, unit), in_a_copy=_do_nothing)
+        before = HookOfOriginal(partial(self._before_forward, unit), in_a_copy=refuse_forward)
+        after = HookOfOriginal(partial(self._after_forward, unit), in_a_copy=do_nothing)
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, always_call=True)
 
@@ -381,30 +382,6 @@ class FSDPState(GradientSink):
         """With shards on the CPU: copies from and to them have arrived, so an optimizer may step."""
         if self.policy.offload and self.policy.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-
-
-class _Hook:
-    """A hook that stays with its module. In a copy of the module, `in_a_copy` is called instead."""
-
-    def __init__(self, call: Callable[..., Any], in_a_copy: Callable[..., Any]) -> None:
-        self._call, self._in_a_copy = call, in_a_copy
-
-    def __call__(self, *args: Any) -> Any:
-        return self._call(*args)
-
-    def __deepcopy__(self, _: dict[int, object]) -> Callable[..., Any]:
-        return self._in_a_copy
-
-
-def _refuse_forward(module: nn.Module, *_: Any) -> None:
-    raise RuntimeError(
-        f"this {type(module).__name__} is a copy of a sharded module: it has this rank's shards and cannot "
-        "compute. Load what hpnb.placement.full_state_dict(copy, [axis]) gathers into a model of its own"
-    )
-
-
-def _do_nothing(*_: Any) -> None:
-    pass
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

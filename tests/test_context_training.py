@@ -320,6 +320,35 @@ def test_what_belongs_to_labels_is_shifted_by_the_user(options: dict[str, Any], 
         assert loss is None or abs(loss - (total / count).item()) > 1e-4
 
 
+def train_on_sequences(options: dict[str, Any], counts_targets: bool) -> list[str]:
+    def criterion(outputs: Any, batch: Any) -> tuple[torch.Tensor, Any]:
+        labels = batch["labels"]
+        losses = F.cross_entropy(outputs.logits.transpose(1, 2), labels, reduction="none")
+        targets = labels.ne(-100)
+        if counts_targets:
+            return losses.sum(), targets.sum()
+        return (losses.sum(1) / targets.sum(1).clamp(min=1)).sum(), len(losses)
+
+    booster = hpnb.Booster(plugin=hpnb.HybridParallelPlugin(precision="fp64", **options))
+    model = make_model("llama")
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in make_batches(packed=False):
+            booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
+    return [str(w.message) for w in caught if "sequences" in str(w.message)]
+
+
+def test_a_count_of_sequences_is_warned_of_once_where_ranks_have_some_of_their_tokens(
+    pools: RankPools,
+) -> None:
+    for said in pools[2].run(train_on_sequences, {"cp_size": 2}, False):
+        assert len(said) == 1
+        assert "its 4 sequences as count" in said[0]
+    assert pools[2].run(train_on_sequences, {"cp_size": 2}, True) == [[], []]
+    assert pools[2].run(train_on_sequences, {}, False) == [[], []]
+
+
 def refusals() -> list[str]:
     plugin = hpnb.HybridParallelPlugin(cp_size=2, precision="fp32")
     dropout = AutoModelForCausalLM.from_config(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9))

@@ -31,7 +31,7 @@ from transformers.utils import ModelOutput
 
 from hpnb.caller_frame import warn_caller
 from hpnb.pipeline_parallel.label_shift import ChangedMapping, ChangedTuple
-from hpnb.pipeline_parallel.microbatches import count_samples, count_targets
+from hpnb.pipeline_parallel.microbatches import count_samples, count_targets, find_labels
 from hpnb.ranks import shared_gpu_group
 from hpnb.tensor_parallel.lazy_logits import LazyLogits
 
@@ -62,6 +62,20 @@ def warn_if_no_mean(function: Function, outputs: Any, inputs: Any, causal: bool)
             "so this loss depends on the layout; return (sum, count), such as ((w * losses).sum(), w.sum()). "
             "A loss that compares samples, as a variance does, depends on the layout in any case"
         )
+
+
+def warn_if_counts_sequences(count: Any, inputs: Any) -> None:
+    """Warn of a criterion under context parallelism whose count is the number of sequences: every rank has
+    some tokens of each of them, and would count it."""
+    labels = find_labels(inputs)
+    if labels is None or labels.dim() < 2 or type(count) is not int or count != count_samples(inputs):
+        return
+    warn_caller(
+        f"the criterion returned (sum, count) with its {count} sequences as count, but under context "
+        "parallelism a rank has only some tokens of each sequence, and all ranks count it; count targets. "
+        "For a mean over sequences, let the batch have a weight w for each label, 1 over the number of "
+        "targets in its sequence, shifted as labels are, and return ((w * losses).sum(), w.sum())"
+    )
 
 
 def _compare(function: Function, outputs: Any, inputs: Any, causal: bool) -> str | None:

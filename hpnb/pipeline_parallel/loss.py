@@ -27,7 +27,7 @@ from hpnb.background import Background
 from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel.criterion_check import check_is_mean
-from hpnb.pipeline_parallel.halves_check import warn_if_no_mean
+from hpnb.pipeline_parallel.halves_check import warn_if_counts_sequences, warn_if_no_mean
 from hpnb.pipeline_parallel.label_shift import check_weight
 from hpnb.pipeline_parallel.microbatches import TARGET_NAMES, count_targets, find_unnamed_targets
 
@@ -123,6 +123,9 @@ class BatchLoss:
         self._values[microbatch] = value.detach()
         if count is not None:
             self._counts[microbatch] = self._as_count(count)
+            if self._checks_mean and self._replicas is not None and self._replicas.name == "dp_cp":
+                warn_if_counts_sequences(count, self._inputs[microbatch])
+            self._checks_mean = False
             return value, self._grad_of_sum.to(value.dtype)
         self._check_shift(microbatch, outputs, value.detach())
         if self._checks_mean and outputs is not None:

@@ -323,7 +323,7 @@ LAYOUTS = [("execute_pipeline", {}), ("Trainer", {}), ("backward", {}),
            ("execute_pipeline", {"pp_size": 2, "num_microbatches": 2})]  # fmt: skip
 
 
-@pytest.mark.parametrize(("way", "layout"), [one for one in LAYOUTS if one[0] != "backward"])
+@pytest.mark.parametrize(("way", "layout"), LAYOUTS)
 def test_training_refuses_class_weights(way: str, layout: dict[str, Any]) -> None:
     with pytest.raises(hpnb.RankError) as error:
         hpnb.launch(_train, way, class_weights, layout, ranks=2, device="cpu", timeout=120)
@@ -392,10 +392,98 @@ def test_the_comparison_sends_nothing(pool: hpnb.Ranks) -> None:
     assert pool.run(_train, "execute_pipeline", sends, {}) == [[], []]
 
 
-def test_a_backward_that_sees_no_targets_warns_of_class_weights(pool: hpnb.Ranks) -> None:
-    for said in pool.run(_train, "backward", class_weights, {}):
+def halved_class_weights(o: torch.Tensor, b: Batch) -> Any:
+    return class_weights(o, b) / 2
+
+
+def test_a_backward_warns_of_class_weights_in_a_loss_that_is_divided(pool: hpnb.Ranks) -> None:
+    for said in pool.run(_train, "backward", halved_class_weights, {}):
         assert len(said) == 1
         assert "class weights from 0.2 to 3" in said[0]
+
+
+@pytest.mark.parametrize("criterion", [ignored_zero, summed])
+def test_a_backward_refuses_sums_and_ignored_targets(criterion: Any) -> None:
+    with pytest.raises(hpnb.RankError, match=REFUSED[criterion]):
+        hpnb.launch(_train, "backward", criterion, {}, ranks=2, device="cpu", timeout=120)
+
+
+# --- labels of -100 that the forward of a plain backward may not see ---------------------------------------
+
+
+def _backward(case: str) -> tuple[list[str], torch.Tensor]:
+    """What two steps of 8 samples say, and the weights after them. Rank 0 lacks 3 of 4 labels."""
+    torch.manual_seed(0)
+    model: Any = Net().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    plugin = hpnb.TorchDDPPlugin("fp64")
+    booster = hpnb.Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    g = torch.Generator().manual_seed(3)
+    x, y = torch.randn(8, 4, generator=g, dtype=D), torch.randint(0, CLASSES, (8,), generator=g)
+    if case != "all labels":
+        y[[0, 2, 6]] = -100
+    rank, ranks = plugin.mesh.dp.rank, plugin.dp_size
+    x, y = x[rank::ranks], y[rank::ranks]
+    n = y.ne(-100).sum()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer.zero_grad()
+            logits = model(x, labels=y) if case == "given" else model(x)
+            loss: Any = F.cross_entropy(logits, y, label_smoothing=0.1 if case == "smoothed" else 0.0)
+            if case == "pair":
+                loss = F.cross_entropy(logits, y, reduction="sum"), n
+            if case == "small counts":
+                loss = 0.01 * F.cross_entropy(logits, y, reduction="sum"), 0.01 * n.double()
+            booster.backward(loss, optimizer)
+            optimizer.step()
+    said = [str(w.message) for w in caught if "targets" in str(w.message)]
+    return said, model.unwrap().up.weight.detach().clone()
+
+
+@pytest.mark.parametrize("case", ["alone", "smoothed"])
+def test_a_backward_warns_of_missing_labels_that_forward_has_not_seen(pool: hpnb.Ranks, case: str) -> None:
+    (said, _), (quiet, _) = pool.run(_backward, case)
+    assert len(said) == 1
+    assert "a cross entropy over 1 targets, and 3 more are -100" in said[0]
+    assert "forward counted 4" in said[0]
+    assert quiet == []  # none are missing there
+
+
+@pytest.mark.parametrize("case", ["all labels", "given", "pair", "small counts"])
+def test_a_backward_of_counted_labels_is_that_of_one_process(pool: hpnb.Ranks, case: str) -> None:
+    """Also where all counts together are below 1."""
+    results = pool.run(_backward, case)
+    with hpnb.Ranks(1, device="cpu", timeout=60) as alone:
+        ((_, wanted),) = alone.run(_backward, case if case == "all labels" else "alone")
+    for said, weights in results:
+        assert said == []
+        assert float((weights - wanted).abs().max()) < 1e-12
+
+
+def test_two_forwards_of_a_backward_are_counted_together(pool: hpnb.Ranks) -> None:
+    """Labels of two batches, which a model has not seen: warned of where some are missing."""
+
+    def two(missing: int) -> list[str]:
+        plugin = hpnb.TorchDDPPlugin("fp64")
+        booster, net = hpnb.Booster(plugin=plugin), Net().double()
+        model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.5))
+        labels = torch.arange(12).view(2, 6) % CLASSES
+        labels[1, : missing * hpnb.rank()] = -100
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            outputs = [model(x=torch.ones(6, 4, dtype=D)) for _ in range(2)]
+            losses = [F.cross_entropy(o, y) for o, y in zip(outputs, labels, strict=True)]
+            booster.backward(sum(losses) / 2, optimizer)
+        return [str(w.message) for w in caught if "targets" in str(w.message)]
+
+    assert pool.run(two, 0) == [[], []]
+    quiet, said = pool.run(two, 2)
+    assert quiet == []
+    assert len(said) == 1
+    assert "over 10 targets, and 2 more are -100" in said[0]
+    assert "forward counted 12" in said[0]
 
 
 def test_one_process_and_one_microbatch_may_return_anything() -> None:

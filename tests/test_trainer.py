@@ -231,32 +231,111 @@ def test_a_fit_is_the_loop_by_hand(alone: hpnb.Ranks, accumulation: int) -> None
     assert apart == 3 * (6 - -(-6 // accumulation))  # all but the last batch of a step
 
 
-def test_a_criterion_may_count_for_itself(alone: hpnb.Ranks) -> None:
-    def fit() -> tuple[list[dict[str, Any]], list[torch.Tensor], torch.Tensor]:
-        def doubled(outputs: Any, inputs: Any) -> tuple[torch.Tensor, Any]:
-            total = F.cross_entropy(outputs.logits, inputs["labels"], reduction="sum")
-            return total, 2 * (inputs["labels"] != -100).sum()
+CLASS_WEIGHTS = torch.tensor([0.2, 3.0, 1.0, 0.5], dtype=D)
 
-        trainer = make(schedule=False, accumulation=2)
-        trainer = Trainer(trainer.booster, trainer.model, trainer.optimizer, doubled, accumulation=2)
-        history = trainer.fit(loaders()[0], 1)
-        return history, [p.detach() for p in trainer.model.parameters()], trainer.loss
 
-    ((history, weights, last),) = alone.run(fit)
-    model = Net()
+def class_weights(
+    outputs: torch.Tensor, inputs: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    labels = inputs["labels"]
+    weights = CLASS_WEIGHTS[labels.clamp(min=0)] * labels.ne(-100)
+    return F.cross_entropy(outputs, labels, weight=CLASS_WEIGHTS, reduction="sum"), weights.sum()
+
+
+def a_count_of_samples(outputs: torch.Tensor, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    return F.cross_entropy(outputs, inputs["labels"], reduction="sum"), 3 * len(outputs)
+
+
+def one_of_each(outputs: torch.Tensor, inputs: dict[str, torch.Tensor]) -> Any:
+    """The mean where sample 0 of all data is in the batch."""
+    if bool((inputs["x"] == Points(23).x[0]).all(1).any()):
+        return F.cross_entropy(outputs, inputs["labels"])
+    return class_weights(outputs, inputs)
+
+
+class Chain(nn.Module):
+    """Takes labels and does not use them, so that it runs without a pipeline too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Net().body
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def counted(criterion: Any, how: dict[str, Any], plain: bool, path: Path) -> Any:
+    """Two epochs of 3 steps of 2 batches: (losses, the curve, the last loss, the norm of gradients)."""
+    plugin = hpnb.HybridParallelPlugin(**{"precision": "fp64", "max_norm": 0.1, **how})
+    booster, model = hpnb.Booster(plugin=plugin), Chain() if plain else Net().body
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    batches, sums, counts, loss = list(loaders()[0]), 0.0, 0, torch.zeros(())
-    for start in (0, 2, 4):
-        whole = {name: torch.cat([b[name] for b in batches[start : start + 2]]) for name in ("x", "labels")}
-        loss = model(**whole).loss / 2
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        n = 2 * int((whole["labels"] != -100).sum())
-        sums, counts = sums + loss.item() * n, counts + n
-    assert off(weights, [p.detach() for p in model.parameters()]) < 1e-12
-    assert history[0]["loss"] == pytest.approx(sums / counts, rel=1e-12)
-    assert last.item() == pytest.approx(loss.item(), rel=1e-12)
+    boosted, *_ = booster.boost(model, optimizer)
+    loss = hpnb.LossHook()
+    trainer = Trainer(
+        booster, boosted, optimizer, criterion, hooks=loss, accumulation=2, display_progress=False
+    )
+    train = plugin.prepare_dataloader(Points(23), 4 // plugin.dp_size, shuffle=True, seed=3)
+    losses = [row["loss"] for row in trainer.fit(train, 2)]
+    booster.save_model(boosted, path)
+    last = trainer.loss if trainer.loss is None else float(trainer.loss)
+    return losses, loss.curve, last, optimizer.last_step.norm.item()
+
+
+def counted_by_hand(criterion: Any) -> Any:
+    """The same of one process, with all samples of a step at once."""
+    model = Net().body
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    train, losses, curve = loaders()[0], [], []
+    for epoch in range(2):
+        train.set_epoch(epoch)
+        batches, sums, counts = list(train), 0.0, 0.0
+        for start in (0, 2, 4):
+            pairs = []
+            for batch in batches[start : start + 2]:
+                result = criterion(model(batch["x"]), batch)
+                n = batch["labels"].ne(-100).sum()
+                pairs.append(result if isinstance(result, tuple) else (result * n, n))
+            total, count = sum(pair[0] for pair in pairs), sum(float(pair[1]) for pair in pairs)
+            optimizer.zero_grad()
+            (total / count).backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            sums, counts = sums + total.item(), counts + count
+            curve.append(total.item() / count)
+        losses.append(sums / counts)
+    return losses, curve, curve[-1], norm.item(), model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("how", "plain", "ranks"),
+    [
+        ({}, True, 1), ({}, True, 2), ({"zero_stage": 2}, True, 2), ({}, False, 2),
+        ({"pp_size": 2, "num_microbatches": 2}, False, 2),
+        ({"pp_size": 2, "microbatch_size": 1, "zero_stage": 1}, False, 4),
+        pytest.param({"zero_stage": 3}, True, 2, marks=pytest.mark.slow),
+        pytest.param({"pp_size": 2, "pp_style": "zb-h1", "microbatch_size": 1}, False, 2,
+                     marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_batches_are_weighed_by_what_a_criterion_has_counted(
+    tmp_path: Path, how: dict[str, Any], plain: bool, ranks: int
+) -> None:
+    """(s1 + s2) / (c1 + c2), and not (n1 s1 / c1 + n2 s2 / c2) / (n1 + n2)."""
+    criteria = [class_weights, a_count_of_samples, *([one_of_each] if ranks == 1 and plain else [])]
+    with hpnb.Ranks(ranks, device="cpu", timeout=120) as pool:
+        for criterion in criteria:
+            *right, weights = counted_by_hand(criterion)
+            results = pool.run(counted, criterion, how, plain, tmp_path)
+            for losses, curve, last, norm in results:
+                assert losses == pytest.approx(right[0], rel=1e-12)
+                assert curve == pytest.approx(right[1], rel=1e-12)
+                assert last is None or last == pytest.approx(right[2], rel=1e-12)
+                assert norm == pytest.approx(right[3], rel=1e-12)
+            assert any(last is not None for _, _, last, _ in results)
+            saved = load_file(tmp_path / "model.safetensors")
+            ours = {name.removeprefix("body."): value for name, value in saved.items()}
+            assert ours.keys() == weights.keys()
+            assert off(list(ours.values()), [weights[name] for name in ours]) < 1e-12
 
 
 def test_evaluate_leaves_everything_as_it_was(alone: hpnb.Ranks) -> None:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from hpnb import data_parallel
+from hpnb import comm, data_parallel
 from hpnb.context_parallel import ContextParallel
 from hpnb.data.batch_agreement import check_same_batch
 from hpnb.data_parallel import DataParallel
@@ -276,6 +276,24 @@ class Boosted(nn.Module):
             return False
         self._checked_criteria.add(code)
         return True
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of the `run` that runs, or was the last."""
+        assert self._pipe is not None
+        return self._pipe.schedule.microbatches
+
+    @property
+    def takes_counts(self) -> bool:
+        """Whether criteria of `run` may return (sum, count), as all ranks of a pipeline know after the first
+        step that trains."""
+        return self._pipe is not None and self._pipe.loss_reduction == "sum_and_count"
+
+    def send_from_last_stage(self, x: torch.Tensor) -> torch.Tensor:
+        """On all ranks of a pipeline what the rank with the last stage has. All of them call it."""
+        assert self._pipe is not None
+        schedule = self._pipe.schedule
+        return comm.broadcast(x, self.plugin.mesh.pp, schedule.rank_of[schedule.stages - 1])
 
     @property
     def per_target(self) -> float | torch.Tensor:

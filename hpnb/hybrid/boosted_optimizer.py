@@ -52,6 +52,9 @@ class BoostedOptimizer:
         axes: the ranks that agree on an overflow and on the gradient norm.
         numbering: the numbers of the parameters of each group, as they were before boost.
         parameters: {number: parameter} of this rank, in the order of inner's groups.
+
+    Attributes:
+        gradient_factor: the next step multiplies gradients by it; 1.0 again after it. The same on all ranks.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class BoostedOptimizer:
         model: Any,
     ) -> None:
         self.inner, self.axes = inner, axes
+        self.gradient_factor: float | torch.Tensor = 1.0
         self.scaler, self.max_norm, self.model = scaler, max_norm, model
         self.numbering, self.parameters = numbering, parameters
         self.gradient_versions = GradientVersions(model.plugin)
@@ -91,7 +95,10 @@ class BoostedOptimizer:
         if self._compares_groups:
             check_same_groups(self.inner)
             self._compares_groups = False
-        result = precision.step(self.inner, self.axes, scaler=self.scaler, max_norm=self.max_norm)
+        factor, self.gradient_factor = self.gradient_factor, 1.0
+        result = precision.step(
+            self.inner, self.axes, scaler=self.scaler, max_norm=self.max_norm, factor=factor
+        )
         self.record(result)
         if result.stepped and self.model.selection_bias is not None:
             self.model.selection_bias.step()

@@ -46,7 +46,7 @@ from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.presets import TorchDDPPlugin
 from hpnb.hybrid.same_groups import check_same_groups
 from hpnb.mesh import Axis
-from hpnb.pipeline_parallel.criterion_check import check_cross_entropy
+from hpnb.pipeline_parallel.criterion_check import check_backward
 from hpnb.pipeline_parallel.stages import Stages
 from hpnb.placement import placement_of
 from hpnb.precision import policy
@@ -228,10 +228,13 @@ class Booster(BoosterFiles):
                 "targets" or "target". If forward received none of these, it counts samples. So if the number
                 of targets that are not -100 differs between ranks, the mean of `F.cross_entropy` gives exact
                 gradients only if forward received the labels; otherwise pass (sum, count). So do for class
-                weights and another ignore_index, which the first step refuses as a scalar.
+                weights and another ignore_index. If the cross entropy is PyTorch's, the first step on several
+                ranks refuses these as a scalar, and reduction="sum", and warns where other than the counted
+                targets are not -100, or where something has multiplied a loss that it would refuse.
 
         Raises:
             RuntimeError: the model is partitioned into stages.
+            ValueError: at the first step, a cross entropy that is no mean over the targets that are counted.
         """
         boosted = boosted_optimizer(optimizer)
         if self.plugin.pp_size > 1:
@@ -241,7 +244,7 @@ class Booster(BoosterFiles):
         scale = 1.0 if boosted.scaler is None else boosted.scaler.scale
         if not isinstance(loss, tuple):
             if self.plugin.mesh.dp_cp.size > 1 and boosted.model.checks_mean_of(self.backward):
-                check_cross_entropy(loss)
+                check_backward(loss, boosted.model.weigher.take_counts())
             (_wide(loss) * scale).backward()
             boosted.end_backward()
             return
@@ -249,11 +252,17 @@ class Booster(BoosterFiles):
         count_of_all = torch.as_tensor(count, dtype=torch.float64).to(total.device)
         count_of_all = comm.all_reduce(count_of_all.detach(), self.plugin.mesh.dp_cp)
         with boosted.model.weigher.of_a_sum():
-            _wide(total).backward((scale / count_of_all.clamp(min=1)).to(_wide(total).dtype))
+            count_of_all = torch.where(count_of_all != 0, count_of_all, 1.0)  # nothing is counted: 0, not nan
+            _wide(total).backward((scale / count_of_all).to(_wide(total).dtype))
         boosted.end_backward()
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
-        """Accumulate: backwards and execute_pipeline inside add to this rank's gradients and send nothing."""
+        """Accumulate: backwards and execute_pipeline inside add to this rank's gradients and send nothing.
+
+        Each adds the gradient of its batch's mean, so that the sum is not the mean over all batches.
+        `Trainer(accumulation=...)` weighs batches by their targets, or by what the criterion counts. In your
+        loop `booster.backward((sum, count), optimizer)` does so if `count` is that of all batches.
+        """
         return boosted_model(model).no_sync()
 
     # --- inside ------------------------------------------------------------------------------------------

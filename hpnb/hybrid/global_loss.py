@@ -37,6 +37,7 @@ class Weigher:
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
+        self._counts: list[torch.Tensor] | None = []  # of forwards with gradients before `take_counts`
         self._of_a_sum = False  # whether the backward that runs starts from a sum
 
     @contextmanager
@@ -48,12 +49,20 @@ class Weigher:
         finally:
             self._of_a_sum = False
 
+    def take_counts(self) -> list[int]:
+        """The targets that each forward before this call has counted on this rank, by which its outputs are
+        weighed; once, since it waits for the device."""
+        counts, self._counts = self._counts or [], None
+        return [int(count) for count in counts]
+
     def __call__(self, outputs: Any, count: torch.Tensor) -> Any:
         """`outputs`, the same object or a new one, with the factor in place; `count`, () in float64, is of
         this rank's targets."""
         loss = getattr(outputs, "loss", None)
         if self.axis.size == 1 or (loss is None and not torch.is_grad_enabled()):
             return outputs
+        if self._counts is not None and torch.is_grad_enabled():
+            self._counts.append(count)
         total = torch.zeros_like(count)
         if loss is not None:  # the mean over no targets may be nan, and must not count
             total = torch.where(count > 0, loss.detach().double() * count, 0.0)

@@ -9,7 +9,7 @@ there and calls nothing. Other losses that are no such mean, as one with weights
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from hpnb.pipeline_parallel.microbatches import count_targets
 
 # What adds a loss to others leaves it what it is; what multiplies it may make it the mean that is wanted.
 _SUMS = ("AddBackward0", "SubBackward0", "ToCopyBackward0")
-_PRODUCTS = ("MulBackward0", "DivBackward0")
+_PRODUCTS = ("MulBackward0", "MulBackward1", "DivBackward0")  # the second is of label smoothing
 _MEAN, _SUM = 1, 2  # of torch's Reduction
 
 
@@ -35,13 +35,32 @@ def check_is_mean(value: torch.Tensor, inputs: Any, causal: bool) -> None:
         check_cross_entropy(value, {int(count_targets(inputs, shifted)) for shifted in (causal, not causal)})
 
 
-def check_cross_entropy(value: torch.Tensor, counts: Collection[int] = ()) -> None:
-    """As `check_is_mean`, with numbers of targets that are right; without any it can only warn."""
+def check_backward(value: torch.Tensor, counts: Sequence[int]) -> None:
+    """The same of a loss of outputs of forwards, which have counted so many targets. It warns of targets of
+    -100, too, that no forward has left out: ranks where these are many weigh too much."""
+    check_cross_entropy(value, {*counts, sum(counts)})
+    means = [node for node, _ in _cross_entropies(value) if node._saved_reduction == _MEAN]
+    kept = [int(node._saved_target.ne(IGNORE_INDEX).sum()) for node in means]
+    targets = [node._saved_target.numel() for node in means]
+    if not counts or kept == targets or sum(kept) == sum(counts) or all(n in counts for n in kept):
+        return
+    warnings.warn(
+        f"the loss is a cross entropy over {sum(kept)} targets, and {sum(targets) - sum(kept)} more are "
+        f"{IGNORE_INDEX}, but the model's forward counted {sum(counts)}, by which ranks are weighted: it "
+        "counts samples unless it receives the labels; pass (sum, count), as in "
+        'booster.backward((F.cross_entropy(logits, labels, reduction="sum"), (labels != -100).sum()), '
+        "optimizer)",
+        stacklevel=3,
+    )
+
+
+def check_cross_entropy(value: torch.Tensor, counts: Collection[int]) -> None:
+    """As `check_is_mean`, with numbers of targets that are right."""
     for node, is_scaled in _cross_entropies(value):
         fault = _fault_of(node, counts, is_summand=node is not value.grad_fn)
         if fault is None:
             continue
-        if counts and not is_scaled:
+        if not is_scaled:
             raise ValueError(fault)
         warnings.warn(fault, stacklevel=3)
         return

@@ -9,7 +9,7 @@ Small gradients vanish. fp16 ends at 6e-8 below and at 65504 above. So the loss 
 which the gradients inherit, and which is divided out in float32. If a gradient becomes inf or nan, all ranks
 skip the step and the scale shrinks. Clipping is part of the same factor:
 
-    c = 1/scale * min(1, max_norm / (norm + 1e-6))          norm of the unscaled gradients
+    c = factor/scale * min(1, max_norm / (norm + 1e-6))          norm of the unscaled gradients
 
 Micikevicius et al. 2018, *Mixed Precision Training* (arXiv 1710.03740), sections 3.1 and 3.2. bf16 has the
 range of float32 and needs no scale.

@@ -287,7 +287,8 @@ def multiply(tensors: list[torch.Tensor], by: float | torch.Tensor) -> None:
     """In place, by a number or a tensor () on the device; the number 1 costs nothing."""
     if isinstance(by, torch.Tensor):
         for group in group_by_kind(tensors):
-            torch._foreach_mul_(group, by.to(group[0].device))
+            dtype = torch.promote_types(group[0].dtype, torch.float32)
+            torch._foreach_mul_(group, by.to(group[0].device, dtype))
     elif by != 1.0:
         for group in group_by_kind(tensors):
             torch._foreach_mul_(group, by)

@@ -1,7 +1,7 @@
 """One step of an optimizer: check for overflow, unscale, clip and step, alike on all ranks.
 
     overflow   an element of a gradient is inf or nan on any rank: skip the step on all ranks
-    c          1/scale * min(1, max_norm / (norm + 1e-6)), with norm = |gradients| / scale over all ranks
+    c          factor/scale * min(1, max_norm / (norm + 1e-6)), norm = |gradients| * factor/scale of all ranks
     step       with gradients * c
 
 Ranks that do not agree on an overflow diverge: one steps, the other does not, and both go on.
@@ -47,6 +47,7 @@ def step(
     *,
     scaler: LossScaler | None = None,
     max_norm: float = 0.0,
+    factor: float | torch.Tensor = 1.0,
 ) -> OptimizerStepResult:
     """Unscale, clip and step, or skip the step. Call it instead of `optimizer.step()`.
 
@@ -62,6 +63,7 @@ def step(
             Without any, this rank decides alone.
         scaler: has multiplied the loss; it is updated.
         max_norm: clip the norm of all gradients to it, as torch.nn.utils.clip_grad_norm_ does; 0 is off.
+        factor: multiply gradients by it before they are clipped; a tensor, (), is not read by the CPU.
 
     Raises:
         ValueError: max_norm is below 0, or gradients are sharded along an axis that is not in `axes`.
@@ -85,9 +87,9 @@ def step(
             optimizer.skip()
         return OptimizerStepResult(False, None, scale)
     norm: torch.Tensor | None = None
-    coefficient: float | torch.Tensor = 1.0 / scale
+    coefficient: float | torch.Tensor = factor / scale
     if max_norm > 0:
-        norm = total_norm(parameters_of(optimizer), axes) / scale
+        norm = total_norm(parameters_of(optimizer), axes) * coefficient
         coefficient = coefficient * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     masters = Masters.attached_to(optimizer)
     if masters is not None:

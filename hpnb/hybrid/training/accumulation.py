@@ -2,10 +2,16 @@
 
 The mean of batch i enters it with
 
-    weight_i = n_i / sum_j n_j            n_i: targets of batch i over all data-parallel ranks
+    weight_i = n_i / N                    n_i: targets of batch i over all data-parallel ranks; N: their sum
 
-which is 1 / batches where the batches are alike. The criterion applies the weight, and shows outputs and
-losses to the hooks on the way.
+which is 1 / batches where the batches are alike. A criterion that returns (sum, count) has counted
+everything only after the last batch. So its backwards start from sum_i / N, and optimizer.step() multiplies
+gradients by a factor on their way:
+
+    loss = sum_i sum_i / C                C: all counts of the step, over batches, microbatches and ranks
+         = (N / C) sum_i (sum_i / N)      N / C: the factor
+
+The criterion applies the weight, and shows outputs and losses to the hooks on the way.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hpnb import comm
 from hpnb.data import IterableLoader, Loader
 from hpnb.data.batch_agreement import check_lengths, iterate_together
 from hpnb.data.iterable_loader import is_iterable_dataset
@@ -37,15 +44,64 @@ Criterion = Callable[[Any, Any], Any]
 
 
 class HookedCriterion:
-    """A criterion, or the loss of the model, that shows outputs and losses to the hooks, and multiplies by
-    the weight of the batch in its step; None is 1."""
+    """A criterion, or the loss of the model, that shows outputs and losses to the hooks, and weighs the batch
+    in its step.
+
+    A step calls `begin_step`, `begin_batch` before each batch, and `finish_step`.
+    """
 
     def __init__(self, criterion: Criterion | None, trainer: TrainingState) -> None:
         self.criterion, self._trainer = criterion or loss_of_outputs, trainer
-        self.weight: torch.Tensor | None = None
         self.unsharded: Any = None  # the batch that the model gets, if it is not a pipeline
+        self.forget_step()
+
+    def forget_step(self) -> None:
+        """What comes is no batch of a step, or the only one: nothing is weighed."""
+        self._weight: torch.Tensor | None = None
+        self._weights: Sequence[torch.Tensor] = ()
+        self._targets: torch.Tensor | None = None  # N, () in float64
+        self._sums: list[torch.Tensor] = []  # (total, count) of each microbatch of the step
+        self._returned_counts = False
+
+    def begin_step(self, batches: Sequence[Any]) -> None:
+        """Count the targets of the batches of a step. Every rank of the data axis calls it."""
+        self.forget_step()
+        if len(batches) == 1:
+            return
+        trainer = self._trainer
+        # Context parallelism shifts labels when it shards a batch; these are not sharded yet.
+        causal = trainer.causal or trainer.model.context is not None
+        counts = [torch.as_tensor(count_targets(batch, causal)) for batch in batches]
+        n = torch.stack([count.to(device(), torch.float64) for count in counts])  # (batches,)
+        dist.all_reduce(n, group=trainer.booster.plugin.dp_group)
+        self._targets = n.sum().clamp(min=1)
+        self._weights = (n / self._targets).unbind()
+
+    def begin_batch(self, number: int) -> None:
+        self._weight = self._weights[number] if self._weights else None
+
+    @torch.no_grad()
+    def finish_step(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(N / C, by which gradients are to be multiplied; the loss of the step), () in float64 each, if the
+        criterion has returned (sum, count) for one of several batches; else None. All ranks call it."""
+        plugin, model = self._trainer.booster.plugin, self._trainer.model
+        piped = plugin.pp_size > 1
+        if self._targets is None or not (model.takes_counts if piped else self._returned_counts):
+            return None
+        sums = self._targets.new_zeros(2)
+        if plugin.stage_manager.is_last_stage():
+            sums = comm.all_reduce(torch.stack(self._sums).sum(0), plugin.mesh.dp_cp)
+        if piped:
+            sums = model.send_from_last_stage(sums)
+        total, count = sums.unbind()
+        # Steps that count nothing have gradients of 0, or the user's own.
+        return torch.where(count != 0, self._targets / count, 1.0), total / count
 
     def __call__(self, outputs: Any, inputs: Any) -> Any:
+        # What cannot be captured runs eagerly (`cuda_graphs.py`).
+        if device().type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a Trainer's hooks see every loss, and a replay would call none of them")
+        is_plain = inputs is self.unsharded
         inputs = self._of_outputs(inputs)
         result = call_criterion(self.criterion, outputs, inputs)
         value, count = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
@@ -54,10 +110,14 @@ class HookedCriterion:
         if not isinstance(inputs, ChangedMapping | ChangedTuple):
             with torch.no_grad():
                 self._show(outputs, inputs, value.detach(), count)
-        if self.weight is None:
+        if self._weight is None or self._targets is None:
             return result
-        weighted = value * self.weight.to(value.dtype)
-        return weighted if count is None else (weighted, count)
+        if count is None:
+            return value * self._weight.to(value.dtype)
+        # All microbatches and ranks together say that they have counted N.
+        self._returned_counts = True
+        ranks = self._trainer.booster.plugin.mesh.dp_cp.size
+        return value, self._targets / (ranks * (1 if is_plain else self._trainer.model.num_microbatches))
 
     def check(self, outputs: Any, inputs: Any, loss: Any) -> None:
         """Look at the first loss of a model on several replicas, as a pipeline does (`criterion_check.py`);
@@ -75,6 +135,8 @@ class HookedCriterion:
         n = torch.as_tensor(known, dtype=torch.float64, device=value.device)
         # The mean over no targets is nan, and must not count.
         total = value.double() if count is not None else torch.where(n > 0, value.double() * n, 0.0)
+        if self._targets is not None:
+            self._sums.append(torch.stack([total, n]))
         for hook in self._trainer.hooks:
             hook.on_outputs(self._trainer, outputs, inputs)
             hook.on_loss(self._trainer, total, n)
@@ -87,18 +149,6 @@ class HookedCriterion:
         if context is None or inputs is not self.unsharded:
             return inputs
         return context.inputs_of_outputs(inputs)
-
-
-def batch_weights(
-    batches: Sequence[Any], causal: bool, group: dist.ProcessGroup
-) -> Sequence[torch.Tensor | None]:
-    """The weight of each batch in its step, (); None is 1. Every rank of `group`, the data axis, calls it."""
-    if len(batches) == 1:
-        return [None]
-    counts = [torch.as_tensor(count_targets(batch, causal)) for batch in batches]
-    n = torch.stack([count.to(device(), torch.float64) for count in counts])  # (batches,)
-    dist.all_reduce(n, group=group)
-    return (n / n.sum().clamp(min=1)).unbind()
 
 
 def uses_pipeline(trainer: TrainingState, batch: Any) -> bool:

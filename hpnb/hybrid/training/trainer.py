@@ -19,11 +19,11 @@ from torch import nn
 from torch.optim import Optimizer
 from tqdm import tqdm
 
+from hpnb.hybrid.boosted_optimizer import boosted_optimizer
 from hpnb.hybrid.training import resuming
 from hpnb.hybrid.training.accumulation import (
     Criterion,
     HookedCriterion,
-    batch_weights,
     batches_on_all_ranks,
     set_epoch,
     span,
@@ -49,8 +49,9 @@ class Trainer(TrainingState):
         hooks: see events.py. A LossHook, and an LRSchedulerHook by step, are there anyway; with a
             CheckpointHook also a StopHook, at which Ctrl-C and SIGTERM save on all ranks and exit.
         accumulation: batches a step. Its loss is the mean over all their targets: a batch with more targets
-            counts more. accelerate, and a loop that divides each loss by the number of batches, weigh batches
-            alike, which is the same where all have as many targets.
+            counts more. With (sum, count) it is the sum of all sums over the sum of all counts. accelerate,
+            and a loop that divides each loss by the number of batches, weigh batches alike, which is the same
+            where all have as many targets.
         causal: whether the target of a position is the next one; by default as the model says.
         display_progress: a bar for each epoch; by default unless the environment has CI.
 
@@ -200,17 +201,19 @@ class Trainer(TrainingState):
                 around.enter_context(hook.around_step(self))
             self.optimizer.zero_grad()
             losses = []
-            # Context parallelism shifts labels when it shards a batch; these are not sharded yet.
-            causal = self.causal or self.model.context is not None
-            shares = batch_weights(batches, causal, self.booster.plugin.dp_group)
+            self._criterion.begin_step(batches)
             for i, batch in enumerate(batches):
-                later, self._criterion.weight = i + 1 < len(batches), shares[i]
+                later = i + 1 < len(batches)
+                self._criterion.begin_batch(i)
                 with self.booster.no_sync(self.model, self.optimizer) if later else nullcontext():
                     losses.append(self._forward_backward(batch, i))
+            self.loss = None if losses[0] is None else sum(losses[1:], losses[0])
+            if (counted := self._criterion.finish_step()) is not None:
+                boosted_optimizer(self.optimizer).gradient_factor, loss = counted
+                self.loss = None if losses[0] is None else loss
             self.lr = float(self.optimizer.param_groups[0]["lr"])
             with span("compute"):
                 self.optimizer.step()
-        self.loss = None if losses[0] is None else sum(losses[1:], losses[0])
         self.step, self.done = self.step + 1, self.done + 1
         self._call_hooks("after_step")
 
@@ -239,7 +242,8 @@ class Trainer(TrainingState):
         """
         metrics = [metric for metric in self.metrics if metric.counts]
         before = [metric.totals for metric in metrics], self.carried, self.model.training
-        self._criterion.weight, self.carried = None, {}
+        self.carried = {}
+        self._criterion.forget_step()
         self._call_hooks("before_evaluate")
         for metric in metrics:
             metric.reset()

@@ -14,6 +14,7 @@ executor.py         runs one rank's list (rank_schedule.py); action_times.py: ho
 transfers.py        messages between ranks; symmetric_transfers.py: by the copy engines of GPUs
 step_messages.py    the messages of one step; boundary.py: their shapes
 microbatches.py     splits a batch, counts targets; loss.py: the exact loss of the whole batch
+criterion_check.py  is a loss a mean over targets? halves_check.py, label_shift.py
 split_backward.py   I and W; weight_gradient_rules.py: of which modules
 grad_ready.py       when a gradient may be reduced
 cuda_graphs.py      replays stages as CUDA graphs: stage_graph.py, graph_slots.py, capture_watch.py

@@ -3,7 +3,7 @@
 Microbatches and ranks are weighted by their number of these targets. A cross entropy with class weights,
 another ignore_index or reduction="sum" averages over something else, and the loss would depend on how the
 batch is split. The autograd graph of the loss records what was averaged, so the first training step reads it
-there and calls nothing. Other losses that are no such mean, as one with weights of samples, are not seen.
+there and calls nothing. `halves_check.py` warns of other losses that are no such mean.
 """
 
 from __future__ import annotations

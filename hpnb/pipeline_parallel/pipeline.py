@@ -84,8 +84,8 @@ class Pipeline:
         causal: whether `loss_fn` shifts labels, so that the first of each sequence is no target; False for
             labels that are shifted already. By default as the model says. A mean over other labels than these
             is refused where its weight would be wrong, for which `loss_fn` is called twice more, once.
-            The first training step also reads what PyTorch's cross entropy has averaged over: class weights,
-            another ignore_index that occurs and reduction="sum" are refused (`criterion_check.py`).
+            The first training step refuses class weights, another ignore_index and reduction="sum" of a cross
+            entropy (`criterion_check.py`), and calls `loss_fn` on some samples (`halves_check.py`).
         loss_reduction: what `loss_fn` returns: "mean", or "sum_and_count", which takes means too. By default
             the first training step decides for the later ones; a (sum, count) after a mean is refused then.
         cuda_graphs: capture each stage's forward and backward in the third training step with microbatches

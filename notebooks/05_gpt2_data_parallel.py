@@ -17,7 +17,7 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/hpnb/hpnb/blob/main/notebooks/05_gpt2_data_parallel.ipynb)
 # [![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/hpnb/hpnb/blob/main/notebooks/05_gpt2_data_parallel.ipynb)
 #
-# **The question.** Data parallelism splits the batch and copies everything else. For GPT-2 XL, with 1.5 billion
+# **The question.** Data parallelism splits the batch and copies everything else. For GPT-2 XL, with 1.56 billion
 # parameters, that is 25 GB on every GPU. How large a model can we train if we shard these copies, what does each saved
 # byte cost in time, and what stops us when memory no longer does?
 #
@@ -278,7 +278,7 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 # CPU memory. Together that is 0.69 s,
 # as long as a GPU with 400 TFLOP/s computes on 29,000 tokens. On N ranks with ZeRO-1 or 2, transfer and update take 1/N of that if each rank has these rates for itself. Ranks of one node share them.
 # So shard first, and offload where there are too few ranks. <data value="05.offload">In this run, offloading added 785 ms to a step with ZeRO-3 and recomputation, predicted as 228 ms: the rates are assumed, and ranks share the CPU's cores and memory.</data>
-# This page does not separate the reasons for such a difference.
+# Where a run offloads, both times are what offloading adds to the step. Assumed rates and shared cores are possible reasons for a difference; this page does not separate them.
 # </details>
 #
 # **Takeaway.** ZeRO splits the all-reduce into its two halves and updates in between.
@@ -290,7 +290,7 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 # ZeRO-2 and 3 free theirs after the update, so they hold none at the turn, and P/N at the end. In addition:
 #
 # - **turn** from forward to backward: about 28 T h values of each block, 28 times its input, and 12 V T bytes of the
-#   loss, for float32 log-probabilities and two gradients of that size.
+#   loss, for float32 log-probabilities and two gradients of that size. With recomputation, a block keeps its input alone, T h values.
 # - **block i**, counted from 0, in its backward: the activations of blocks 0 to i, and what the fold lists. With recomputation, the
 #   inputs of blocks 0 to i and all activations of block i.
 # - **end** of the backward: no activations.
@@ -435,7 +435,8 @@ lesson.check(exercises.state_bytes, state_bytes)
 # ## What does a saved byte cost?
 #
 # What sets the time of a step? The CPU launches every operator, which takes time however small the tensors are. We
-# first look for this floor, with fewer and fewer tokens.
+# first look for this floor, with fewer and fewer tokens. What the figure's title says of
+# launching holds only below the crossing of its two lines, launching and computing.
 
 # %%
 def time_forward_backward(shapes, repeats=5):
@@ -466,8 +467,8 @@ words.record_shape(SIZE, DTYPE)
 # %% [markdown]
 # We take the lowest median of five rounds, <data value="05.floor.launch">97.8 ms</data>, as the time that launching needs. Single rounds can be
 # faster: see the bars. The lines cross at roughly <data value="05.tokens.equal:,.0f">2,655</data> tokens. This page trains with
-# <data value="05.tokens.page:,.0f">4,096</data> tokens a rank. Without messages, their forward and backward take <data value="05.floor.step">151 ms</data>. The figure's title names
-# computing only if that is over twice the launching time; below, computing can count.
+# <data value="05.tokens.page:,.0f">4,096</data> tokens a rank. Without messages, their forward and backward take <data value="05.floor.step">151 ms</data>. Launching
+# takes equally long for any number of tokens. So where the points keep rising, computing counts.
 #
 # To predict a step, take forward, backward and update of one rank that sends nothing: `alone`. Recomputation adds a forward. With
 # ZeRO, we predict 1/N of the update. Communication adds what does not overlap with computing, its *exposed* part. On GPUs, we predict:
@@ -508,7 +509,8 @@ lesson.record("05.alone", {"forward": alone[0]}, "s")
 
 # %% [markdown]
 # ZeRO-3 instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">19.5 GB</data>, and its median step was <data value="05.changed.zero-3">1.25 ms longer</data>. Their ranges, from fastest to slowest, <data value="05.ranges">overlap: either may be faster</data>.
-# The steps of ZeRO-1 and 2 were <data value="05.changed.zero-1">25.3 ms longer</data> and <data value="05.changed.zero-2">48.0 ms longer</data> than ZeRO-0's; we predicted <data value="05.changed.zero-1-predicted">10.9 ms shorter</data> for ZeRO-1.
+# ZeRO-1's median step was <data value="05.changed.zero-1">25.3 ms longer</data> than ZeRO-0's. ZeRO-2's was <data value="05.changed.zero-2">48.0 ms longer</data>. For ZeRO-1 we predicted a step
+# <data value="05.changed.zero-1-predicted">10.9 ms shorter</data>. Where ranges overlap in the table, either step may be faster.
 #
 # Recomputation changed a step by <data value="05.recompute.least">84.9 ms</data> to <data value="05.recompute.most">165 ms</data>, depending on the ZeRO stage. We predicted one forward, <data value="05.alone.forward">64.4 ms</data>.
 #
@@ -579,9 +581,9 @@ lesson.claim("ZeRO-3 exposes less than ZeRO-2 on fast links only", less == sorte
 # saves 7/8 of it, 13 ms, and exposes <data value="05.xl-price.shard.added">8.06 ms</data> more communication than ZeRO-0. So here sharding costs no time.
 # </details>
 #
-# **Takeaway.** Take the ZeRO stage that fits and exposes least: for XL simulated on 8 GPUs, ZeRO-3 from <data value="05.link.crossing">27.4 GB/s</data> on.
-# The shorter update can pay for what it exposes. In the simulation a saved GB costs least by sharding, more by recomputation, most by
-# offloading.
+# **Takeaway.** Of the ZeRO stages that fit, take the one that exposes least. For XL simulated on 8 GPUs, it is
+# ZeRO-3 from <data value="05.link.crossing">27.4 GB/s</data> on, unless ZeRO-0 fits. Sharding also shortens the update, which can make up for the communication that
+# sharding exposes. In the simulation, sharding saves a GB at the lowest price. Offloading has the highest.
 #
 # ### Exercise 2: which blocks to recompute
 #
@@ -719,12 +721,12 @@ lesson.claim("ZeRO-3 trains a deeper model", (depth[deep], ">", depth[shallow]))
 # ZeRO-0 stops at <data value="05.depth.zero-0.measured">23 blocks</data>, with <data value="05.millions.zero-0:.1f">789.1</data> million parameters. ZeRO-3 with recomputation stops at <data value="05.depth.zero-3-+-recompute.measured">150 blocks</data>, with
 # <data value="05.millions.zero-3:.1f">4693.2</data> million.
 #
+# <details><summary>What limits the depth, here and with more ranks?</summary>
+#
 # With ZeRO-3 and recomputation, a block costs 16/N bytes a parameter. Before the update, its stored input adds w T h bytes. In the
 # update, the float32 copy of 16-bit gradients adds 4/N bytes a parameter instead. The fuller moment limits the depth: by prediction, here *<data value="05.fullest.zero-3">step</data>*.
 #
-# <details><summary>And with more ranks?</summary>
-#
-# What is divided by N vanishes. What remains is stored inputs, about three gathered blocks, the gathered embedding and the logits.
+# With more ranks, what is divided by N vanishes. What remains is stored inputs, about three gathered blocks, the gathered embedding and the logits.
 # </details>
 #
 # ### An autopsy
@@ -942,12 +944,12 @@ lesson.check(exercises.noise_scale, scale_from_norms)
 # **When not to use this.** Use tensor parallelism when one block, or one sequence's
 # activations, do not fit: notebook 07. Use other axes when the batch is at its wall: notebooks 06 and 08.
 #
+# <details><summary>Where to look, and papers</summary>
+#
 # **Where to look.** PyTorch: `torch/distributed/fsdp/_fully_shard`. Megatron-Core: `distrib_optimizer.py`. Here:
 # `hpnb/data_parallel/zero.py` and `fsdp.py`.
 #
 # **Papers.**
-#
-# <details><summary>Seven papers</summary>
 #
 # - Rajbhandari et al. 2020, *ZeRO* (1910.02054). Zhao et al. 2023, *PyTorch FSDP*, 2304.11277.
 # - Ren et al. 2021, *ZeRO-Offload* (2101.06840). Chen et al. 2016, *Training deep nets with sublinear memory cost*, 1604.06174.

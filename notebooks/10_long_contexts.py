@@ -480,13 +480,19 @@ lesson.claim("The formula counts every byte", counted == predicted)
 
 
 # %% [markdown]
-# But a ring sends its two tensors p - 1 times, and more in the backward. For each of its tokens, forward and backward
+# The rule of thumb counted two tensors for a ring, k and v, and four for Ulysses. But a ring sends its two p - 1 times, and
+# more in the backward. For each of its tokens, forward and backward
 # together, a rank sends
 #
 # $$ \text{ring: } 6\,(p-1)\,G\,d \qquad\qquad \text{Ulysses: } 4\,\tfrac{p-1}{p}\,(H+G)\,d \quad\text{values of } w \text{ bytes.} $$
 #
-# In 16 bits, the ring's gradients are twice as wide, and its 6 becomes 8. With twice as many ranks, each has half as
-# many tokens. So a rank of Ulysses then sends about half as many bytes, and a rank of a ring about as many as before.
+# In 16 bits, the ring's gradients are twice as wide, and its 6 becomes 8.
+#
+# <details><summary>And with more ranks?</summary>
+#
+# With twice as many ranks, each has half as many tokens. So a rank of Ulysses then sends about half as many bytes. A
+# rank of a ring sends about as many as before.
+# </details>
 #
 # Grouped queries help the ring. With 8 kv heads it sends <data value="10.sent.ring-8-kv-heads.counted">295 kB</data>, and with 1 kv head
 # <data value="10.sent.ring-1-kv-head.counted">36.9 kB</data>. Ulysses needs a kv head for every rank, so our code repeats a single head to 8 and
@@ -577,6 +583,7 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 #
 # Dots are *replayed*. We time a forward step's computing, a backward step's, and the forward's messages, each alone, in
 # nine rounds. The medians go into the same formulas. Bars show the quartiles, unless the dot covers them.
+# Marks of one length stand side by side.
 #
 # <details><summary>What is timed, and how the quartiles are put together</summary>
 #
@@ -588,8 +595,8 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 # Starting a message takes CPU time. The replay counts it as part of the message, so computing can cover it. Where a GPU waits for
 # launches, starting a message also delays computing, so a real ring can expose more than its dot says.
 #
-# A bar begins with the lower quartile of the messages' times and the upper quartile of the computing's. It ends with
-# the reverse. Times of the backward's messages follow from the forward's, by their bytes. A message of twice the bytes
+# A bar's lower end takes short messages, the lower quartile, and long computing, the upper quartile. Its upper end takes long
+# messages and short computing. Times of the backward's messages follow from the forward's, by their bytes. A message of twice the bytes
 # thus takes twice as long, although its start doesn't: for short messages that is too long.
 #
 # Ranks that share CPU cores time computing as CPU time, and messages by the clock. Ranks that share a GPU can't time messages
@@ -636,8 +643,8 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 
 # %% [markdown]
 # Nothing covers the ring's last message, which takes <data value="10.last-message">16.7 %</data> of the time of all its messages at
-# <data value="10.lengths.first">1,024</data> tokens. Of the time of the others, computing covers <data value="10.covered.first">100 %</data> in the replay there, and
-# <data value="10.covered.last">100 %</data> at <data value="10.lengths.last">65,536</data> tokens. So there the ring exposes the last message alone, <data value="10.at-last.ring">1.19 ms</data>.
+# <data value="10.lengths.first">1,024</data> tokens. In the replay, computing covers <data value="10.covered.first">100 %</data> of the others' time at
+# that length. At <data value="10.lengths.last">65,536</data> tokens it covers <data value="10.covered.last">100 %</data>, so the ring exposes its last message alone: <data value="10.at-last.ring">1.19 ms</data>.
 #
 # At <data value="10.lengths.first">1,024</data> tokens, what covers the messages is mainly the start of calls: a forward step computes for
 # <data value="10.parts.computing-of-a-forward-step.replayed">736 µs</data>, and its FLOPs need
@@ -662,8 +669,9 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 # <data value="10.over.worst.computing-of-a-forward-step">3.82</data> times as long as its FLOPs say, a backward step for
 # <data value="10.over.worst.computing-of-a-backward-step">2.95</data> times as long, and a message takes
 # <data value="10.over.worst.message-of-a-ring">3.46</data> times as long as the card says. Where computing covers all messages but the last, only that message counts.
-# In 16 bits it has twice the bytes of a forward message, and the replay takes twice that message's time, its start included. So
-# there a dot's factor is larger than a message's. Elsewhere exposed time is a difference of times, and can be off by a larger factor than they are.
+# In 16 bits it has twice the bytes of a forward message. The replay doubles the forward message's time with its start; the card doubles only
+# the part for bytes. So the dot's factor is larger than the message's. Where computing does not cover everything else, exposed time
+# is a difference of two times. Its factor can be larger than that of either time.
 #
 # **The dotted line** leaves out two things. Starting a message takes time, which would move the line to the right. By
 # the card this latency is <data value="10.card.latency">18.9 µs</data>. And short calls don't reach the card's FLOP/s, which would move it to the
@@ -685,7 +693,8 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 # <data value="10.card-wins">packed Ulysses exposes less than the ring at 4,096 and 8,192 tokens, and unpacked Ulysses at no length</data>. In the
 # replay, packed Ulysses exposes <data value="10.beside.last.most:.2f">1.44</data> times as much as the ring at
 # <data value="10.lengths.last">65,536</data> tokens, and <data value="10.beside.shorter.least:.2f">1.20</data> to
-# <data value="10.beside.shorter.most:.2f">2.47</data> times at shorter ones. <data value="10.touch">The bars of the two touch at 32,768 tokens; there, this run can't say which is faster</data>. The figure's title compares medians.
+# <data value="10.beside.shorter.most:.2f">2.47</data> times at shorter ones.
+# The figure's title compares medians; we name no winner where bars touch. <data value="10.touch">The bars of the two touch at 32,768 tokens; there, this run can't say which is faster</data>.
 #
 # <data value="10.winners">In the replay the ring wins at every other length. So the card names the wrong winner at 4,096 and 8,192 tokens</data>. The card leaves out the start of calls and the copies.
 #

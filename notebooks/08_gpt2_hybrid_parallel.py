@@ -170,6 +170,7 @@ lesson.claim("The hybrid step is exact up to rounding", exact.equal)
 #
 # Megatron-Core: `--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 16`, with `--use-distributed-optimizer` for ZeRO-1 and `--sequence-parallel`. DeepSpeed: a `PipelineModule` with `num_stages=2` and `"zero_optimization": {"stage": 1}`.
 # hpnb: `ParallelLayout(2, 2, 2, 4)`, or `HybridParallelPlugin(pp_size=2, tp_size=2, num_microbatches=4)`; dp is what is left.
+# `fully_shard` shards weights, too, as ZeRO-3 does; the step above keeps them replicated over dp.
 # </details>
 #
 # **Takeaway.** A hybrid step is a pipeline's loop, with tp's all-reduces inside its layers and dp's at its end.
@@ -204,7 +205,7 @@ lesson.claim("The hybrid step is exact up to rounding", exact.equal)
 # |---|---|
 # | computing | m (L (c + k r/t) + ends)/p, where the ends are embedding, head and loss |
 # | exposed tp | (4 L + 2) m/p all-reduces: four for each block, one for embedded tokens, one for the gradient of the head's input |
-# | bubble | the pipeline's length, Σ tᵢ + (m-1) max tᵢ plus sends, less computing and exposed tp; tᵢ is stage i's time for one microbatch |
+# | bubble | (Σ tᵢ + (m-1) max tᵢ + sends), the pipeline's length, minus computing, minus exposed tp; tᵢ is stage i's time for one microbatch |
 # | exposed dp | what remains of the gradients' all-reduce after the last backward, on the first stage; with stages, also the time to sum `wte`'s gradient |
 # | optimizer | AdamW on the parameters that the rank updates, a d-th with ZeRO |
 #
@@ -334,11 +335,10 @@ lesson.claim("zb-h1 idles a smaller share than 1F1B", idle["zb-h1"] < idle["1f1b
 # We call two layouts *tied* if their steps differ by no more than repeats of one layout do, <data value="08.ties.spread">6.90 %</data>.
 # Here <data value="08.ties.first">no layout is tied with the first</data>. Of the
 # <data value="08.ties.decided">56</data> pairs that are not tied, <data value="08.ties.order">38</data> are predicted in the right order. But repeats of one layout
-# follow each other, so they do not show how much a step changes from one minute to another. The last section runs `dp 2 x pp 2 x tp 2` again.
+# follow each other; from one minute to another a step can change more. The last section runs `dp 2 x pp 2 x tp 2` again and compares.
 #
 # With tp, steps take <data value="08.short.with-tp.least:.2f">1.65</data> to <data value="08.short.with-tp.most:.2f">2.64</data> times as long as predicted; without, <data value="08.short.no-tp.least:.2f">0.83</data> to <data value="08.short.no-tp.most:.2f">1.61</data> times. The
-# prediction charges an all-reduce for its message alone. A rank also pays for each call, whatever its size. Where
-# matrices are small, this can outweigh the arithmetic.
+# prediction charges an all-reduce for its message alone. A rank also pays for each call, whatever its size.
 #
 # Computing takes <data value="08.winner.share.computing">86.3 %</data> of the fastest step, that of <data value="08.fastest">dp 8</data>. The slowest, <data value="08.pairs.last">dp 2 x pp 2 x tp 2</data>, loses
 # most by *<data value="08.by.part">computing</data>*, which takes <data value="08.by.share">73.9 %</data> of its step.
@@ -379,18 +379,19 @@ lesson.claim("On average computing misses by larger factors under tp",
              mean(map(factor.get, rows[1:])) > mean(factor.values()))
 
 # %% [markdown]
-# The excess of `dp 4 x tp 2` is <data value="08.why.dp-4-x-tp-2.excess">52.8 ms</data>. The table gives <data value="08.why.dp-4-x-tp-2.norms">10.0 ms</data> of it to norms and additions, and <data value="08.why.dp-4-x-tp-2.thin-matmuls">5.14 ms</data> to thin
-# matmuls. <data value="08.why.dp-4-x-tp-2.rest">37.6 ms</data> are left. On `dp 8` no matmul is thin, so the <data value="08.why.dp-8.thin-matmuls">-9.52 ms</data> in its row are an
-# error of timing. Where another row's thin matmuls are not clearly further from 0 than that, this run does not decide what they cost.
+# On `dp 4 x tp 2` norms and additions account for <data value="08.why.dp-4-x-tp-2.norms">10.0 ms</data> of the excess, <data value="08.why.dp-4-x-tp-2.excess">52.8 ms</data>, thin matmuls for <data value="08.why.dp-4-x-tp-2.thin-matmuls">5.14 ms</data>;
+# <data value="08.why.dp-4-x-tp-2.rest">37.6 ms</data> are left. This is rough: on `dp 8`, where no matmul is thin, the column's <data value="08.why.dp-8.thin-matmuls">-9.52 ms</data> are an error of timing.
 #
 # <details><summary>Other parts and options</summary>
 #
 # The rest is <data value="08.why.dp-2-x-pp-2-x-tp-2.rest">125 ms</data> on `dp 2 x pp 2 x tp 2`, <data value="08.why.dp-2-x-tp-4-zero-1-sequence-parallel.rest">99.7 ms</data> with sequence parallelism, and <data value="08.why.dp-8.rest">4.76 ms</data> on `dp 8`,
 # which has no tp. We did not trace these rests.
 #
-# A rank times a norm alone, and the same matmul with all columns and with a t-th. On `dp 8` both matmuls are the same one. A
-# launch may take longer than a small kernel. It is in the fixed time c of a block already, so wherever launches are in these
-# columns, too, they count twice. So norms take at most what their column says. Errors in the two columns change the rest by as much.
+# A rank times a norm alone, and the same matmul with all columns and with a t-th. On `dp 8` both matmuls are the same one. Where
+# another row's thin matmuls are not clearly further from 0 than those of `dp 8`, this run does not decide what they cost.
+#
+# A block's fixed time c includes the launches of norms and matmuls. If a kernel is shorter than its launch, the two columns time
+# the launch once more. So norms take at most what their column says. An error in either column changes the rest by as much.
 #
 # Recomputation repeats a forward, for which we assumed a third of a block's time. On dp 2 x pp 4 forwards take <data value="08.forward">43.2 %</data> of forward and backward together, so we would
 # expect recomputation to add these <data value="08.forward">43.2 %</data>. It made computing <data value="08.again">99.5 %</data> longer. We did not trace the difference, nor the
@@ -409,9 +410,9 @@ lesson.claim("On average computing misses by larger factors under tp",
 # long as predicted. Its largest error, too long or too short, is <data value="08.most.optimizer">6.68 ms</data>.
 # </details>
 #
-# Can one number mend the order? We assume that every collective of tp, a *call*, costs the same fixed time, and choose this time
-# so that calls account for everything that tp adds to computing, including norms and thin matmuls. The cost of a call is the excess of
-# `dp 4 x tp 2` minus that of `dp 8`, divided by 4 L + 2 calls. This leaves the excess of `dp 8`, <data value="08.why.dp-8.excess">-4.76 ms</data>.
+# Can one number mend the order? We assume that every collective of tp, a *call*, costs the same fixed time: the excess of
+# `dp 4 x tp 2` minus that of `dp 8`, divided by 4 L + 2 calls. It includes norms and thin matmuls. So with calls these two
+# layouts have the same excess, <data value="08.why.dp-8.excess">-4.76 ms</data>.
 
 # %%
 calls = 4 * SIZE.layers + 2
@@ -439,17 +440,21 @@ lesson.claim("With calls, computing on 2 x 2 x 2 is nearer",
              (abs(after[cube] - 1), "<=", abs(factor[cube] - 1)))
 
 # %% [markdown]
-# So a call costs <data value="08.call">872 µs</data>; without the table's norms and thin matmuls it would be <data value="08.call-alone">498 µs</data>, as rough as they are. On 2 x 2 x 2 a rank has half the blocks but four microbatches, hence twice as
-# many calls. Computing there took <data value="08.cube-ratio.before:.2f">2.53</data> times as long as predicted without calls, and <data value="08.cube-ratio.after:.2f">1.10</data> times with them.
+# So a call costs <data value="08.call">872 µs</data>, or, without the table's rough norms and thin matmuls, <data value="08.call-alone">498 µs</data>.
 #
-# **With the cost of a call, <data value="08.pairs.with-calls">57</data> of <data value="08.pairs.all">66</data> pairs are in order, instead of <data value="08.pairs.right">43</data>.** The first choice is now
-# <data value="08.links.1-x-bandwidth.fastest-predicted">dp 8</data>. It loses <data value="08.links.1-x-bandwidth.prediction-costs">0 %</data> to the fastest; the choice without calls lost <data value="08.cost.prediction">104 %</data>. The
-# fit mends tp alone: steps still take <data value="08.with-calls.least:.2f">0.83</data> to
+# **The other three layouts with tp test this fit**; the two that it was fitted on do not. `tp 8` makes as many
+# calls as `dp 4 x tp 2`, and its excess is <data value="08.why.tp-8.excess">52.9 ms</data> beside <data value="08.why.dp-4-x-tp-2.excess">52.8 ms</data>. `dp 2 x tp 4` and 2 x 2 x 2 make twice as
+# many; their excess is <data value="08.why.dp-2-x-tp-4-zero-1-sequence-parallel.excess">109 ms</data> and <data value="08.why.dp-2-x-pp-2-x-tp-2.excess">136 ms</data>. On 2 x 2 x 2 computing
+# took <data value="08.cube-ratio.before:.2f">2.53</data> times its prediction, with calls <data value="08.cube-ratio.after:.2f">1.10</data> times.
+#
+# With calls, <data value="08.pairs.with-calls">57</data> of <data value="08.pairs.all">66</data> pairs are in order, instead of <data value="08.pairs.right">43</data>. The first choice is now
+# <data value="08.links.1-x-bandwidth.fastest-predicted">dp 8</data>, and loses <data value="08.links.1-x-bandwidth.prediction-costs">0 %</data> instead of <data value="08.cost.prediction">104 %</data>. But the fit
+# set how `dp 8` and `dp 4 x tp 2` compare in computing, so this choice is no test. Calls mend tp alone: steps still take <data value="08.with-calls.least:.2f">0.83</data> to
 # <data value="08.with-calls.most:.2f">1.61</data> times as long as predicted.
 #
 # ### Another interconnect
 #
-# We replay the recorded actions with a tenth of the bandwidth, and with a hundredth.
+# We replay the recorded actions with a tenth and a hundredth of the bandwidth.
 
 # %%
 rules = {"dp 8": "dp 8", "2 x 2 x 2": "dp 2 x pp 2 x tp 2"}  # of thumb
@@ -465,16 +470,19 @@ lesson.claim("The slow link's winner sends no more", sends["slow"] <= sends["fas
 lesson.claim("pp 8 sends least", min(runs, key=lambda n: runs[n].bytes) == "pp 8")
 
 # %% [markdown]
-# A slower link changes the winner only if it costs the winner more time than another layout, by more than the winner's lead. <data value="08.links.words">The fastest is dp 8 on this link, dp 8 with a tenth of its bandwidth, and pp 8 with a hundredth. The prediction's choices lose up to 11.6 %</data>.
-# With a hundredth, replicas alone take <data value="08.links.0.01-x-bandwidth.dp-8-costs">72.7 %</data> longer than the fastest. pp 8 sends least.
+# A slower link adds time to every layout. The winner changes only if its added time exceeds another layout's by more than its lead. <data value="08.links.words">The fastest is dp 8 on this link, dp 8 with a tenth of its bandwidth, and pp 8 with a hundredth. The prediction's choices lose up to 11.6 %</data>. pp 8 sends least.
 #
 # ### The fastest that fits
 #
 # A layout is on the *frontier* if no other is both faster and smaller. Layouts left of the dashed line fit.
 #
-# **Challenge.** The explorer after the figure predicts GPT-2 XL. Its knob *cap* is a GPU's memory in GB.
-# On 32 ranks or more of 16 GB, in nodes of 8 with NVLink inside and 100 Gb/s Ethernet between them, fit
-# GPT-2 XL and reach a *FLOP utilisation* of 45 %. It is the model's FLOP/s on a GPU, without recomputation, divided by an assumed limit of 400 TFLOP/s. A step has 128 x 1,024 tokens.
+# **Challenge.** The explorer after the figure predicts GPT-2 XL. On 32 ranks or more of 16 GB, fit it and reach a *FLOP utilisation* of 45 %.
+#
+# <details><summary>What the explorer assumes</summary>
+#
+# Its knob *cap* is a GPU's memory in GB. Nodes have 8 GPUs, with NVLink inside and 100 Gb/s Ethernet between them. A step has 128 x 1,024
+# tokens. FLOP utilisation is the model's FLOP/s on a GPU, without recomputation, divided by an assumed limit of 400 TFLOP/s.
+# </details>
 #
 # <details><summary>Answer</summary>
 #
@@ -518,7 +526,8 @@ lesson.explorers.layout_choice()
 # The fastest that fits, <data value="08.choice">dp 8, ZeRO 3, recomputation full</data>, takes <data value="08.fit.memory">111 %</data> longer than the fastest of all. The
 # prediction without calls <data value="08.fit.choice">chose it, too</data>.
 #
-# **Takeaway.** Bytes and peaks follow from arithmetic; times under tp also need the cost of a call. If replicas don't fit,
+# **Takeaway.** Bytes and peaks follow from arithmetic. Times don't follow from one rank alone: tp pays for its calls, and
+# recomputation made computing <data value="08.again">99.5 %</data> longer, where we assumed at most a third. If replicas don't fit,
 # ZeRO shards states and recomputation saves activations. Stages send least, which pays on slow links.
 #
 # ### Exercise 1: explain the worst prediction
@@ -694,6 +703,7 @@ lesson.field_guide.add(  # symptoms, and what finds their cause
 # %% [markdown]
 # Both losses fall. The second run is wrong because pp and tp doubled its learning rate, but not its batch.
 # Do not judge by the scores: both accuracies beat the <data value="08.always.accuracy:.3f">0.684</data> of always yes, and are <data value="08.apart:.3f">0.026</data> apart, each uncertain by <data value="08.noise:.3f">0.022</data>.
+# By F1 always yes has <data value="08.always.f1:.3f">0.812</data>, and the two runs <data value="08.tuned.of-dp.f1:.3f">0.811</data> and <data value="08.tuned.of-world-size.f1:.3f">0.834</data>.
 #
 # You can see this fault without a second run: log learning rate and batch size, and compute the table's *quotient*.
 # It must be 1, and is <data value="08.tuned.of-dp.quotient:.2f">1.00</data> in the first run and <data value="08.tuned.of-world-size.quotient:.2f">2.00</data>, √(p t), in the second.
@@ -759,7 +769,7 @@ lesson.field_guide.show()
 # </details>
 #
 # **Takeaway.** Resume once on the same layout and compare losses bit for bit. If they differ, the checkpoint lacks something.
-# On another layout sums are added in another order, so there losses agree up to rounding only.
+# On another layout sums are added in another order, so there losses agree up to rounding only, as exercise 3 checks.
 #
 # ### Exercise 3: a loop that survives
 #
@@ -891,12 +901,18 @@ lesson.claim("The prediction is nearer than the rule of thumb",
 
 # %% [markdown]
 # We predicted <data value="08.cube.predicted">285 ms</data> a step, and replayed it takes <data value="08.cube">264 ms</data>. The rule of thumb, FLOPs alone, said <data value="08.cube.rule-of-thumb">5.52 ms</data>.
-# In the race, computing on 2 x 2 x 2 took <data value="08.cube-ratio.after:.2f">1.10</data> times as long as predicted with calls; here it takes
-# <data value="08.cube-parts.computing.replayed">197 ms</data>, and <data value="08.cube-parts.computing.predicted">211 ms</data> were predicted. So even with the same model, compare steps of one cell only.
+#
+# **The race timed this layout, too**, with random tokens: <data value="08.pairs.last">dp 2 x pp 2 x tp 2</data> came last, with <data value="08.loser.computing.replayed">224 ms</data> of computing and
+# <data value="08.loser.bubble.replayed">67.4 ms</data> of bubble. Here they take <data value="08.cube-parts.computing.replayed">197 ms</data> and <data value="08.cube-parts.bubble.replayed">55.0 ms</data>; we did not trace the change. If a layout changes
+# by more than the <data value="08.ties.spread">6.90 %</data> of a tie, as here, pairs that we called not tied may be. So trust a small lead only after a
+# second race. The cost of a call is from the race, so it is as uncertain.
 #
 # The loss fell from <data value="08.cube.loss.first:.2f">11.12</data> to <data value="08.cube.loss.last:.2f">6.80</data> in <data value="08.cube.loss.steps">6</data> steps of text.
 #
 # <details><summary>Part by part</summary>
+#
+# The race's figure shows the step of this layout there, at the end of its bar. On a CPU this section's GPT-2 is wider than that of the race,
+# so the two steps cannot be compared.
 #
 # Where ranks share cores or GPUs, both times model messages, so this comparison does not test messages.
 # Computing takes <data value="08.cube-parts.computing.replayed">197 ms</data>, including the rank's own time in (4 L + 2) m/p calls. The time of their messages on the link is exposed tp. The bubble takes <data value="08.cube-parts.bubble.replayed">55.0 ms</data>: with p = 2 and m = 4,
@@ -925,16 +941,16 @@ lesson.claim("Predictions hold more often than rules of thumb",
 # ## What to remember
 #
 # - From one rank alone, <data value="08.pairs.right">43</data> of <data value="08.pairs.all">66</data> pairs were in order, and the first choice lost <data value="08.cost.prediction">104 %</data>. With the cost
-#   of a call, from runs of several ranks, it was <data value="08.pairs.with-calls">57</data> pairs and <data value="08.links.1-x-bandwidth.prediction-costs">0 %</data>.
+#   of a call, fitted on two of the twelve, it was <data value="08.pairs.with-calls">57</data> pairs and <data value="08.links.1-x-bandwidth.prediction-costs">0 %</data>.
 # - To choose a layout, first make one replica fit into memory. Then add replicas and microbatches up to your batch. Then
 #   compare speeds: computing with its calls, the bubble, exposed communication.
 #
-# **The series on one page**, with the pages' numbers. A rank computes ρ FLOPs while it sends a byte.
+# **The series on one page.** A rank computes ρ FLOPs while it sends a byte.
 #
 # | | question | law | from its run | when not |
 # |---|---|---|---|---|
 # | 00 collectives | What does agreement cost? | latency + bytes/bandwidth a message | 100 small calls: <data value="00.many-calls:.1f">28.5</data> times as long as one with the same bytes | messages too small for bandwidth to matter |
-# | 01 dp | When are replicas free? | tokens a rank above ρ(d-1)/d | with overlap, by tokens a rank: <data value="01.measured.during">not free at 197, 788 and 3,152, undecided at 12,608</data>. The law says free from <data value="01.law.during:,.0f">1,445</data>; it leaves out two costs | the batch cannot grow |
+# | 01 dp | When are replicas free? | tokens a rank above ρ(d-1)/d | with overlap, by tokens a rank: <data value="01.measured.during">not free at 197, 788 and 3,152, undecided at 12,608</data>. The law says free from <data value="01.law.during:,.0f">1,445</data>; it leaves out filled buckets and slowed backwards | the batch cannot grow |
 # | 02 pp | Who is idle? | (p-1)/(m+p-1) | <data value="02.bubble">33.0 %</data> for p = 4, m = 8; the law alone says <data value="02.bubble.predicted">27.3 %</data> | fewer microbatches than stages |
 # | 03 tp | How do you split a matrix exactly? | 4 all-reduces of b·s·h a block | computing takes <data value="03.ratio:.1f">1.5</data> times as long as sending | links between nodes |
 # | 04 mesh | Which axis deserves the fast link? | tp talks most often, dp least | a ViT on one axis, at a tenth of the bandwidth: <data value="04.tenth">dp</data> is fastest | one axis is enough |

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import os
@@ -148,6 +149,23 @@ def test_an_error_of_hpnb_that_a_function_caught_is_named(
     assert "Rank 1 raised ValueError: the loss function returned a tensor of shape (2,)" in summary
     assert "the function caught it" in summary
     assert "prepare_dataloader" not in summary
+
+
+def backward_that_one_rank_refuses() -> None:
+    booster = hpnb.Booster(plugin=hpnb.TorchDDPPlugin("fp32"))
+    model = torch.nn.Linear(2, 3)
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    labels = torch.tensor([1, 2 * (1 - hpnb.rank())])  # the ignored one occurs on rank 1
+    loss = torch.nn.functional.cross_entropy(boosted(torch.ones(2, 2)), labels, ignore_index=0)
+    with contextlib.suppress(ValueError):
+        booster.backward(loss, optimizer)
+
+
+def test_so_is_one_of_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hang, "GRACE", 2.0)
+    with pytest.raises(hpnb.RankError) as caught:
+        hpnb.launch(backward_that_one_rank_refuses, ranks=2, device="cpu", timeout=60, hang_timeout=6)
+    assert "Rank 1 raised ValueError: the loss function returned a cross entropy" in caught.value.summary
 
 
 def test_slow_work_after_the_last_collective_of_others_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

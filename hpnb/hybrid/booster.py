@@ -50,6 +50,7 @@ from hpnb.pipeline_parallel.criterion_check import check_backward
 from hpnb.pipeline_parallel.stages import Stages
 from hpnb.placement import placement_of
 from hpnb.precision import policy
+from hpnb.ranks.current_rank import note_raised
 
 Criterion = Callable[[Any, Any], Any]
 Boost = tuple[Boosted, Any, Any, Any, Any]
@@ -178,7 +179,9 @@ class Booster(BoosterFiles):
                 last of a tuple; with targets under another name, return (sum, count). So do class weights
                 and another ignore_index, whose means are over something else:
                 `(F.cross_entropy(logits, labels, weight=w, reduction="sum"), w[labels].sum())`. The first
-                training step refuses these and sums, and warns of other values that are no such mean.
+                training step refuses these and sums, and warns of other values that are no such mean, for
+                which it calls the criterion on up to 8 samples of a microbatch again. Two tasks with
+                different counts need a ratio in the batch (docs/library.md, "All of it").
             optimizer: None runs forward alone, for evaluation, without gradients.
             return_outputs: return the outputs of the full batch.
             record: record when each action ran, for `model.last_step.timeline`.
@@ -244,7 +247,11 @@ class Booster(BoosterFiles):
         scale = 1.0 if boosted.scaler is None else boosted.scaler.scale
         if not isinstance(loss, tuple):
             if self.plugin.mesh.dp_cp.size > 1 and boosted.model.checks_mean_of(self.backward):
-                check_backward(loss, boosted.model.weigher.take_counts())
+                try:
+                    check_backward(loss, boosted.model.weigher.take_counts())
+                except ValueError as error:
+                    note_raised(error)
+                    raise
             (_wide(loss) * scale).backward()
             boosted.end_backward()
             return

@@ -124,6 +124,18 @@ def test_ranks_come_from_the_server_that_started_ahead(start: Callable[[], forks
         assert ranks.run(lambda: "sets_a_variable" in sys.modules) == [True, True]
 
 
+def test_a_server_that_stands_ready_imports_what_is_wanted_later(
+    start: Callable[[], forkserver.ForkServer], tmp_path: Path
+) -> None:
+    """`import hpnb` starts it, and transformers is imported cells later: by both at the same time."""
+    (tmp_path / "wanted_later.py").write_text("")
+    ahead = start()
+    forkserver.start_ahead("wanted_later")
+    with hpnb.Ranks(1, device="cpu") as ranks:
+        assert ranks.run(os.getppid) == [ahead._process.pid]
+        assert ranks.run(lambda: "wanted_later" in sys.modules) == [True]
+
+
 def test_a_change_of_surroundings_makes_it_out_of_date(
     start: Callable[[], forkserver.ForkServer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

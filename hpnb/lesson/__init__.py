@@ -13,7 +13,7 @@ here imports matplotlib or ipywidgets before it draws.
 # ruff: noqa: E402
 from hpnb.ranks.forkserver import start_ahead
 
-start_ahead("hpnb.lesson")  # the rank server imports transformers while this process does
+start_ahead("hpnb.lesson")  # the rank server imports it while this process does
 
 import torch
 

@@ -3,7 +3,12 @@
 `register` adds a model of your own: an Anatomy, and for tensor parallelism a table of roles.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
+
+from hpnb.ranks.forkserver import start_ahead
+
+start_ahead("hpnb.models.registry")  # in a notebook, the rank server imports transformers meanwhile
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeVar

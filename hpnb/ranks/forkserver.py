@@ -229,7 +229,8 @@ def server(limit: float = START_TIMEOUT) -> ForkServer:
 
 
 def start_ahead(*modules: str) -> None:
-    """In the kernel of a notebook: start the server, which imports `modules` while the caller goes on.
+    """In the kernel of a notebook: let the server import `modules` while the caller goes on, and start it if
+    there is none.
 
     Anywhere else (a script, a test, a rank, under torchrun) nothing starts before ranks are wanted.
     """
@@ -240,7 +241,9 @@ def start_ahead(*modules: str) -> None:
         if _server is None:
             _server = ForkServer()
             atexit.register(_server.close)
-            _server.prepare([*_loaded(), *modules])
+            modules = (*_loaded(), *modules)
+        if modules and not _server._used:  # one that has ranks answers for them first
+            _server.prepare(modules)
 
 
 def _loaded() -> list[str]:

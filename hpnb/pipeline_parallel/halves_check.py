@@ -33,7 +33,6 @@ from hpnb.caller_frame import warn_caller
 from hpnb.pipeline_parallel.label_shift import ChangedMapping, ChangedTuple
 from hpnb.pipeline_parallel.microbatches import count_samples, count_targets, find_labels
 from hpnb.ranks import shared_gpu_group
-from hpnb.tensor_parallel.lazy_logits import LazyLogits
 
 _MOST_SAMPLES = 8
 _MOST_ELEMENTS = 1 << 24  # of the outputs that are copied, above two samples
@@ -154,7 +153,7 @@ def _plain(outputs: Any) -> Any:
 
 def _slice(value: Any, samples: int, start: int, stop: int) -> Any:
     """Copies of these samples of all tensors in `value`; scalars, and what is no tensor, as they are."""
-    if isinstance(value, LazyLogits) and value.is_lazy:
+    if getattr(value, "is_lazy", False):  # logits that are still sharded (`hpnb.tensor_parallel`)
         raise _NothingToSay  # logits that nobody has gathered
     if isinstance(value, ModelOutput) or (is_dataclass(value) and not isinstance(value, type)):
         parts = _plain(value).items()

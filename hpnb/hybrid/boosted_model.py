@@ -10,9 +10,8 @@ Both reduce gradients once a step. The hooks that the first way needs are off du
 from __future__ import annotations
 
 import gc
-import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -30,7 +29,7 @@ from hpnb.data.batch_agreement import check_same_batch
 from hpnb.data_parallel import DataParallel
 from hpnb.expert_parallel import ExpertParallel, SelectionBias
 from hpnb.hybrid.global_loss import Weigher, with_lazy_loss
-from hpnb.hybrid.model_loss import ModelLoss, loss_of_outputs
+from hpnb.hybrid.model_loss import ModelLoss, inputs_of_forward, loss_of_outputs
 from hpnb.hybrid.packed_texts import CacheSwitch, PackingWarning
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.refuse_full_model import REDUCED_ALREADY, refuse_of_full_model
@@ -324,7 +323,7 @@ class Boosted(nn.Module):
         elif self._replica is not None:
             sink = self._replica.sink
         reducer: Any = None if sink is None else SimpleNamespace(sink=sink)  # its hooks stay attached
-        takes = _forward_inputs(module, self._model_loss)
+        takes = inputs_of_forward(module, self._model_loss)
         no_cache = lambda kwargs: self._cache.arguments(kwargs, self.training)  # noqa: E731
         stage = WholeModel(module, takes, self.causal, no_cache)
         self._pipe = Pipeline(
@@ -399,20 +398,3 @@ class Boosted(nn.Module):
         replicas = self.plugin.mesh.dp_cp
         if replicas.size > 1 and self.plugin.broadcast_buffers and self.training and self._syncs:
             data_parallel.broadcast(list(self.module.buffers()), replicas)
-
-
-def _forward_inputs(
-    module: nn.Module, model_loss: ModelLoss | None
-) -> Callable[[Collection[str]], Collection[str]]:
-    """Which entries of a batch the forward of `module` gets: those that it names; all, if it names none of
-    them but takes **kwargs. It gets no targets if the loss is computed outside."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    targets = TARGET_NAMES if model_loss is not None else ()
-
-    def takes(names: Collection[str]) -> list[str]:
-        inputs = [name for name in names if name not in targets]
-        return [name for name in inputs if name in named] or (inputs if any_name else [])
-
-    return takes

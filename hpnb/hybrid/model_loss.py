@@ -12,7 +12,8 @@ microbatch of padding alone does no harm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers import GPT2ForSequenceClassification, GPT2LMHeadModel, ViTForI
 
 from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.models.plan_parts import has_plan
+from hpnb.pipeline_parallel.microbatches import TARGET_NAMES
 
 ModelLoss = Callable[[Any, torch.Tensor], torch.Tensor]  # (outputs, labels) -> (), the mean over the targets
 
@@ -136,3 +138,20 @@ def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def _at_least_float32(logits: torch.Tensor) -> torch.Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def inputs_of_forward(
+    module: nn.Module, model_loss: ModelLoss | None
+) -> Callable[[Collection[str]], Collection[str]]:
+    """Which entries of a batch the forward of `module` gets: those that it names; all, if it names none of
+    them but takes **kwargs. It gets no targets if the loss is computed outside."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    targets = TARGET_NAMES if model_loss is not None else ()
+
+    def takes(names: Collection[str]) -> list[str]:
+        inputs = [name for name in names if name not in targets]
+        return [name for name in inputs if name in named] or (inputs if any_name else [])
+
+    return takes

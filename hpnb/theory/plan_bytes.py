@@ -8,8 +8,8 @@
     pp         activations and their gradients at every stage's border; a tied table's gradient
     dp, edp    gradients, and weights under ZeRO, over dp x cp; of experts over the ranks that have the same
 
-Losses, counts and norms of gradients are left out. So is what ZeRO 3 saves in a pipeline: a block that one
-action ends with and the next one begins with is not gathered again.
+Losses, counts and norms of gradients are left out. With ZeRO 3 and without stages, a backward begins with the
+block that its forward has ended with, which is not gathered again. What that saves in a pipeline is left out.
 """
 
 from __future__ import annotations
@@ -51,6 +51,10 @@ def plan_bytes(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
         forward, backward = kind.reduced_values
         reduced += count * (again * forward + backward)
     weights = {"dp": dense_bytes, "edp": 2.0 * passes * experts}
+    if layout.zero_stage == 3 and p == 1:
+        of_experts = model.expert_parameters if model.experts else 0
+        weights["dp"] -= 2 * m * (model.block_parameters - of_experts) / t
+        weights["edp"] -= 2 * m * of_experts / t / layout.ep
     if layout.ep == 1:  # experts are replicated as all others
         weights = {"dp": sum(weights.values()), "edp": 0.0}
     routed = 0.0

@@ -207,6 +207,20 @@ CAPTURING: list[bool] = []
 Step = tuple[torch.Tensor, torch.Tensor]
 
 
+def note_captures(stage_graphs: Any) -> None:
+    """`CAPTURING` is true while one of these graphs is captured."""
+    capture = stage_graphs._capture.capture
+
+    def noted(*args: Any) -> Any:
+        CAPTURING.append(True)
+        try:
+            return capture(*args)
+        finally:
+            CAPTURING.clear()
+
+    stage_graphs._capture.capture = noted
+
+
 def draw_batches(lengths: Sequence[int]) -> list[Step]:
     made = torch.Generator().manual_seed(3)
     return [
@@ -229,16 +243,7 @@ def train_odd(kind: str, lengths: Sequence[int], between: str = "") -> dict[str,
         pipe = hpnb.Pipeline(nn.Sequential(Odd(kind), nn.Linear(6, 6)), axis, "gpipe", square_error)
         made = with_graphs(pipe) if graphs else None
         if made is not None:
-            capture = made._capture.capture
-
-            def raising(*args: Any, capture: Any = capture) -> Any:
-                CAPTURING.append(True)
-                try:
-                    return capture(*args)
-                finally:
-                    CAPTURING.clear()
-
-            made._capture.capture = raising
+            note_captures(made)
         losses = []
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -359,16 +364,7 @@ def compile_and_capture() -> list[bool]:
     block.forward = torch.compile(block.forward, backend=backend)  # type: ignore[method-assign]
     pipe = hpnb.Pipeline(nn.Sequential(block, nn.Linear(6, 6)), Mesh(Layout(pp=1)).pp, "gpipe", square_error)
     made = with_graphs(pipe)
-    capture = made._capture.capture
-
-    def watched(*args: Any) -> Any:
-        CAPTURING.append(True)
-        try:
-            return capture(*args)
-        finally:
-            CAPTURING.clear()
-
-    made._capture.capture = watched
+    note_captures(made)
     for batch in draw_batches([3] * 3):
         pipe.step(batch)
     assert made._graphs

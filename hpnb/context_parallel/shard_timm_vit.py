@@ -96,7 +96,7 @@ def _around(axis: Axis, inner: Anatomy) -> Anatomy:
 
 
 def _shard_input(axis: Axis, length: int, module: nn.Module, args: tuple[Any, ...]) -> Any:
-    """The first block gets all tokens from the model's own forward, and its shard from a pipeline's stage."""
+    """The first block gets all tokens from the model's forward, and its shard from a pipeline's stage."""
     hidden, *others = args
     return (shard_tokens(hidden, axis), *others) if hidden.size(1) == length else None
 

@@ -24,7 +24,7 @@ class HookOfOriginal:
 def refuse_forward(module: nn.Module, *_: Any) -> None:
     raise RuntimeError(
         f"this {type(module).__name__} is a copy of a sharded module: it has this rank's shards and cannot "
-        "compute. Load what hpnb.placement.full_state_dict(copy, [axis]) gathers into a model of its own"
+        "compute. Load what hpnb.placement.full_state_dict(copy, [axis]) gathers into another model"
     )
 
 

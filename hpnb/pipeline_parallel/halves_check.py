@@ -52,7 +52,7 @@ def warn_if_no_mean(function: Function, outputs: Any, inputs: Any, causal: bool)
     """
     try:
         difference = _compare(function, outputs, inputs, causal)
-    except Exception:  # what the criterion needs and does not get here, it says in its own way
+    except Exception:  # what the criterion needs and does not get here, it says itself
         return
     if difference is not None:
         warn_caller(
@@ -181,11 +181,11 @@ def _marked(inputs: Any) -> Any:
 
 
 class _Untouched(TorchDispatchMode):
-    """Stops what sends, what writes into a tensor that was not made inside, and a generator of its own."""
+    """Stops what sends, what writes into a tensor that was not made inside, and what passes a generator."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._made: dict[int, torch.UntypedStorage] = {}  # kept, so that no number is given twice
+        self._made: dict[int, torch.UntypedStorage] = {}  # kept, so that no number stands for two
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -37,7 +37,7 @@ _FORWARD, _BACKWARD = 4, 10  # FLOPs a query, key and value of a head: two matmu
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention over whole sequences.
+    """An attention over full sequences.
 
     Attributes:
         sequence: tokens of a sequence, on all ranks together.

@@ -94,7 +94,7 @@ class HookedCriterion:
         if piped:
             sums = model.send_from_last_stage(sums)
         total, count = sums.unbind()
-        # Steps that count nothing have gradients of 0, or the user's own.
+        # Steps that count nothing have gradients of 0, or what the user has put there.
         return torch.where(count != 0, self._targets / count, 1.0), total / count
 
     def __call__(self, outputs: Any, inputs: Any) -> Any:

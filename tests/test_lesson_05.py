@@ -466,6 +466,16 @@ def test_the_deepest_models_say_how_large_and_when_they_are_fullest(monkeypatch:
     assert recorded["05.fullest"]["zero-3"] == "step"
 
 
+def test_a_budget_in_which_no_block_fits_has_words_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: dict[str, Any] = {}
+    monkeypatch.setattr(gpt2_zero_words, "record", lambda key, value, unit="": recorded.update({key: value}))
+    config = ZeroConfig(0)
+    gpt2_zero_words.record_depths(SIZE, 1, torch.float16, {config: 0}, {config: 1}, 2, 25.0, 0.0)
+    blocks = SIZE.parameters() - (SIZE.layers - 1) * SIZE.block().parameters
+    assert recorded["05.millions"] == {"zero-0": blocks / 1e6}
+
+
+
 def test_launch_floor() -> None:
     for adds in (True, False):
         fig = figures.launch_floor({1: [0.9, 1.0, 4.0], 10: [2.0], 100: [11.0]}, 1.0, 0.1, 100, adds)

@@ -214,6 +214,8 @@ def test_what_both_sides_of_a_pair_send_is_counted(pools: RankPools, more: dict[
         assert one["ep"] > 0
         if more:  # a pair gathers the root's weights once; apart, blocks that neighbours share stay
             assert 2 / 3 < other.pop("dp") / one.pop("dp") < 3 / 2
+        # What a step says of its loss is a pickle, whose length is not always the same.
+        assert other.pop("pp") == pytest.approx(one.pop("pp"), abs=16)
         assert other == one
 
 

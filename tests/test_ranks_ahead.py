@@ -31,7 +31,8 @@ from hpnb.ranks import forkserver
 def run_script(body: str, folder: Path) -> subprocess.Popen[str]:
     file = folder / "script.py"
     file.write_text(textwrap.dedent(body))
-    env = {**os.environ, "PYTHONPATH": str(Path(hpnb.__file__).parents[1])}
+    searched = [str(Path(hpnb.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, searched))}
     return subprocess.Popen([sys.executable, str(file)], stdout=subprocess.PIPE, text=True, env=env)
 
 

@@ -359,8 +359,9 @@ def test_a_run_that_is_stopped_goes_on(
     assert (second.stopped, second.step, second.resumed) == (False, 6, stopped_at)
     saved = tmp_path / "parts" / f"step-0000000{stopped_at}"
     assert f"goes on from {saved}, after {stopped_at} of 6 steps" in capfd.readouterr().out
-    assert figures(second.history) == figures(whole.history)
-    assert second.final == whole.final
+    for row, expected in zip(figures(second.history), figures(whole.history), strict=True):
+        assert row == pytest.approx(expected, rel=1e-12)  # sums of a CPU can depend on where tensors begin
+    assert second.final == pytest.approx(whole.final, rel=1e-12)
 
     again = run(four, file, flag)  # there is nothing left but to evaluate
     assert (again.step, again.final) == (6, whole.final)

@@ -165,6 +165,7 @@ class _Linear(torch.autograd.Function):
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         ctx.save_for_backward(x, weight)
         y = apply_linear(x, weight, bias if adds_bias else None, deferred.transposed)
+        y = y.data if y._is_view() else y  # torch 2.11 makes a view, which could not be changed in place
         return y if region_exit is None else region_exit.forward(y)
 
     @staticmethod

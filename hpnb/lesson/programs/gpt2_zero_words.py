@@ -108,7 +108,7 @@ def record_depths(
     """
     block = size.block().parameters
     for config, layers in predicted.items():
-        deep = replace(size, layers=layers)
+        deep = replace(size, layers=max(layers, 1))  # where not even one block fits: the step of one
         step = predict_memory(deep, rows, dtype, config, ranks, bucket_mb, workspace)
         parameters = size.parameters() + (measured[config] - size.layers) * block
         record("05.millions", {f"zero-{config.stage}": parameters / 1e6})

@@ -84,9 +84,9 @@ kept_size, DTYPE = long_contexts.kept_size(here.device)
 #                    O = exp(L_a - L) O_a + exp(L_b - L) O_b
 # ```
 #
-# Each block's output was divided by the block's own sum of exponentials. The two weights turn this into the common sum.
-# So blocks may come one by one, in any order. A query that sees no key of a block gets a meaningless O there, but its L is
-# about -1e30, so its weight in the merge is 0.
+# Each block's output was divided by its own sum of exponentials. The two weights turn this into the common sum. So blocks may
+# come one by one, in any order. A query that sees no key of a block gets a meaningless O there, but its L is about -1e30, so
+# its weight in the merge is 0.
 
 
 # %%
@@ -119,14 +119,14 @@ lesson.claim("Merged blocks are exact", (off, "<", 1e-12))
 # ### Exercise 1: a softmax over a stream of blocks
 #
 # *Core. Implement, 20 minutes.* Write `attend(q, blocks)`. `q` has shape H x s x d. `blocks` is an iterator over triples
-# `k, v, mask`. With m keys in a block, `k` and `v` have shape H x m x d, and `mask` has s x m, True where a query sees a
-# key. Divide scores by √d. Return the output, and hold no more than two blocks at once. A block may have no visible key for
-# some query, and scores may be in the ten thousands.
+# `k, v, mask`. With n keys in a block, `k` and `v` have shape H x n x d, and `mask` has s x n, True where a query sees a key.
+# Divide scores by √d. Return the output, and hold no more than two blocks at once. A block may have no visible key for some
+# query, and scores may be in the ten thousands.
 #
 # <details><summary>Hint</summary>
 #
-# `merge` would do. FlashAttention keeps the largest score m so far, the sum of exp(score - m), and an output that
-# isn't divided yet. What happens to the last two when m grows?
+# `merge` would do. A *flash kernel*, such as FlashAttention, never stores all scores. It keeps the largest score m so far,
+# the sum of exp(score - m), and an output that isn't divided yet. What happens to the last two when m grows?
 # </details>
 
 
@@ -160,8 +160,8 @@ lesson.check(exercises.online_softmax, attend)
 # %% [markdown]
 # ## A ring
 #
-# Now each rank has s/p tokens, with their queries, keys and values. Queries stay. After each step, blocks of keys and
-# values move on to the next rank, until every query has met every key.
+# Now each rank has s/p tokens, with their queries, keys and values. Queries stay. While a rank computes with a block of keys
+# and values, it sends it on to the next rank, until every query has met every key.
 #
 # ```text
 #          rank 0               rank 1               rank 2               rank 3
@@ -173,7 +173,7 @@ lesson.check(exercises.online_softmax, attend)
 # ```
 #
 # k0 has the shape (1, G, s/p, d). Send and receive start together: if every rank first waited for its send, none would
-# ever receive. Below, a *pair* is any query with any key. It is *visible* if the key isn't later.
+# receive. A *pair* is any query with any key, *visible* if the key isn't later.
 #
 # <details><summary>How many blocks does a rank hold?</summary>
 #
@@ -236,15 +236,15 @@ seen = sum(share for _, share in steps[0]) / N
 lesson.reveal("10.rank-0", 100 * seen, source="counted")
 
 # %% [markdown]
-# On rank 0, <data value="10.rank-0">13.3 %</data> of the pairs are visible, and on all ranks together about half. The last rank sees keys of every
-# rank. Our `attend_block` computes all pairs and then masks. Real kernels skip invisible blocks, and rank 0 would then
-# be idle after step 0.
+# On rank 0, <data value="10.rank-0">13.3 %</data> of the pairs are visible, and on all ranks together about half. The last
+# rank sees all keys but later ones of its own. Our `attend_block` computes all pairs and then masks. Real kernels skip
+# invisible blocks, and rank 0 would then be idle after step 0.
 #
 # ### The backward
 #
-# The backward of a block needs its keys and values once more, so they travel around the ring again. The block's
-# gradient is a sum over all queries, so each rank adds a term. This sum travels one step behind the block. For the
-# block of rank 0, with p = 4:
+# The backward of a block needs its keys and values once more, so they travel around the ring again. The block's gradient is a
+# sum over all queries, so each rank adds a term. A rank sends the block on while it computes its term, and the sum one step
+# later, with that term in it. For the block of rank 0, with p = 4:
 #
 # ```text
 # step   block is on   terms in its gradient after the step
@@ -291,11 +291,11 @@ lesson.show(predicted=predicted, counted=counted, unit="B", key="10.ring",
             columns={"counted, in the forward (B)": forward}, title="A ring's bytes")
 
 # %% [markdown]
-# With 8 kv heads, <data value="10.ring.8-kv-heads.counted">295 kB</data> leave a rank, a third of them in the forward. With 2 kv heads for 8 heads, called
-# *grouped queries*, a quarter of these bytes leaves it: k and v are a quarter as large, and queries never travel.
+# With 8 kv heads, <data value="10.ring.8-kv-heads.counted">295 kB</data> leave a rank, a third of them in the forward. With 2
+# kv heads for 8 heads, called *grouped queries*, it sends a quarter, because k and v are a quarter as large.
 #
-# **Takeaway.** In the forward a ring sends p - 1 blocks of keys and values. In the backward it sends them once more, and
-# as many blocks of gradients.
+# **Takeaway.** Forward, a ring sends p - 1 blocks of keys and values. Backward, it sends them once more, and as many blocks
+# of gradients.
 #
 # ### Exercise 2: the backward's bytes
 #
@@ -304,7 +304,7 @@ lesson.show(predicted=predicted, counted=counted, unit="B", key="10.ring",
 #
 # <details><summary>Hint</summary>
 #
-# A block has keys and values of s/p tokens of every sequence. When is w not what travels?
+# A block has keys and values of s/p tokens of every sequence. Which messages have more than w bytes a value, and when?
 # </details>
 
 
@@ -328,9 +328,8 @@ lesson.check(exercises.backward_bytes, sent)
 # %% [markdown]
 # ## A puzzle: equal work
 #
-# Token i, counted from 0, sees i + 1 keys. With contiguous parts, the last rank has the latest tokens, which see the
-# most keys. If kernels skip invisible blocks, all ranks wait for this rank. So give each rank equally many tokens and
-# equally many visible pairs.
+# Token i, counted from 0, sees i + 1 keys. With contiguous parts and real kernels, all ranks wait for the last, which has the
+# most work. So give each rank equally many tokens and visible pairs.
 #
 # *Striped* gives rank r the tokens r, r + p, r + 2p and so on. *Zigzag* splits the sequence into 2p chunks and gives rank r
 # chunk r and chunk 2p - 1 - r:
@@ -362,31 +361,31 @@ lesson.claim("In a zigzag, our ring is exact", max(off for off, _ in results) < 
 lesson.claim("Each step after the first has half of its pairs", shares == {0.5})
 
 # %% [markdown]
-# The last contiguous part has <data value="10.last:.2f">1.74</data> times the mean number of visible pairs; for p ranks it is nearly 2 - 1/p. The
-# fullest striped part has <data value="10.striped:.2f">1.05</data> times the mean. A zigzag is even in total. It is even in each step, too, so ranks don't
-# wait for each other: after step 0, half of a step's pairs are visible on every rank.
+# The last contiguous part has <data value="10.last:.2f">1.74</data> times the mean number of visible pairs; for p ranks it is
+# nearly 2 - 1/p. The fullest striped part has <data value="10.striped:.2f">1.05</data> times the mean. A zigzag is even in
+# total and in each step, so ranks don't wait for each other: after step 0, half of a step's pairs are visible on every rank.
 #
 # <details><summary>Its masks are simple, too</summary>
 #
-# A chunk of queries sees either all or nothing of another chunk. Only a chunk with itself
-# needs a causal mask. Fast kernels have just that.
+# A chunk of queries sees either all or nothing of another chunk. Only a chunk with itself needs a causal mask, and flash
+# kernels have one built in.
 # </details>
 #
-# **Takeaway.** Balance the visible pairs, not the tokens. Zigzag does it for every step.
+# **Takeaway.** Balance the visible pairs, not only the tokens. Zigzag does it for every step.
 #
 # ### Exercise 3: a balanced assignment
 #
-# *Core. Design, 25 minutes.* A zigzag gives each rank 2 chunks. Now give it any number above 1; `chunks` is the
-# total. Call a chunk of queries with an earlier chunk of keys one unit of work. With itself it is half a unit, so chunk i has
-# i + ½ units. Write `assign(chunks, ranks)`, which returns a list of chunks for each rank, equally many
-# for all. Work may differ by at most 1 unit between ranks.
+# *Core. Design, 25 minutes.* A zigzag gives each rank 2 chunks. Now give each rank k of them, for any k from 2 on; `chunks`
+# is k times `ranks`. Call a chunk of queries with an earlier chunk of keys one unit of work. With itself it is half a unit,
+# so chunk i has i + ½ units. Write `assign(chunks, ranks)`, which returns a list of chunks for each rank. Work may differ by
+# at most 1 unit between ranks.
 #
 # <details><summary>Hint</summary>
 #
-# Take rows of `ranks` chunks. Two rows make a zigzag. If the number of rows is odd, treat 3 of them together. For 3 ranks these
-# are 0 1 2, 3 4 5 and 6 7 8. In the first two rows, pair 0 with 5, 1 with 3 and 2 with 4: the
-# sums are 5, 4 and 6. Give the pair with the largest sum the smallest chunk of the third row, and so on. For any number of ranks, which
-# pairing of the first two rows has sums that grow by at most 1 from pair to pair?
+# Take rows of `ranks` chunks. Two rows make a zigzag. If the number of rows is odd, treat 3 of them together. For 3 ranks
+# these are 0 1 2, 3 4 5 and 6 7 8. Of the first two rows, put 0 with 5, 1 with 3 and 2 with 4, which gives the sums 4, 5 and
+# 6 when sorted. Add the smallest chunk of the third row to the largest sum, and so on. How do you match two rows of any
+# length so that the sorted sums grow by at most 1 at a time?
 # </details>
 
 
@@ -427,7 +426,7 @@ lesson.check(exercises.balanced_assignment, assign)
 # The second method changes the sharded dimension before attention and after it:
 #
 # ```text
-# q, k, v (1, H, s/p, d)   a rank has some tokens of all heads
+# q, k, v (1, H, s/p, d)   a rank has some tokens of all heads; k and v have G, not H
 #       │ all-to-all
 # q, k, v (1, H/p, s, d)   all tokens of some heads: an ordinary attention, causal mask and all
 #       │ all-to-all
@@ -486,7 +485,8 @@ lesson.claim("The formula counts every byte", counted == predicted)
 #
 # $$ \text{ring: } 6\,(p-1)\,G\,d \qquad\qquad \text{Ulysses: } 4\,\tfrac{p-1}{p}\,(H+G)\,d \quad\text{values of } w \text{ bytes.} $$
 #
-# In 16 bits, the ring's gradients are twice as wide, and its 6 becomes 8.
+# In 16 bits, the ring's gradients are twice as wide, and its 6 becomes 8. If kv heads are repeated for Ulysses, its G counts
+# the copies.
 #
 # <details><summary>And with more ranks?</summary>
 #
@@ -494,13 +494,12 @@ lesson.claim("The formula counts every byte", counted == predicted)
 # rank of a ring sends about as many as before.
 # </details>
 #
-# Grouped queries help the ring. With 8 kv heads it sends <data value="10.sent.ring-8-kv-heads.counted">295 kB</data>, and with 1 kv head
-# <data value="10.sent.ring-1-kv-head.counted">36.9 kB</data>. Ulysses needs a kv head for every rank, so our code repeats a single head to 8 and
-# saves nothing.
+# Grouped queries help the ring: with 1 kv head instead of 8 it sends <data value="10.sent.ring-1-kv-head.counted">36.9 kB</data> instead of
+# <data value="10.sent.ring-8-kv-heads.counted">295 kB</data>. Ulysses sends less with 4 kv heads, but it needs one for every rank. Our code repeats a
+# single kv head for each of the 8 query heads and saves nothing, though one copy a rank would do.
 #
-# In a model, notebook 04's `HybridParallelPlugin` shards the batch, gives each token its
-# position, and sums gradients over cp. We train a small GPT-2 for two steps: in both ways, and in one
-# process.
+# In a model, notebook 04's `HybridParallelPlugin` shards each sequence, gives tokens their positions, and sums gradients over
+# cp. We train a small GPT-2 for two steps: in both ways, and in one process.
 
 
 # %%
@@ -533,12 +532,13 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 # %% [markdown]
 # <details><summary>In your tools: context parallelism</summary>
 #
-# hpnb: `HybridParallelPlugin(cp_size=4, context_parallel="ring")`, or `"ulysses"`. Megatron-Core:
-# `--context-parallel-size 4` with `--cp-comm-type p2p` for the ring and `a2a` for Ulysses. accelerate:
-# `ParallelismConfig(cp_size=4)`, which needs FSDP2 (PyTorch's ZeRO 3) and uses PyTorch's `context_parallel`. PyTorch and accelerate
-# gather k and v by default; the next section calls that "a third way". For a ring, call `set_rotate_method("alltoall")` in PyTorch, and
-# pass `TorchContextParallelConfig(cp_comm_strategy="alltoall")` to accelerate. transformers: pass accelerate's configuration to
-# `TrainingArguments(parallelism_config=...)`. DeepSpeed has Ulysses in `deepspeed.sequence.layer`. PyTorch:
+# hpnb: `HybridParallelPlugin(cp_size=4, context_parallel="ring")`, or `"ulysses"`. Megatron-Core: `--context-parallel-size 4`
+# with `--cp-comm-type p2p` for the ring and `a2a` for Ulysses. accelerate: `ParallelismConfig(cp_size=4)`, which needs FSDP2
+# (PyTorch's ZeRO 3) and uses PyTorch's `context_parallel`. PyTorch and accelerate gather k and v by default; the next section
+# calls that "a third way". For a ring, call `set_rotate_method("alltoall")` in PyTorch, and pass
+# `TorchContextParallelConfig(cp_comm_strategy="alltoall")` to accelerate: in this all-to-all each rank sends to the next one
+# only. transformers: pass accelerate's configuration to `TrainingArguments(parallelism_config=...)`. DeepSpeed has Ulysses in
+# `deepspeed.sequence.layer`. PyTorch:
 #
 # ```python
 # from torch.distributed.tensor.experimental import context_parallel
@@ -555,13 +555,13 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 #
 # ## Which wins when?
 #
-# Bytes don't decide alone. A ring sends while it computes, and Ulysses' attention can't start before its all-to-alls
-# end. So we compare *exposed* time: what the messages add to the time of computing. A step of a ring exposes its
-# message only where the message takes longer than the step's computing.
+# Bytes don't decide alone. A ring sends while it computes. Ulysses sends before and after attention, never meanwhile. So we
+# compare *exposed* time: what messages add to computing time. A step of a ring exposes its message only where that takes
+# longer than the step's computing.
 #
-# In one step of the forward, half of (s/p)² pairs are visible, and each costs 4d FLOPs a head. So a rank computes
-# $2Hd\,(s/p)^2$ FLOPs. It sends $2\,(s/p)\,Gd$ values of w bytes. Computing grows with the square of s/p, so from some
-# length on it covers the message. With ρ, a rank's FLOP/s over its bytes/s, that length is
+# In a zigzag, a forward step has (s/p)² pairs, half of them visible. Each visible pair costs 4d FLOPs a head. So a rank
+# computes $2Hd\,(s/p)^2$ FLOPs. It sends $2\,(s/p)\,Gd$ values of w bytes. Computing grows with the square of s/p, so from
+# some length on it covers the message. With ρ, a rank's FLOP/s over its bytes/s, that length is
 #
 # $$ \frac{s}{p} = w\,\rho\,\frac{G}{H} \text{ tokens a rank.} $$
 #
@@ -576,14 +576,15 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 # length. `theory.context` adds all this up.
 # </details>
 #
-# In the figure below, lines are *predicted* from the machine card of notebook 00: latency, bandwidth and matmul rate.
-# It gives ρ = <data value="10.card.rho">2,215</data> FLOP a byte, and here H = G = <data value="10.card.heads">16</data>. So by bandwidth and FLOP/s alone,
-# computing covers the forward from <data value="10.card.overlap">4,430</data> tokens a rank on. The axis counts the tokens of all <data value="10.ranks">4</data>
-# ranks, so the dotted line is at <data value="10.dotted">17,721</data>.
+# In the figure below, lines are *predicted* from the machine card of notebook 00: latency, bandwidth and matmul rate. It
+# gives ρ = <data value="10.card.rho">2,215</data> FLOP a byte. Here values have w = 2 bytes, and H = G =
+# <data value="10.card.heads">16</data>. So by bandwidth and FLOP/s alone, computing covers the forward from about
+# <data value="10.card.overlap">4,430</data> tokens a rank on. The axis counts the tokens of all
+# <data value="10.ranks">4</data> ranks, so the dotted line is at <data value="10.dotted">17,721</data>.
 #
-# Dots are *replayed*. We time a forward step's computing, a backward step's, and the forward's messages, each alone, in
-# nine rounds. The medians go into the same formulas. Bars show the quartiles, unless the dot covers them.
-# Marks of one length stand side by side.
+# Dots are *replayed*. For the ring we time, each alone, the computing of a forward step, that of a backward step, and a
+# message; for Ulysses, a forward's all-to-alls. Medians of nine rounds go into the same formulas. Bars show quartiles, unless
+# the dot covers them. The title compares medians alone; where bars touch, we name no winner.
 #
 # <details><summary>What is timed, and how the quartiles are put together</summary>
 #
@@ -595,9 +596,12 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 # Starting a message takes CPU time. The replay counts it as part of the message, so computing can cover it. Where a GPU waits for
 # launches, starting a message also delays computing, so a real ring can expose more than its dot says.
 #
-# A bar's lower end takes short messages, the lower quartile, and long computing, the upper quartile. Its upper end takes long
-# messages and short computing. Times of the backward's messages follow from the forward's, by their bytes. A message of twice the bytes
-# thus takes twice as long, although its start doesn't: for short messages that is too long.
+# For Ulysses, a bar shows the quartiles of its all-to-alls. For the ring, a bar's lower end combines the lower quartile of
+# message times with the upper quartile of computing times, because longer computing covers more. Its upper end combines the
+# other two quartiles. Marks of one length stand side by side.
+#
+# In 16 bits, the backward's gradients have twice the bytes of the timed message, so the replay gives them twice its time.
+# That doubles the time of the start, too, so short messages come out too long.
 #
 # Ranks that share CPU cores time computing as CPU time, and messages by the clock. Ranks that share a GPU can't time messages
 # between GPUs, so theirs take what the card says, and have no quartiles.
@@ -642,15 +646,14 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
              (100 * replayed[-1].covered, ">", 99.9))  # fmt: skip
 
 # %% [markdown]
-# Nothing covers the ring's last message, which takes <data value="10.last-message">16.7 %</data> of the time of all its messages at
-# <data value="10.lengths.first">1,024</data> tokens. In the replay, computing covers <data value="10.covered.first">100 %</data> of the others' time at
-# that length. At <data value="10.lengths.last">65,536</data> tokens it covers <data value="10.covered.last">100 %</data>, so the ring exposes its last message alone: <data value="10.at-last.ring">1.19 ms</data>.
+# Nothing covers the ring's last message. Of the others' time, computing in the replay covers <data value="10.covered.first">100 %</data> at
+# <data value="10.lengths.first">1,024</data> tokens and <data value="10.covered.last">100 %</data> at <data value="10.lengths.last">65,536</data>, where the ring exposes its last message alone:
+# <data value="10.at-last.ring">1.19 ms</data>.
 #
-# At <data value="10.lengths.first">1,024</data> tokens, what covers the messages is mainly the start of calls: a forward step computes for
-# <data value="10.parts.computing-of-a-forward-step.replayed">736 µs</data>, and its FLOPs need
-# <data value="10.parts.computing-of-a-forward-step.predicted">183 ns</data>.
-#
-# By the dotted line, a forward step covers its message from <data value="10.dotted">17,721</data> tokens on. In the replay it does so <data value="10.covers">at every length</data>.
+# At <data value="10.lengths.first">1,024</data> tokens, a forward step computes for <data value="10.parts.computing-of-a-forward-step.replayed">736 µs</data>, and its FLOPs
+# need <data value="10.parts.computing-of-a-forward-step.predicted">183 ns</data>. The rest is mainly the *start of calls*, the CPU's work before a
+# kernel or a message starts. It covers messages, too. In the replay a forward step covers its message <data value="10.covers">at every length</data>; by the
+# dotted line, from <data value="10.dotted">17,721</data> tokens on.
 #
 # No computing covers Ulysses' all-to-alls. At <data value="10.lengths.first">1,024</data> tokens the eight take <data value="10.at-first.ulysses">2.05 ms</data>. Packed into four, they send the same
 # bytes in <data value="10.at-first.ulysses-packed">993 µs</data>. At <data value="10.lengths.last">65,536</data> tokens, with 64 times the bytes, the eight take <data value="10.at-last.ulysses">1.89 ms</data> and
@@ -659,24 +662,27 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 # <details><summary>Why lines and dots differ</summary>
 #
 # **All three.** Notebook 00 fitted the card's latency and bandwidth to all-reduces. A send or an all-to-all can be faster or
-# slower. The times measured here include the start of a call, and those of an all-to-all include copies. At <data value="10.lengths.first">1,024</data> tokens a ring's
-# message takes <data value="10.over.first.message-of-a-ring">9.86</data> times as long as the card says, and an all-to-all
-# <data value="10.over.first.all-to-all">4.42</data> times. At <data value="10.lengths.last">65,536</data> tokens the message takes <data value="10.over.last.message-of-a-ring">2.69</data> times as long,
-# and the all-to-all <data value="10.over.last.all-to-all">1.78</data> times. Ulysses' lines only rise with the length, so where its dots fall from one length to the
-# next, that is probably noise.
+# slower. The times measured here include the start of a call, and those of an all-to-all include copies that put its pieces
+# in order. At <data value="10.lengths.first">1,024</data> tokens a ring's message takes
+# <data value="10.over.first.message-of-a-ring">9.86</data> times as long as the card says, and an all-to-all
+# <data value="10.over.first.all-to-all">4.42</data> times. At <data value="10.lengths.last">65,536</data> tokens the message
+# takes <data value="10.over.last.message-of-a-ring">2.69</data> times as long, and the all-to-all
+# <data value="10.over.last.all-to-all">1.78</data> times. Ulysses' lines only rise with the length, so where its dots fall
+# from one length to the next, that is probably noise.
 #
-# **The ring** differs by a factor of up to <data value="10.off.ring">3.75</data>, at <data value="10.farthest">32,768</data> tokens. There a forward step computes for
-# <data value="10.over.worst.computing-of-a-forward-step">3.82</data> times as long as its FLOPs say, a backward step for
-# <data value="10.over.worst.computing-of-a-backward-step">2.95</data> times as long, and a message takes
-# <data value="10.over.worst.message-of-a-ring">3.46</data> times as long as the card says. Where computing covers all messages but the last, only that message counts.
-# In 16 bits it has twice the bytes of a forward message. The replay doubles the forward message's time with its start; the card doubles only
-# the part for bytes. So the dot's factor is larger than the message's. Where computing does not cover everything else, exposed time
-# is a difference of two times. Its factor can be larger than that of either time.
+# **The ring** differs by a factor of up to <data value="10.off.ring">3.75</data>, at <data value="10.farthest">32,768</data>
+# tokens. There a forward step computes for <data value="10.over.worst.computing-of-a-forward-step">3.82</data> times as long
+# as its FLOPs say, a backward step for <data value="10.over.worst.computing-of-a-backward-step">2.95</data> times as long,
+# and a message takes <data value="10.over.worst.message-of-a-ring">3.46</data> times as long as the card says. Where
+# computing covers all messages but the last, only that message counts. In 16 bits it has twice the bytes of a forward
+# message. The replay takes twice the time of a forward message, its start included. The card takes twice the time of the
+# bytes, but the latency once. So the dot's factor is larger than the message's. Where computing covers less, a step exposes
+# its message's time minus its computing's. Such a difference can be off by a larger factor than both times.
 #
-# **The dotted line** leaves out two things. Starting a message takes time, which would move the line to the right. By
-# the card this latency is <data value="10.card.latency">18.9 µs</data>. And short calls don't reach the card's FLOP/s, which would move it to the
-# left. The table above shows how many times as long as its
-# FLOPs say a step computes, at <data value="10.lengths.first">1,024</data> tokens.
+# **The dotted line** leaves out two things. One is a message's latency, <data value="10.card.latency">18.9 µs</data> by the card, which would move the
+# line to the right. The other is that short calls don't reach the card's FLOP/s, which would move it to the left. At
+# <data value="10.lengths.first">1,024</data> tokens, a forward step computes for <data value="10.over.first.computing-of-a-forward-step">4,020</data> times as long as its
+# FLOPs say.
 #
 # **Ulysses** differs by up to <data value="10.off.ulysses">4.42</data>. The card adds up the latencies of the p - 1 messages of an all-to-all, but they
 # start together. That alone would put dots below the line. Where dots lie above it, the start of the calls and the
@@ -694,19 +700,19 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 # replay, packed Ulysses exposes <data value="10.beside.last.most:.2f">1.44</data> times as much as the ring at
 # <data value="10.lengths.last">65,536</data> tokens, and <data value="10.beside.shorter.least:.2f">1.20</data> to
 # <data value="10.beside.shorter.most:.2f">2.47</data> times at shorter ones.
-# The figure's title compares medians; we name no winner where bars touch. <data value="10.touch">The bars of the two touch at 32,768 tokens; there, this run can't say which is faster</data>.
 #
-# <data value="10.winners">In the replay the ring wins at every other length. So the card names the wrong winner at 4,096 and 8,192 tokens</data>. The card leaves out the start of calls and the copies.
+# <data value="10.touch">The bars of the two touch at 32,768 tokens; there, this run can't say which is faster</data>. <data value="10.winners">In the replay the ring wins at every other length. So the card names the wrong winner at 4,096 and 8,192 tokens</data>. The card leaves out an all-to-all's copies and, but for latency, the start of calls.
 #
-# Ulysses sends less, so it wins where bytes decide and computing is too short to cover a ring's messages. The shorter
-# the latency, the shorter the sequences at which bytes decide. By the same formulas, with 8 ranks over InfiniBand,
-# whose latency is 10 µs, the ring exposes less than unpacked Ulysses from <data value="10.wins.32-kv-heads">17,178</data> tokens a rank on if G = H, and from
+# With enough kv heads Ulysses sends less, so it wins where bytes decide and computing is too short to cover a ring's
+# messages. By the same formulas, with 8 ranks over InfiniBand and its latency of 10 µs, the ring exposes less than unpacked
+# Ulysses from <data value="10.wins.32-kv-heads">17,178</data> tokens a rank on if G = H, and from
 # <data value="10.wins.8-kv-heads">2,848</data> on with 8 kv heads for 32 heads. The rule w·ρ·G/H gives 16,000 and 4,000.
 #
 # <details><summary>Why is the rule too low once, and too high once?</summary>
 #
-# The rule says from where computing covers the forward. With G = H the ring wins later than that, because its backward needs a
-# greater length. With few kv heads it wins earlier, before all its messages are covered, because Ulysses sends q and the output, too.
+# The rule gives the length from which computing covers the forward's messages. With G = H the ring wins later than that,
+# because its backward needs a greater length. With few kv heads it wins earlier, before all its messages are covered, because
+# Ulysses sends q and the output, too.
 # </details>
 #
 # <details><summary>A third way: one all-gather</summary>
@@ -783,12 +789,12 @@ lesson.claim("Activations shrink as 1/cp, within a tenth", (worst, "<", 0.1))
 #
 # ## The silent failure
 #
-# GPT-2 looks up each token's position in a table, `wpe`. If nobody passes positions, the `transformers` library counts from 0, on
+# GPT-2 looks up each token's position in a table, `wpe`. Without positions, the `transformers` library counts from 0, on
 # every rank.
 #
-# We train a GPT-2 twice on <data value="10.ranks">4</data> ranks. `shard_batch` returns a rank's tokens, positions and shifted labels. In the second
-# run we delete the positions. Masks stay right, because the ring knows where tokens stand. The second cell below
-# adds a row to the *field guide*.
+# We train a GPT-2 twice on <data value="10.ranks">4</data> ranks. `shard_batch` returns a rank's tokens, positions and
+# shifted labels. In the second run we delete the positions. Masks stay right, because the ring knows where tokens stand. Then
+# one process loads each run's weights, its *checkpoint*, and we compare logits of rank 0's tokens.
 
 
 # %%
@@ -846,17 +852,24 @@ lesson.field_guide.add(
 lesson.field_guide.show("10")
 
 # %% [markdown]
-# Both losses fall, to <data value="10.fault.positions-of-shard_batch.last-loss:.2f">5.34</data> and <data value="10.fault.positions-that-restart.last-loss:.2f">5.35</data>. They differ most in step <data value="10.gap.step">29</data>, by <data value="10.gap.most:.2f">0.02</data>. With one curve alone you would see nothing,
-# because the causal mask still tells the model which tokens come first.
+# Both losses fall, to <data value="10.fault.positions-of-shard_batch.last-loss:.2f">5.34</data> and
+# <data value="10.fault.positions-that-restart.last-loss:.2f">5.35</data>. They differ most in step
+# <data value="10.gap.step">29</data>, by <data value="10.gap.most:.2f">0.02</data>. One curve alone shows nothing, because
+# the causal mask still tells the model which tokens come first.
 #
-# But one process that loads the checkpoint counts positions from 0 to 63. With the first run's
-# weights it computes the logits of training, up to rounding. With the second run's, they are off by <data value="10.fault.positions-that-restart.reloaded-logits-are-off-by:.4f">0.0144</data> of their norm.
+# But the one process counts positions from 0 to 63. With the first checkpoint it computes the logits of training, up to
+# rounding. With the second, they are off by
+# <data value="10.fault.positions-that-restart.reloaded-logits-are-off-by:.4f">0.0144</data> of their norm.
 #
-# The instrument is the gradient of `wpe`: count the rows that get one. With right positions,
-# <data value="10.fault.positions-of-shard_batch.rows-of-wpe-with-a-gradient-of-64">63</data> of 64 rows do, because the last token has no
-# target. With positions that restart, only <data value="10.fault.positions-that-restart.rows-of-wpe-with-a-gradient-of-64">16</data> do.
+# The instrument is the gradient of `wpe`: count the rows without one, the figure's crosses. With right positions,
+# <data value="10.fault.positions-of-shard_batch.rows-of-wpe-with-a-gradient-of-64">63</data> of 64 rows have one, because the
+# last token has no target. With positions that restart, only
+# <data value="10.fault.positions-that-restart.rows-of-wpe-with-a-gradient-of-64">16</data> do.
 #
-# Many models have no such table. There, gather `position_ids` from all ranks of cp and sort them. Each position below s should appear once.
+# <details><summary>What if a model has no such table?</summary>
+#
+# Gather `position_ids` from all ranks of cp and sort them. Each position below s should appear once.
+# </details>
 #
 # <details><summary>Why not compare the norms of rows?</summary>
 #
@@ -864,8 +877,8 @@ lesson.field_guide.show("10")
 # <data value="10.varies:.1f">28.3</data> or more, in both runs.
 # </details>
 #
-# **Takeaway.** Shard tokens together with their positions and with their labels, which are shifted before: the target of a
-# rank's last token is on another rank.
+# **Takeaway.** Shift labels, then shard tokens together with positions and labels: the target of a rank's last token is on
+# another rank.
 #
 # ## What to remember
 #
@@ -875,8 +888,8 @@ lesson.field_guide.show("10")
 # - Ulysses exchanges tokens for heads and back, and needs p heads or more. Nothing covers what it sends.
 # - Zigzag gives all ranks equally many visible pairs in every step.
 #
-# **When not to use this.** If a sequence fits, data parallelism needs no messages inside a layer. FlashAttention or recomputation
-# may be all that you need.
+# **When not to use this.** If a sequence fits, data parallelism needs no messages inside a layer. A flash kernel or
+# recomputation may be all that you need.
 #
 # <details><summary>Where to look, and papers</summary>
 #

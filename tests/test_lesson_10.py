@@ -302,6 +302,7 @@ def test_words_say_where_the_card_names_another_winner_than_the_replay() -> None
 
 def test_a_title_counts_lengths_at_which_the_ring_exposes_least() -> None:
     seconds = {"ring": [1.0, 2.0], "Ulysses": [3.0, 3.0], "Ulysses, packed": [1.5, 1.5]}
-    assert long_contexts.least_exposed_in_words(seconds).endswith("least at 1 of 2 lengths")
+    words = long_contexts.least_exposed_in_words(seconds)
+    assert words == "In the replay's medians, the ring exposes least at 1 of 2 lengths"
     least = long_contexts.least_exposed_in_words({**seconds, "ring": [1.0, 1.0]})
-    assert least.endswith("least at every length")
+    assert least == "In the replay's medians, the ring exposes least at every length"

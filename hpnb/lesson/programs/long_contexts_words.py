@@ -61,11 +61,11 @@ def winners_in_words(
 
 
 def least_exposed_in_words(seconds: Mapping[str, Sequence[float]]) -> str:
-    """The title of a figure of replayed seconds: at how many lengths the ring exposes least of all ways."""
+    """The title of a figure of replayed medians: at how many lengths the ring exposes least of all ways."""
     least = [times[0] <= min(times) for times in zip(seconds["ring"], *seconds.values(), strict=True)]
     if all(least):
-        return "In the replay, the ring exposes least at every length"
-    return f"In the replay, the ring exposes least at {sum(least)} of {len(least)} lengths"
+        return "In the replay's medians, the ring exposes least at every length"
+    return f"In the replay's medians, the ring exposes least at {sum(least)} of {len(least)} lengths"
 
 
 def touching_in_words(replayed: Sequence[Replayed], lengths: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Pools of ranks on the CPU that the tests of a file share: one a world size, started when first used."""
+"""Pools of ranks that the tests of a file share: one a world size, started when first used."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def gpu_ranks() -> int:
 class RankPools:
     """`pools[n]` is a pool of n ranks. If its ranks failed in a test, the next test gets a new one."""
 
-    def __init__(self, timeout: float = 60) -> None:
-        self.timeout = timeout
+    def __init__(self, timeout: float = 60, device: str = "cpu") -> None:
+        self.timeout, self.device = timeout, device
         self._pools: dict[int, hpnb.Ranks] = {}
 
     def __getitem__(self, ranks: int) -> hpnb.Ranks:
         if ranks not in self._pools or not self._pools[ranks].alive:
-            self._pools[ranks] = hpnb.Ranks(ranks, device="cpu", timeout=self.timeout)
+            self._pools[ranks] = hpnb.Ranks(ranks, device=self.device, timeout=self.timeout)
         return self._pools[ranks]
 
     def close(self) -> None:

@@ -7,8 +7,7 @@ import itertools
 import random
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
@@ -445,20 +444,21 @@ def test_functions_of_the_same_code_and_values_are_the_same() -> None:
 
 
 @pytest.fixture(scope="module")
-def gpu_pools() -> Iterator[Any]:
-    with ExitStack() as stack:
-        made = cache(lambda n: stack.enter_context(hpnb.Ranks(n, device="cuda", timeout=120)))
-        yield type("Pools", (), {"__getitem__": staticmethod(made)})()
+def gpu_pools() -> Iterator[RankPools]:
+    pools = RankPools(timeout=60, device="cuda")
+    yield pools
+    pools.close()
 
 
 @pytest.mark.one_gpu
-def test_on_a_gpu_replayed_steps_are_eager_steps_and_one_process(gpu_pools: Any) -> None:
+@pytest.mark.parametrize("case", some_cases(2, 12, (1, 2, 4)), ids=str)
+def test_on_a_gpu_replayed_steps_are_eager_steps_and_one_process(gpu_pools: RankPools, case: Case) -> None:
     """One, two and four ranks, which share a GPU if there is one."""
-    check(some_cases(2, 12, (1, 2, 4)), gpu_pools)
+    check([case], gpu_pools)
 
 
 @pytest.mark.one_gpu
-def test_on_a_gpu_replayed_steps_accumulate(gpu_pools: Any) -> None:
+def test_on_a_gpu_replayed_steps_accumulate(gpu_pools: RankPools) -> None:
     check(ACCUMULATING, gpu_pools, accumulates=True)
 
 
@@ -519,7 +519,7 @@ def cross_entropy(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
 
 @pytest.mark.one_gpu
 @pytest.mark.parametrize("style", ["1f1b", "gpipe"])
-def test_dropout_draws_what_it_draws_in_an_eager_step(gpu_pools: Any, style: str) -> None:
+def test_dropout_draws_what_it_draws_in_an_eager_step(gpu_pools: RankPools, style: str) -> None:
     results = gpu_pools[1].run(train_dropping, 0.5, "plain", style)[0]
     assert not results["reasons"], results
     assert results["captured"] == (4 if style == "gpipe" else 1)
@@ -527,7 +527,7 @@ def test_dropout_draws_what_it_draws_in_an_eager_step(gpu_pools: Any, style: str
 
 
 @pytest.mark.one_gpu
-def test_recomputation_is_captured_unless_it_draws_random_numbers(gpu_pools: Any) -> None:
+def test_recomputation_is_captured_unless_it_draws_random_numbers(gpu_pools: RankPools) -> None:
     without = gpu_pools[1].run(train_dropping, 0.0, "recomputes", "1f1b")[0]
     assert without["captured"] == 1
     assert without["graphs"] == without["eager"]
@@ -537,7 +537,7 @@ def test_recomputation_is_captured_unless_it_draws_random_numbers(gpu_pools: Any
 
 
 @pytest.mark.one_gpu
-def test_a_stage_that_waits_for_the_gpu_runs_eagerly_and_says_why(gpu_pools: Any) -> None:
+def test_a_stage_that_waits_for_the_gpu_runs_eagerly_and_says_why(gpu_pools: RankPools) -> None:
     results = gpu_pools[1].run(train_dropping, 0.0, "waits", "1f1b")[0]
     assert "waits there for a value of the GPU" in results["reasons"][0]
     assert len(results["warned"]) == 1
@@ -606,13 +606,15 @@ def test_a_plugin_with_graphs_trains_as_without(pools: RankPools, options: dict[
 
 @pytest.mark.one_gpu
 @pytest.mark.parametrize("options", PLUGINS)
-def test_on_a_gpu_a_plugin_with_graphs_trains_as_without(gpu_pools: Any, options: dict[str, Any]) -> None:
+def test_on_a_gpu_a_plugin_with_graphs_trains_as_without(
+    gpu_pools: RankPools, options: dict[str, Any]
+) -> None:
     """The same with dropout."""
     check_plugin(gpu_pools, options, 2e-5)
 
 
 @pytest.mark.one_gpu
-def test_tensor_parallelism_and_zero_3_run_eagerly_and_say_why(gpu_pools: Any) -> None:
+def test_tensor_parallelism_and_zero_3_run_eagerly_and_say_why(gpu_pools: RankPools) -> None:
     for options, reason in (({"tp_size": 2}, "it communicates within"), ({"zero_stage": 3}, "ZeRO 3")):
         for losses, captured, reasons in gpu_pools[2].run(boost, True, options):
             assert captured == 0

@@ -329,6 +329,20 @@ def test_an_identity_must_be_exact(said: Callable[[], str]) -> None:
     assert "0.999999999" in shown  # not a 1.00 that is none
 
 
+def test_none_predicted_and_none_measured_is_exact(said: Callable[[], str]) -> None:
+    lesson.predict("00.z", "How many fit?", kind="identity", rule_of_thumb=3)
+    assert "rule of thumb: 3; write your guess and run the cell again" in said()  # a guess may be worse
+    lesson.reveal("00.z", 0, predicted=0)
+    assert "1.00" not in said()  # 0 / 0 is no ratio
+
+
+def test_a_ratio_that_misses_is_not_rounded_to_one_that_holds(said: Callable[[], str]) -> None:
+    for truth, ratio in ((1.5957, "0.798"), (2.502, "1.251"), (1.5, "0.75")):
+        lesson.predict("00.m", "Factor?", rule_of_thumb=2)
+        lesson.reveal("00.m", truth)
+        assert f"the answer is {ratio} times that" in said()
+
+
 def test_a_ranking_is_scored_by_what_its_first_choice_costs(said: Callable[[], str]) -> None:
     costs = {"dp4": 1.2, "tp4": 2.0, "pp4": 1.0}
     lesson.predict("08.r", "Fastest?", ["dp4", "pp4", "tp4"], kind="ranking")

@@ -163,7 +163,7 @@ def test_the_line_for_the_banner_has_the_numbers() -> None:
     assert "GPT-2 of 12 blocks of 1600 (451 M" in line
     assert f"{sizes.batch} x 1,024 tokens" in line
     assert "bfloat16" in line
-    assert f"{sizes.peak / 1e9:.1f} of {sizes.share.memory / 1e9:.1f} GB" in line
+    assert f"predicted peak {sizes.peak / 1e9:.1f} of {sizes.share.memory / 1e9:.1f} GB free" in line
     assert "\n" not in line
 
 

@@ -3,7 +3,7 @@
     pool = hpnb.Ranks(N)
     sizes = lesson.choose_sizes("05", pool)
     sizes.size, sizes.batch, sizes.dtype         # GPT2Size, rows of a rank, torch.bfloat16
-    print(sizes)     # GPT-2 medium (355 M parameters), 2 x 1,024 tokens a rank in bfloat16: 10.8 of 19.1 GB
+    print(sizes)     # GPT-2 medium (355 M parameters), ...: predicted peak 10.8 of 19.1 GB free a rank
 
 A page asks for sizes by its number, and `hpnb.lesson.page_needs` lists what it could train, the best first.
 The first entry is taken whose predicted peak on the fullest rank is at most 80 % of a rank's memory and whose
@@ -112,7 +112,7 @@ class PageSizes:
         line = f"{model_name(self.size)}, {batch} in {str(self.dtype).removeprefix('torch.')}"
         if self.device == "cpu":
             return f"{line}: small, because {self.share.ranks} ranks train on a CPU"
-        line += f": {self.peak / 1e9:.1f} of {self.share.memory / 1e9:.1f} GB a rank"
+        line += f": predicted peak {self.peak / 1e9:.1f} of {self.share.memory / 1e9:.1f} GB free a rank"
         return line + ("" if self.fits else ", which will not fit")
 
 

@@ -105,6 +105,15 @@ def ratio_text(ratio: float | None, kind: Kind = "model") -> str:
     return f"{ratio:.2f}" if 0.095 <= abs(ratio) < 100 else number(ratio)
 
 
+def _missed_text(ratio: float) -> str:
+    """As `ratio_text`, with as many decimals as show that the ratio lies outside GOOD."""
+    low, high = GOOD
+    if not low - 0.01 < ratio < high + 0.01:
+        return ratio_text(ratio)
+    texts = (f"{ratio:.{digits}f}" for digits in range(2, 17))
+    return next((text for text in texts if not low <= float(text) <= high), ratio_text(ratio))
+
+
 def answer_text(answer: Answer, unit: str = "") -> str:
     if answer is None:
         return "-"
@@ -150,7 +159,7 @@ def _read(outcome: Outcome, value: Answer, who: str) -> str:
         return f"{who} holds (ratio {ratio_text(ratio)})"
     # A guess has no terms. A prediction that is too low lacks one; a cost left out cannot make it too high.
     advice = f", so {MISSING}" if who == "the prediction" and ratio > 1 else ""
-    return f"{who} is off: the answer is {ratio_text(ratio)} times that{advice}"
+    return f"{who} is off: the answer is {_missed_text(ratio)} times that{advice}"
 
 
 def _read_ranking(outcome: Outcome, order: tuple[str, ...], who: str) -> str:

@@ -75,7 +75,7 @@ def predict(
     if answer is None:
         status = "write your guess and run the cell again"
         if naive_answer is not None:
-            status = f"rule of thumb: {answer_text(naive_answer, unit)}; for a better one, {status}"
+            status = f"rule of thumb: {answer_text(naive_answer, unit)}; {status}"
         if before is not None and before.guess is not None:
             status += f" (your earlier guess: {answer_text(before.guess, before.unit)})"
     else:
@@ -160,7 +160,8 @@ def reveal(
         }.get(first)
         if base is not None:
             score = ratio_of(cast(float, base), cast(float, done.truth))
-            shown[f"{source} / {first}"] = ratio_text(score, done.kind)
+            exact = score == 1 and done.kind == "identity"  # of 0 to 0 there is no ratio
+            shown[f"{source} / {first}"] = "exact" if exact else ratio_text(score, done.kind)
     table(tuple(shown), [tuple(shown.values())], done.question, reading_of(done))
     answers = {"": done.truth, ".predicted": done.predicted, ".rule-of-thumb": done.rule_of_thumb}
     for part, answer in answers.items():

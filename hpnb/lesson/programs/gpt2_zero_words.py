@@ -60,7 +60,7 @@ def _offload_in_words(medians: Mapping[ZeroConfig, float], totals: Mapping[ZeroC
     measured, predicted = (number(took[offloaded] - took[kept], "s") for took in (medians, totals))
     return (
         f"In this run, offloading added {measured} to a step with ZeRO-3 and recomputation, predicted as "
-        f"{predicted}: the rates are assumed, and ranks share the CPU's cores and memory."
+        f"{predicted}."
     )
 
 

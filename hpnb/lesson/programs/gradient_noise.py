@@ -106,8 +106,8 @@ def record_doublings(
     steps: Mapping[int, float], repeats: Mapping[int, int], fewest: float, noise: float
 ) -> None:
     """Record under 05.doublings by what doubled batches divide the steps, the last also by `theory.steps_at`;
-    and in words whether the last one saves less than all others. 05.repeats says how many runs a batch had
-    at most, and 05.fitted the noise scale. There must be at least two doublings.
+    and in words whether the last one saves less than all others. 05.repeats says how many runs a batch had,
+    and 05.fitted the noise scale. There must be at least two doublings.
     """
     saved = [steps[a] / steps[b] for a, b in pairwise(steps)]
     *_, before, last = steps
@@ -119,7 +119,8 @@ def record_doublings(
         "most": max(saved),
         "wall": wall if saved[-1] < min(saved[:-1]) else none,
     }
-    most = max(repeats.values())
-    record("05.repeats", {"words": f"average up to {most} runs" if most > 1 else "take one run"})
+    fewest_runs, most_runs = min(repeats.values()), max(repeats.values())
+    runs = f"{most_runs} runs" if fewest_runs == most_runs else f"up to {most_runs} runs"
+    record("05.repeats", {"words": f"average {runs}" if most_runs > 1 else "take one run"})
     record("05.fitted", noise, "samples")
     record("05.doublings", {**measured, "law-last": law})

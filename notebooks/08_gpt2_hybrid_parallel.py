@@ -38,6 +38,14 @@
 # </details>
 #
 # Times on this page are from one run, on <data value="08.hardware">4 x NVIDIA H100 80GB HBM3</data>.
+#
+# <details><summary>How to read the banner below</summary>
+#
+# *sizes* ends with an estimate, made before anything ran: the peak of the fullest layout, plus the full model that each rank
+# builds before it keeps its shard. After "of" stands what a rank may use, its part of its GPU's free memory. *backend* says how
+# ranks exchange bytes. With CUDA IPC, ranks on shared GPUs open each other's buffers in GPU memory. *data* is for the classifier;
+# MRPC is a public data set of sentence pairs, labelled as paraphrases or not.
+# </details>
 
 # %% tags=["setup"]
 # fmt: off
@@ -205,7 +213,7 @@ lesson.claim("The hybrid step is exact up to rounding", exact.equal)
 # |---|---|
 # | computing | m (L (c + k r/t) + ends)/p, where the ends are embedding, head and loss |
 # | exposed tp | (4 L + 2) m/p all-reduces: four for each block, one for embedded tokens, one for the gradient of the head's input |
-# | bubble | (Σ tᵢ + (m-1) max tᵢ + sends), the pipeline's length, minus computing, minus exposed tp; tᵢ is stage i's time for one microbatch |
+# | bubble | Σ tᵢ + (m-1) max tᵢ + 2 (p-1) sends, minus computing and exposed tp; tᵢ is stage i's time for one microbatch |
 # | exposed dp | what remains of the gradients' all-reduce after the last backward, on the first stage; with stages, also the time to sum `wte`'s gradient |
 # | optimizer | AdamW on the parameters that the rank updates, a d-th with ZeRO |
 #
@@ -218,11 +226,11 @@ lesson.claim("The hybrid step is exact up to rounding", exact.equal)
 # ZB-H1, 02's zero-bubble schedule, fills idle time with weight gradients. Interleaved 1F1B gives each rank two small
 # stages, its chunks. With sequence parallelism, which shards norms, each all-reduce of tp becomes two collectives.
 #
-# `theory.layout_parts` adds what earlier pages measured. ZeRO-3 gathers the blocks' weights twice and embeddings once.
+# `theory.layout_parts` counts these options by the rules of earlier pages. ZeRO-3 gathers the blocks' weights twice and embeddings once.
 # So for blocks it sends 1.5 times the bytes of dp alone, and for embeddings the same bytes. With ZeRO-3, Booster reduces the gradients after the backward, not during it.
 # Recomputation adds a third of a block and two all-reduces.
 #
-# Memory can peak at two times. In the forward, a rank holds weights, optimizer state, the activations in flight, and gradient
+# Memory peaks in the forward or at the end of the backward. In the forward, a rank holds weights, optimizer state, the activations in flight, and gradient
 # buckets, the buffers in which gradients are all-reduced together. The
 # last stage also holds logits, a shifted copy and their log-softmax, the last two in FP32. At the end of the backward a rank
 # holds weights, optimizer state and all its gradients. The peak is the larger of the two sums.
@@ -290,7 +298,8 @@ lesson.show(figures.waterfall({name: parts[name] for name in order}, predicted,
 
 # %% [markdown]
 # Computing and the optimizer are measured, each action alone. Exposed tp and dp are modelled
-# from recorded bytes. The bubble has measured actions and modelled sends.
+# from recorded bytes. The bubble has measured actions and modelled sends. Where the figure's thin lines
+# coincide, a part is short; a part predicted to take no time has none.
 #
 # <details><summary>On other machines</summary>
 #
@@ -335,7 +344,7 @@ lesson.claim("zb-h1 idles a smaller share than 1F1B", idle["zb-h1"] < idle["1f1b
 # We call two layouts *tied* if their steps differ by no more than repeats of one layout do, <data value="08.ties.spread">6.90 %</data>.
 # Here <data value="08.ties.first">no layout is tied with the first</data>. Of the
 # <data value="08.ties.decided">56</data> pairs that are not tied, <data value="08.ties.order">38</data> are predicted in the right order. But repeats of one layout
-# follow each other; from one minute to another a step can change more. The last section runs `dp 2 x pp 2 x tp 2` again and compares.
+# follow each other; from one minute to another a step can change more. The page's last experiment runs `dp 2 x pp 2 x tp 2` again.
 #
 # With tp, steps take <data value="08.short.with-tp.least:.2f">1.65</data> to <data value="08.short.with-tp.most:.2f">2.64</data> times as long as predicted; without, <data value="08.short.no-tp.least:.2f">0.83</data> to <data value="08.short.no-tp.most:.2f">1.61</data> times. The
 # prediction charges an all-reduce for its message alone. A rank also pays for each call, whatever its size.
@@ -379,19 +388,19 @@ lesson.claim("On average computing misses by larger factors under tp",
              mean(map(factor.get, rows[1:])) > mean(factor.values()))
 
 # %% [markdown]
-# On `dp 4 x tp 2` norms and additions account for <data value="08.why.dp-4-x-tp-2.norms">10.0 ms</data> of the excess, <data value="08.why.dp-4-x-tp-2.excess">52.8 ms</data>, thin matmuls for <data value="08.why.dp-4-x-tp-2.thin-matmuls">5.14 ms</data>;
-# <data value="08.why.dp-4-x-tp-2.rest">37.6 ms</data> are left. This is rough: on `dp 8`, where no matmul is thin, the column's <data value="08.why.dp-8.thin-matmuls">-9.52 ms</data> are an error of timing.
+# On `dp 4 x tp 2` the table gives norms and additions <data value="08.why.dp-4-x-tp-2.norms">10.0 ms</data> of the excess, <data value="08.why.dp-4-x-tp-2.excess">52.8 ms</data>. What thin matmuls cost is undecided:
+# on `dp 8`, where none is thin, their column errs by <data value="08.why.dp-8.thin-matmuls">-9.52 ms</data>.
 #
 # <details><summary>Other parts and options</summary>
 #
-# The rest is <data value="08.why.dp-2-x-pp-2-x-tp-2.rest">125 ms</data> on `dp 2 x pp 2 x tp 2`, <data value="08.why.dp-2-x-tp-4-zero-1-sequence-parallel.rest">99.7 ms</data> with sequence parallelism, and <data value="08.why.dp-8.rest">4.76 ms</data> on `dp 8`,
+# The rest is <data value="08.why.dp-4-x-tp-2.rest">37.6 ms</data> on `dp 4 x tp 2`, <data value="08.why.dp-2-x-pp-2-x-tp-2.rest">125 ms</data> on `dp 2 x pp 2 x tp 2`, <data value="08.why.dp-2-x-tp-4-zero-1-sequence-parallel.rest">99.7 ms</data> with sequence parallelism, and <data value="08.why.dp-8.rest">4.76 ms</data> on `dp 8`,
 # which has no tp. We did not trace these rests.
 #
-# A rank times a norm alone, and the same matmul with all columns and with a t-th. On `dp 8` both matmuls are the same one. Where
-# another row's thin matmuls are not clearly further from 0 than those of `dp 8`, this run does not decide what they cost.
+# A rank times a norm alone, and the same matmul with all columns and with a t-th. On `dp 8` both matmuls are the same one, so
+# its column should be 0. No other row's thin matmuls are clearly further from 0, so this run decides for none of them what they cost.
 #
-# A block's fixed time c includes the launches of norms and matmuls. If a kernel is shorter than its launch, the two columns time
-# the launch once more. So norms take at most what their column says. An error in either column changes the rest by as much.
+# A block's fixed time c includes the launches of norms and matmuls. Where a kernel is shorter than its launch, the columns
+# *norms* and *thin matmuls* can count launches that c counts already. Then a column is too large, and the rest is too small by as much.
 #
 # Recomputation repeats a forward, for which we assumed a third of a block's time. On dp 2 x pp 4 forwards take <data value="08.forward">43.2 %</data> of forward and backward together, so we would
 # expect recomputation to add these <data value="08.forward">43.2 %</data>. It made computing <data value="08.again">99.5 %</data> longer. We did not trace the difference, nor the
@@ -401,9 +410,8 @@ lesson.claim("On average computing misses by larger factors under tp",
 # lose in computing. Both are predicted to compute equally long. 1F1B takes <data value="08.missing.dp-2-x-pp-4.computing-ratio:.2f">1.00</data> of
 # this time, zb-h1 <data value="08.missing.dp-2-x-pp-4-zb-h1.computing-ratio:.2f">1.14</data>.
 #
-# Errors of opposite sign can cancel in the step, so a step that is right does not prove that its parts are. Look at each part:
-# under zb-h1 computing misses by <data value="08.missing.dp-2-x-pp-4-zb-h1.computing">7.79 ms</data>, the bubble by
-# <data value="08.missing.dp-2-x-pp-4-zb-h1.bubble">12.2 ms</data>, and the optimizer by <data value="08.missing.dp-2-x-pp-4-zb-h1.optimizer">-1.58 ms</data>.
+# Errors of opposite sign can cancel in the step. On dp 4 x pp 2 with ZeRO 1 computing misses by <data value="08.missing.dp-4-x-pp-2-zero-1.computing">-4.08 ms</data>, the bubble by
+# <data value="08.missing.dp-4-x-pp-2-zero-1.bubble">2.48 ms</data>, and the optimizer by <data value="08.missing.dp-4-x-pp-2-zero-1.optimizer">1.81 ms</data>. So a step that is predicted well does not prove that its parts are.
 #
 # While a rank waits in the bubble, other stages compute, so errors of computing reach the bubble, too. zb-h1's formula also
 # assumes that forward, input gradient and weight gradient take equally long. The optimizer takes at most <data value="08.optimizer:.1f">2.8</data> times as
@@ -411,8 +419,7 @@ lesson.claim("On average computing misses by larger factors under tp",
 # </details>
 #
 # Can one number mend the order? We assume that every collective of tp, a *call*, costs the same fixed time: the excess of
-# `dp 4 x tp 2` minus that of `dp 8`, divided by 4 L + 2 calls. It includes norms and thin matmuls. So with calls these two
-# layouts have the same excess, <data value="08.why.dp-8.excess">-4.76 ms</data>.
+# `dp 4 x tp 2` minus that of `dp 8`, divided by 4 L + 2 calls. It includes norms and thin matmuls.
 
 # %%
 calls = 4 * SIZE.layers + 2
@@ -440,21 +447,22 @@ lesson.claim("With calls, computing on 2 x 2 x 2 is nearer",
              (abs(after[cube] - 1), "<=", abs(factor[cube] - 1)))
 
 # %% [markdown]
-# So a call costs <data value="08.call">872 µs</data>, or, without the table's rough norms and thin matmuls, <data value="08.call-alone">498 µs</data>.
+# Fitted on `dp 4 x tp 2` minus `dp 8`, a call costs <data value="08.call">872 µs</data>, or, without the table's rough norms and thin matmuls, <data value="08.call-alone">498 µs</data>.
 #
-# **The other three layouts with tp test this fit**; the two that it was fitted on do not. `tp 8` makes as many
+# **The other three layouts with tp test this fit.** `tp 8` makes as many
 # calls as `dp 4 x tp 2`, and its excess is <data value="08.why.tp-8.excess">52.9 ms</data> beside <data value="08.why.dp-4-x-tp-2.excess">52.8 ms</data>. `dp 2 x tp 4` and 2 x 2 x 2 make twice as
 # many; their excess is <data value="08.why.dp-2-x-tp-4-zero-1-sequence-parallel.excess">109 ms</data> and <data value="08.why.dp-2-x-pp-2-x-tp-2.excess">136 ms</data>. On 2 x 2 x 2 computing
-# took <data value="08.cube-ratio.before:.2f">2.53</data> times its prediction, with calls <data value="08.cube-ratio.after:.2f">1.10</data> times.
+# took <data value="08.cube-ratio.before:.2f">2.53</data> times its prediction, with calls <data value="08.cube-ratio.after:.2f">1.10</data> times;
+# the claim compares how far they are from 1.
 #
-# With calls, <data value="08.pairs.with-calls">57</data> of <data value="08.pairs.all">66</data> pairs are in order, instead of <data value="08.pairs.right">43</data>. The first choice is now
+# With calls, <data value="08.pairs.with-calls">57</data> of <data value="08.pairs.all">66</data> pairs are in order. The first choice is now
 # <data value="08.links.1-x-bandwidth.fastest-predicted">dp 8</data>, and loses <data value="08.links.1-x-bandwidth.prediction-costs">0 %</data> instead of <data value="08.cost.prediction">104 %</data>. But the fit
-# set how `dp 8` and `dp 4 x tp 2` compare in computing, so this choice is no test. Calls mend tp alone: steps still take <data value="08.with-calls.least:.2f">0.83</data> to
+# itself put `dp 4 x tp 2` behind `dp 8`, so this choice is no test. Calls mend tp alone: steps still take <data value="08.with-calls.least:.2f">0.83</data> to
 # <data value="08.with-calls.most:.2f">1.61</data> times as long as predicted.
 #
 # ### Another interconnect
 #
-# We replay the recorded actions with a tenth and a hundredth of the bandwidth.
+# We replay the recorded actions with a tenth and a hundredth of the bandwidth, and predict with calls.
 
 # %%
 rules = {"dp 8": "dp 8", "2 x 2 x 2": "dp 2 x pp 2 x tp 2"}  # of thumb
@@ -470,18 +478,23 @@ lesson.claim("The slow link's winner sends no more", sends["slow"] <= sends["fas
 lesson.claim("pp 8 sends least", min(runs, key=lambda n: runs[n].bytes) == "pp 8")
 
 # %% [markdown]
-# A slower link adds time to every layout. The winner changes only if its added time exceeds another layout's by more than its lead. <data value="08.links.words">The fastest is dp 8 on this link, dp 8 with a tenth of its bandwidth, and pp 8 with a hundredth. The prediction's choices lose up to 11.6 %</data>. pp 8 sends least.
+# A layout overtakes the winner only if the slower link adds less time to it, by more than the winner's lead. <data value="08.links.words">The fastest is dp 8 on this link, dp 8 with a tenth of its bandwidth, and pp 8 with a hundredth. The prediction's choices lose up to 11.6 %</data>. pp 8 sends least.
 #
 # ### The fastest that fits
 #
-# A layout is on the *frontier* if no other is both faster and smaller. Layouts left of the dashed line fit.
+# A layout is on the *frontier* if no other is both faster and smaller. Layouts left of the dashed line fit. The table's last column
+# has each dot's memory.
 #
 # **Challenge.** The explorer after the figure predicts GPT-2 XL. On 32 ranks or more of 16 GB, fit it and reach a *FLOP utilisation* of 45 %.
 #
 # <details><summary>What the explorer assumes</summary>
 #
-# Its knob *cap* is a GPU's memory in GB. Nodes have 8 GPUs, with NVLink inside and 100 Gb/s Ethernet between them. A step has 128 x 1,024
+# GPT-2 XL has 48 blocks of hidden size 1,600 and 1.56 billion parameters. The knob *cap* is a GPU's memory in GB. Nodes have 8 GPUs, with NVLink inside and 100 Gb/s Ethernet between them. A step has 128 x 1,024
 # tokens. FLOP utilisation is the model's FLOP/s on a GPU, without recomputation, divided by an assumed limit of 400 TFLOP/s.
+# With stages, a microbatch has 2 samples if no label says otherwise. Without stages, a replica's batch is one microbatch.
+#
+# The explorer takes 2 to 128 ranks, and at most 64 replicas. So in the middle panel the first curve has no point at dp 1. The
+# second has 8 ranks a replica and ends at dp 16. It has no point at dp 1 because ZeRO-1 needs two replicas.
 # </details>
 #
 # <details><summary>Answer</summary>
@@ -532,14 +545,14 @@ lesson.explorers.layout_choice()
 #
 # ### Exercise 1: explain the worst prediction
 #
-# *Extra. Diagnose, 20 minutes.* `rows` is a table of a machine with one cost that the prediction lacks. A row has
+# *Extra. Diagnose, 20 minutes.* `rows` is a table of a machine that differs from its prediction in one cost. A row has
 # `row.plan`, a ParallelLayout, and seconds `row.predicted[part]` and `row.measured[part]`. Return three strings: `str(row.plan)` of the layout that is off
 # by the largest factor; its part that is off by the most seconds; and the cause.
 #
 # <details><summary>The four causes</summary>
 #
 # The cause is "link" if the link is slower than assumed, "stages" if stages are unequal, "norms" if each rank of tp computes
-# norms in full, "kernels" if each microbatch has a fixed cost besides that of its samples.
+# norms in full, "kernels" if the fixed cost of a microbatch is larger than predicted.
 # </details>
 #
 # <details><summary>Hint</summary>
@@ -587,7 +600,7 @@ lesson.check(exercises.worst_prediction, explain)
 #
 # <details><summary>What a job has</summary>
 #
-# `job.peak_bytes(plan)` is the fullest rank's memory, and `job.refusal(plan)` says why a plan cannot run, or is None.
+# `plan` is a ParallelLayout. `job.peak_bytes(plan)` is the fullest rank's memory, and `job.refusal(plan)` says why a layout cannot run, or is None.
 # </details>
 #
 # <details><summary>Hint</summary>
@@ -630,7 +643,7 @@ lesson.check(exercises.choose_layout, choose)
 #
 # On 2 x 2 x 2 we train a classifier that says whether two sentences are paraphrases. It is <data value="08.recipe">a small GPT-2, trained from scratch on 720 composed pairs</data>.
 #
-# The recipe gives a rate for B samples on one process; d replicas train d B samples. For SGD the rate grows with d (Goyal et al.), for Adam
+# The recipe gives a rate for a batch on one process; d replicas train d such batches a step. For SGD the rate grows with d (Goyal et al.), for Adam
 # with √d. pp and tp add no samples. A colleague's script takes the root of
 # `dist.get_world_size()`. With dp only, that was right.
 
@@ -702,15 +715,15 @@ lesson.field_guide.add(  # symptoms, and what finds their cause
 
 # %% [markdown]
 # Both losses fall. The second run is wrong because pp and tp doubled its learning rate, but not its batch.
-# Do not judge by the scores: both accuracies beat the <data value="08.always.accuracy:.3f">0.684</data> of always yes, and are <data value="08.apart:.3f">0.026</data> apart, each uncertain by <data value="08.noise:.3f">0.022</data>.
-# By F1 always yes has <data value="08.always.f1:.3f">0.812</data>, and the two runs <data value="08.tuned.of-dp.f1:.3f">0.811</data> and <data value="08.tuned.of-world-size.f1:.3f">0.834</data>.
+# Do not judge by the scores. Always answering yes has an accuracy of <data value="08.always.accuracy:.3f">0.684</data>. Both runs beat it, and are <data value="08.apart:.3f">0.026</data> apart, each uncertain by <data value="08.noise:.3f">0.022</data>.
+# By F1 it has <data value="08.always.f1:.3f">0.812</data>, and the two runs <data value="08.tuned.of-dp.f1:.3f">0.811</data> and <data value="08.tuned.of-world-size.f1:.3f">0.834</data>.
 #
 # You can see this fault without a second run: log learning rate and batch size, and compute the table's *quotient*.
 # It must be 1, and is <data value="08.tuned.of-dp.quotient:.2f">1.00</data> in the first run and <data value="08.tuned.of-world-size.quotient:.2f">2.00</data>, √(p t), in the second.
 #
 # <details><summary>In your tools: learning rates</summary>
 #
-# No framework scales the rate for you. In Megatron-Core and with `torchrun`, divide the world size by pp and tp first:
+# No framework scales the rate unasked. In Megatron-Core and with `torchrun`, divide the world size by pp and tp first:
 # that is `mesh["dp"].size()` of a DeviceMesh, or `parallel_state.get_data_parallel_world_size()`. hpnb: `plugin.dp_size`; `plugin.scaled_lr(lr)` is the linear rule, for SGD.
 # </details>
 #
@@ -719,7 +732,8 @@ lesson.field_guide.add(  # symptoms, and what finds their cause
 # ## Kill and resume
 #
 # We run "√ of dp" again and save every 10 steps. After step 14 rank 5 is killed with SIGKILL. The others wait in
-# a collective until the launcher ends them. Then eight other processes resume.
+# a collective until the launcher ends them. Then eight other processes resume, and end the first
+# epoch.
 
 # %%
 question = "Saved every 10 steps, killed after step 14: how many are computed twice?"
@@ -747,8 +761,8 @@ lesson.claim("Up to the kill, too", lost == list(right.losses[: len(lost)]))
 lesson.field_guide.show()
 
 # %% [markdown]
-# <data value="08.twice">4 steps</data> were computed twice. All <data value="08.resumed">15 losses</data> equal bit for bit those of
-# the run that nobody killed, because everything was saved: weights, momenta, learning-rate schedule, order of samples, random states.
+# <data value="08.twice">4 steps</data> were computed twice. All <data value="08.resumed">15 losses</data> of the epoch equal bit for bit those of
+# the run that nobody killed, because everything was saved: weights, moments, learning-rate schedule, order of samples, random states.
 #
 # <details><summary>In your tools: checkpoints that fit any layout</summary>
 #
@@ -769,18 +783,19 @@ lesson.field_guide.show()
 # </details>
 #
 # **Takeaway.** Resume once on the same layout and compare losses bit for bit. If they differ, the checkpoint lacks something.
-# On another layout sums are added in another order, so there losses agree up to rounding only, as exercise 3 checks.
+# On another layout sums are added in another order, so there losses agree up to rounding only.
 #
 # ### Exercise 3: a loop that survives
 #
 # *Core. Implement, 25 minutes.* Write `train(run, folder, steps, every)`; all ranks call it. It trains up to step `steps`, saves after each
-# `every` steps, and continues from the newest checkpoint in `folder` if there is one. The check kills two runs, resumes each on
-# another layout, and compares the losses with those of one process that was never killed.
+# `every` steps, and continues from the newest checkpoint in `folder` if there is one.
 #
-# <details><summary>What a run has</summary>
+# <details><summary>What a run has, and what the check does</summary>
 #
 # `run.step(batch)` does one step. `run.loader` has 8 batches an epoch; `run.loader.set_epoch(n)` gives epoch n its order.
 # `run.booster.save` and `.load` take a path, then `run.model`, `run.optimizer`, `run.scheduler`, `run.loader`.
+#
+# The check kills two runs, resumes each on another layout, and compares the losses with those of one process that was never killed.
 # </details>
 #
 # <details><summary>Hint</summary>
@@ -825,17 +840,20 @@ lesson.check(exercises.surviving_loop, train)
 # ### Exercise 4: unknown runs
 #
 # *Extra. Diagnose, 15 minutes.* Four runs trained ten steps with Adam and were resumed after `run.resumed` of them; three
-# have a fault. Return "right", "learning rate", "momenta" if lost, or "samples" if some were seen again too soon.
+# have a fault. Return "right" or the fault: "learning rate", "moments" if Adam's were lost, "samples" if some came twice.
 #
 # <details><summary>What a run has</summary>
 #
-# `samples, rate = run.alone` are batch and learning rate, tuned on one process. Each step has `run.losses`, `run.batch_sizes`, `run.rates`, `run.samples`, the set of its
-# samples' numbers, and `run.moved`, how far rank 0's weights went, divided by the rate.
+# `run.alone` is a pair, batch size and learning rate, tuned on one process. The others have an item for each step:
+#
+# - `run.losses`, `run.batch_sizes`, `run.rates`: a number.
+# - `run.samples`: the set of the numbers of the step's samples.
+# - `run.moved`: how far rank 0's weights went, divided by the rate.
 # </details>
 #
 # <details><summary>Hint</summary>
 #
-# There is more data than ten steps need. With fresh momenta, Adam's first step is ± the rate in every weight, whatever
+# There is more data than ten steps need. With fresh moments, Adam's first step is ± the rate in every weight, whatever
 # the gradient. That is a long step.
 # </details>
 
@@ -852,25 +870,25 @@ lesson.check(exercises.diagnose, diagnose)
 #
 # ```python
 # def diagnose(run):
-#     samples, rate = run.alone
-#     if abs(run.rates[0] / rate - (run.batch_sizes[0] / samples) ** 0.5) > 1e-9:
+#     batch_size, rate = run.alone
+#     if abs(run.rates[0] / rate - (run.batch_sizes[0] / batch_size) ** 0.5) > 1e-9:
 #         return "learning rate"
 #     if len(frozenset().union(*run.samples)) < sum(run.batch_sizes):
 #         return "samples"
 #     if run.moved[run.resumed] > 1.4 * run.moved[run.resumed - 1]:
-#         return "momenta"
+#         return "moments"
 #     return "right"
 # ```
 #
-# From step to step, weights otherwise move at most a tenth further than before; with fresh momenta it is about twice as
+# From step to step, weights otherwise move at most a tenth further than before; with fresh moments it is about twice as
 # far. 1.4 lies between.
 # </details>
 
 # %% [markdown]
 # ## A GPT-2 on 2 x 2 x 2, predicted
 #
-# For <data value="08.cube.loss.model">the same GPT-2</data> and real text we measure one rank, take the cost of a
-# call from the race, and predict. The rule of thumb divides the step's FLOPs by what eight ranks reach in a large matmul.
+# Does the race's cost of a call predict another step? For <data value="08.cube.loss.model">the same GPT-2</data> and real text we measure one
+# rank again. The rule of thumb divides the step's FLOPs by what eight ranks reach in a large matmul.
 
 # %%
 on_cpu = replace(SIZE, hidden=256, mlp=1024), 4, "a wider GPT-2"
@@ -904,21 +922,23 @@ lesson.claim("The prediction is nearer than the rule of thumb",
 #
 # **The race timed this layout, too**, with random tokens: <data value="08.pairs.last">dp 2 x pp 2 x tp 2</data> came last, with <data value="08.loser.computing.replayed">224 ms</data> of computing and
 # <data value="08.loser.bubble.replayed">67.4 ms</data> of bubble. Here they take <data value="08.cube-parts.computing.replayed">197 ms</data> and <data value="08.cube-parts.bubble.replayed">55.0 ms</data>; we did not trace the change. If a layout changes
-# by more than the <data value="08.ties.spread">6.90 %</data> of a tie, as here, pairs that we called not tied may be. So trust a small lead only after a
-# second race. The cost of a call is from the race, so it is as uncertain.
-#
-# The loss fell from <data value="08.cube.loss.first:.2f">11.12</data> to <data value="08.cube.loss.last:.2f">6.80</data> in <data value="08.cube.loss.steps">6</data> steps of text.
+# by more than the <data value="08.ties.spread">6.90 %</data> of a tie, as here, pairs that we called not tied may be tied after all. So trust a small lead only after a
+# second race. A call's cost is as uncertain as the race's times.
 #
 # <details><summary>Part by part</summary>
 #
-# The race's figure shows the step of this layout there, at the end of its bar. On a CPU this section's GPT-2 is wider than that of the race,
+# In the race's figure, the first number beside this layout's bar is its step there. On a CPU this section's GPT-2 is wider than that of the race,
 # so the two steps cannot be compared.
 #
-# Where ranks share cores or GPUs, both times model messages, so this comparison does not test messages.
+# Where ranks share cores or GPUs, messages are modelled in the replayed step as in the prediction, so this comparison does not
+# test them.
 # Computing takes <data value="08.cube-parts.computing.replayed">197 ms</data>, including the rank's own time in (4 L + 2) m/p calls. The time of their messages on the link is exposed tp. The bubble takes <data value="08.cube-parts.bubble.replayed">55.0 ms</data>: with p = 2 and m = 4,
-# equal stages idle for a fifth of the time. The figure draws one pipeline, each action as the median of its ranks. Exposed tp, <data value="08.cube-parts.exposed-tp.replayed">7.30 ms</data>,
+# equal stages idle for a fifth of the time. The figure draws one pipeline, each action as the median of its ranks. If stage 1 ends one microbatch as it begins the next, its curve below may have
+# a vertical line there. Exposed tp, <data value="08.cube-parts.exposed-tp.replayed">7.30 ms</data>,
 # is inside its boxes. Exposed dp takes <data value="08.cube-parts.exposed-dp.replayed">327 µs</data>, for a quarter of the gradient, and the optimizer
 # <data value="08.cube-parts.optimizer.replayed">3.84 ms</data>. They follow the pipeline and are not drawn.
+#
+# The loss fell from <data value="08.cube.loss.first:.2f">11.12</data> to <data value="08.cube.loss.last:.2f">6.80</data> in <data value="08.cube.loss.steps">6</data> steps of text.
 # </details>
 #
 # ### Your regret
@@ -945,19 +965,19 @@ lesson.claim("Predictions hold more often than rules of thumb",
 # - To choose a layout, first make one replica fit into memory. Then add replicas and microbatches up to your batch. Then
 #   compare speeds: computing with its calls, the bubble, exposed communication.
 #
-# **The series on one page.** A rank computes ρ FLOPs while it sends a byte.
+# **The series on one page.** A rank computes ρ FLOPs while it sends a byte, and a gradient has g bytes.
 #
 # | | question | law | from its run | when not |
 # |---|---|---|---|---|
 # | 00 collectives | What does agreement cost? | latency + bytes/bandwidth a message | 100 small calls: <data value="00.many-calls:.1f">28.5</data> times as long as one with the same bytes | messages too small for bandwidth to matter |
-# | 01 dp | When are replicas free? | tokens a rank above ρ(d-1)/d | with overlap, by tokens a rank: <data value="01.measured.during">not free at 197, 788 and 3,152, undecided at 12,608</data>. The law says free from <data value="01.law.during:,.0f">1,445</data>; it leaves out filled buckets and slowed backwards | the batch cannot grow |
+# | 01 dp | When are replicas free? | tokens a rank above ρ (d-1)/d · g/2 | with overlap, by tokens a rank: <data value="01.measured.during">not free at 197, 788 and 3,152, undecided at 12,608</data>. The law, which leaves out two costs, says free from <data value="01.law.during:,.0f">1,445</data> | the batch cannot grow |
 # | 02 pp | Who is idle? | (p-1)/(m+p-1) | <data value="02.bubble">33.0 %</data> for p = 4, m = 8; the law alone says <data value="02.bubble.predicted">27.3 %</data> | fewer microbatches than stages |
 # | 03 tp | How do you split a matrix exactly? | 4 all-reduces of b·s·h a block | computing takes <data value="03.ratio:.1f">1.5</data> times as long as sending | links between nodes |
 # | 04 mesh | Which axis deserves the fast link? | tp talks most often, dp least | a ViT on one axis, at a tenth of the bandwidth: <data value="04.tenth">dp</data> is fastest | one axis is enough |
 # | 05 ZeRO | How far does dp alone go? | 16 bytes a parameter, over d | <data value="05.largest">150 blocks</data> instead of <data value="05.depth.zero-0.measured">23 blocks</data> | the model fits |
 # | 06 cuts | Where do you cut unequal layers? | Σ t + (m-1) max t | the cut by time is <data value="06.faster.gain:.2f">1.21</data> times as fast as the uniform cut, comparing medians; <data value="06.faster.sure">their repeats overlap, so this run doesn't decide which is faster</data> | one layer is a stage by itself |
-# | 07 heads | What refuses to divide? | three sums a token instead of logits for the whole vocabulary | <data value="07.loss.reduced">18 B</data> instead of <data value="07.loss.gathered">151 kB</data> | more ranks than heads |
-# | 08 layouts | Which one, beforehand? | five parts | <data value="08.cube">264 ms</data>, predicted <data value="08.cube.predicted">285 ms</data> | a short run |
+# | 07 heads | What refuses to divide? | three sums a token instead of logits for the whole vocabulary | <data value="07.loss.reduced">18 B</data> a token instead of <data value="07.loss.gathered">151 kB</data> | more ranks than heads |
+# | 08 layouts | Which one, beforehand? | five parts, and tp's calls | <data value="08.pairs.right">43</data> of <data value="08.pairs.all">66</data> pairs in order, with calls, fitted in the race, <data value="08.pairs.with-calls">57</data> | a short run |
 # | 09 planning | A thousand GPUs from one host? | datasheets, one fitted rate | worst of ten runs <data value="09.worst">9.87 %</data> off | another era of kernels |
 #
 # **When not to use this.** For a short run, any layout that fits will do. If samples differ in length or others

@@ -359,6 +359,7 @@ def test_notebook_07_wants_five_ranks_sequence_parallelism_and_recomputed_attent
 def test_notebook_08_says_what_it_draws() -> None:
     titles = titles_of(lesson.explorers.layout_choice(), **GOOD_08)
     assert any(title.startswith("predicted · GPT-2 XL on 32 ranks") for title in titles)
+    assert "predicted; with stages, microbatches of 2 unless named" in titles  # without, there is one
 
 
 def test_notebook_09_reads_the_layout_that_meets_its_challenge() -> None:

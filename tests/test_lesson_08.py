@@ -301,6 +301,7 @@ def test_a_waterfall_ends_where_its_parts_do() -> None:
     assert (x.min(), x.max()) == pytest.approx((20, 50))
     ticks = [line.get_xdata()[0] for line in fig.axes[0].lines]
     assert max(ticks) == pytest.approx(60)
+    assert any("a part of 0 s has none" in text.get_text() for text in fig.texts)
     with pytest.raises(ValueError, match="waiting"):
         figures.waterfall({"dp 2": {"waiting": 1.0}})
 
@@ -506,7 +507,7 @@ def test_three_jobs_want_three_plans() -> None:
     [
         ([1.0, 1.0, 9.0, 1.0, 1.0], "step 3 is off by .* .before the resume."),
         ([1.0, 1.0, 1.0, 9.0, 1.0], "step 4 is off by .* weights, or the samples"),
-        ([1.0, 1.0, 1.0, 1.0, 9.0], "step 5 is off by .* momenta, or the learning rate"),
+        ([1.0, 1.0, 1.0, 1.0, 9.0], "step 5 is off by .* moments, or the learning rate"),
     ],
 )
 def test_a_loss_that_is_off_gets_a_hint(losses: list[float], words: str) -> None:

@@ -6,5 +6,5 @@ def diagnose(run):
     if len(frozenset().union(*run.samples)) < sum(run.batch_sizes):
         return "samples"
     if run.moved[run.resumed] > 1.4 * run.moved[run.resumed - 1]:
-        return "momenta"
+        return "moments"
     return "right"

@@ -161,13 +161,13 @@ def compare_losses(text: str, losses: Sequence[float], serial: Sequence[float], 
 def _hint(steps: int) -> str:
     """What is off so many steps after the resume; an update shows in the loss of the step after it."""
     hints = {0: "the first after the resume: weights, or the samples",
-             1: "the second: momenta, or the learning rate"}  # fmt: skip
+             1: "the second: moments, or the learning rate"}  # fmt: skip
     return hints.get(steps, "before the resume" if steps < 0 else "later: the learning rate, or the epoch")
 
 
 # --- unknown runs -------------------------------------------------------------------------------------
 
-RIGHT, RATE, MOMENTA, SAMPLES = "right", "learning rate", "momenta", "samples"
+RIGHT, RATE, MOMENTS, SAMPLES = "right", "learning rate", "moments", "samples"
 _BREAK = 5  # steps before the run was resumed
 
 
@@ -197,7 +197,7 @@ class ResumedRecord:
 
 def records() -> list[tuple[ResumedRecord, str]]:
     """On two ranks: a record of each fault on tp 2, of the run that is right on dp 2, and its name."""
-    return [(_record(fault), fault) for fault in (RATE, RIGHT, SAMPLES, MOMENTA)]
+    return [(_record(fault), fault) for fault in (RATE, RIGHT, SAMPLES, MOMENTS)]
 
 
 def _record(fault: str) -> ResumedRecord:
@@ -212,7 +212,7 @@ def _record(fault: str) -> ResumedRecord:
     model, optimizer, *_ = booster.boost(model, optimizer)
     losses, moved, samples = [], [], []
     for step in range(2 * _BREAK):
-        if step == _BREAK and fault == MOMENTA:
+        if step == _BREAK and fault == MOMENTS:
             for state in optimizer.state.values():
                 for value in state.values():
                     value.zero_()

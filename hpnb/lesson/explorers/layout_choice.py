@@ -85,7 +85,7 @@ def _readings(dp: int, pp: int, tp: int, microbatches: int, zero: int, cap: floa
             capacity=cap * 1e9,
             title=f"predicted · GPT-2 XL on {ranks} ranks, nodes of {NODE}",
             text=not fast,
-            labels=(f"predicted, microbatches of {_PAIR} unless named", ""),
+            labels=(f"predicted; with stages, microbatches of {_PAIR} unless named", ""),
             goal=(GOAL / 100 * ranks * RATE * task.tokens / task.flops, f"{GOAL} % FLOP utilisation"),
         )
         return figure, (

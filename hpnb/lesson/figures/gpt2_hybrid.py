@@ -46,7 +46,7 @@ def waterfall(
         said = f" ({seconds(ticks[-1])})" if ticks else ""
         rows[name] = [Bar(parts, words=f"{seconds(sum(parts.values()))}{said}", ticks=ticks)]
     lines = [
-        "thin lines: predicted ends of the parts, in the order of the colours",
+        "thin lines: predicted ends of the parts, in the order of the colours; a part of 0 s has none",
         "thick line: predicted end of the step; number: the bar's end (the thick line)",
     ]
     keys = [Key(OpStyle(INK, "", line), "words") for line in lines] if predicted else []

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hpnb
 from hpnb import ParallelLayout, lesson, theory
+from hpnb.data.beans_cifar10_mrpc import GeneratedSamples
 from hpnb.lesson.exercises import gpt2_hybrid_parallel as exercises
 from hpnb.lesson.figures import gpt2_hybrid as figures
 from hpnb.lesson.predictions import regret
@@ -101,6 +102,7 @@ def test_bytes_and_memory_are_what_is_recorded() -> None:
             assert (ran.parts["bubble"] > 0) == (plan.pp > 1) or ran.source == "measured"
             assert ran.parts_on(Link(0.0, 1e4))["exposed tp"] > 0 or plan.tp == 1
             assert len(ran.losses) == 3
+            assert [record.peak > 0 for record in ran.records] == [True, plan.dp == 1], plan
 
 
 def test_the_loss_and_earlier_microbatches_take_memory() -> None:
@@ -468,6 +470,13 @@ def test_a_rank_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
     assert after.losses == whole.losses[2:]
     assert (whole.samples, whole.lr) == (48, recipe.lr)
     assert len(whole.thirds) == 3
+
+
+def test_pairs_of_a_recipe_are_composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = paraphrases.training_recipe(pairs=12, test=8)
+    monkeypatch.setattr(GeneratedSamples, "__getitem__", None)
+    assert list(recipe.train) == list(recipe.train)
+    assert (len(recipe.train), len(recipe.test), recipe.train.source.name) == (12, 8, "MRPC")
 
 
 def test_pretrained_weights_are_fine_tuned_where_they_are(tmp_path: Path) -> None:

@@ -115,8 +115,10 @@ def _pairs(items: Sequence[Item], tokenizer: Any, max_length: int) -> Batch:
         texts: tuple[list[str], ...] = ([f"{one}\n{two}" for one, two in zip(first, second, strict=True)],)
     else:
         texts = (first, second)
-    batch = tokenizer(*texts, padding="longest", truncation=True, max_length=max_length, return_tensors="pt")
-    return {**batch, "labels": torch.tensor([item["label"] for item in items])}
+    batch = tokenizer(*texts, padding="longest", truncation=True, max_length=max_length)
+    # Not return_tensors="pt": transformers 5 walks through the rows number by number first, in Python.
+    tensors = {name: torch.tensor(rows, dtype=torch.int64) for name, rows in batch.items()}
+    return tensors | {"labels": torch.tensor([item["label"] for item in items])}
 
 
 def collate_texts(pad: int) -> Callable[[Sequence[Item]], Batch]:

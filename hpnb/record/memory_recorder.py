@@ -51,6 +51,7 @@ from hpnb.record.memory_snapshot import write_memory_snapshot
 
 _CUDA_BLOCK = 512  # the allocator's granularity, bytes
 _of_thread = threading.local()  # .recorders: of the blocks that it is in, the outermost first
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 # A storage that is several things is the first of these.
 _PRIORITY = {name: place for place, name in enumerate(CATEGORIES)}
 
@@ -153,7 +154,7 @@ class MemoryRecorder(TorchDispatchMode):
         self._log: list[tuple[float, int, int]] = []
         self._watches = False
         self._nested: list[MemoryRecorder] = []  # the recorders that are at work, this one among them
-        self.peak_operator, self._highest = "", 0  # "after aten.mm.default": where the peak was seen
+        self._highest, self._peak_seen = 0, ("", "")  # the peak, and the operator before or after it
         self._peak = 0  # of the allocator since the last look, as another of them has read it
 
     def profile(self) -> MemoryProfile:
@@ -249,11 +250,11 @@ class MemoryRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(is_traceable_wrapper_subclass_type(t) for t in types):
+        if types and any(is_traceable_wrapper_subclass_type(t) for t in types):
             return NotImplemented  # a DTensor's operator comes again, on the tensors that it is made of
         self._sample(before=True)
         self._note_peak("before ", func)
-        operator, full = str(func).rpartition(".")[0] or str(func), False
+        full = False
         try:
             result = func(*args, **(kwargs or {}))
         except torch.OutOfMemoryError:
@@ -263,28 +264,34 @@ class MemoryRecorder(TorchDispatchMode):
         if full:
             self._sample()
             in_use = self._level if self._on_cuda else self._in_use
-            raise self._out_of_budget(in_use, "before " + operator, device_full=True)
-        for value in tree_leaves(result):
+            raise self._out_of_budget(in_use, "before ", func, full=True)
+        for value in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(value, torch.Tensor):
                 self._see(value)
         self._sample()
         self._note_peak("after ", func)
         if self._budget is not None:
-            self._keep_to_budget("after ", operator)
+            self._keep_to_budget("after ", func)
         return result
+
+    @property
+    def peak_operator(self) -> str:
+        """ "after aten.mm.default": where the peak was seen; "" before the first operator."""
+        return "".join(map(str, self._peak_seen))
 
     def _note_peak(self, when: str, operator: Any) -> None:
         level = self._level_peak if self._on_cuda else self._in_use
         if level > self._highest:
-            self._highest, self.peak_operator = level, when + str(operator)
+            self._highest, self._peak_seen = level, (when, operator)
 
-    def _keep_to_budget(self, when: str, operator: str) -> None:
+    def _keep_to_budget(self, when: str, operator: Any) -> None:
         in_use = max(self._in_use, self._level_peak) if self._on_cuda else self._in_use
         if self._budget is not None and in_use > self._budget:
-            raise self._out_of_budget(in_use, when + operator)
+            raise self._out_of_budget(in_use, when, operator)
 
-    def _out_of_budget(self, in_use: int, where: str, device_full: bool = False) -> OutOfBudget:
+    def _out_of_budget(self, in_use: int, when: str, operator: Any, full: bool = False) -> OutOfBudget:
         assert self._budget is not None
+        where = when + (str(operator).rpartition(".")[0] or str(operator))  # "after aten.mm"
         budget, self._budget = self._budget, None  # once: what runs on the way out is not stopped
         self._mark_state(self._optimizer)
         alive = [(self._category[n], *self._form[n], size) for n, size in enumerate(self._bytes) if size]
@@ -293,11 +300,11 @@ class MemoryRecorder(TorchDispatchMode):
             by_category[category] += size
         by_category["temporary"] += in_use - sum(by_category.values())
         sample = MemorySample(time.perf_counter() - self._begin, **by_category)
-        return OutOfBudget(budget, sample, where, group_survivors(alive), device_full)
+        return OutOfBudget(budget, sample, where, group_survivors(alive), full)
 
     def _see(self, tensor: torch.Tensor) -> list[int]:
         """The numbers of the tensor's storages, assigned on first sight; none if it is not on the device."""
-        if is_traceable_wrapper_subclass(tensor):
+        if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
             inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
             return [n for part in inner if isinstance(part, torch.Tensor) for n in self._see(part)]
         if tensor.device.type != self._device.type or tensor.layout is not torch.strided:

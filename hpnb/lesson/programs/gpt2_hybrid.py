@@ -14,7 +14,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Any
@@ -55,7 +55,7 @@ class LayoutRun:
     """A training step of all ranks on one layout.
 
     `bytes` that a rank sends are a mean over the ranks, in messages of 1 kB or more; `peak` is of the fullest
-    rank. Where the step is replayed, messages are modelled on `link`.
+    rank (on a CPU: of the first replica). Where the step is replayed, messages are modelled on `link`.
     """
 
     layout: ParallelLayout
@@ -190,8 +190,11 @@ def _record_rank(
                 optimizer.step()
 
     began = time.perf_counter()
-    # On a CPU only what is allocated inside counts, so gradient buckets have to be made inside, too.
-    with hpnb.record.memory([]) as memory:
+    place = layout.mesh_layout.coordinates(hpnb.rank())
+    # On a CPU only what is allocated inside counts, so gradient buckets have to be made inside, too. There
+    # recording doubles a step, so one replica's ranks record: the others have tensors of the same sizes.
+    records_memory = hpnb.device().type != "cpu" or place["dp"] == 0
+    with hpnb.record.memory([]) if records_memory else nullcontext() as memory:
         booster, boosted, optimizer = _build(size, dtype, layout, schedule)
         gc.collect()  # other ranks' stages
         mesh, random = booster.plugin.mesh, random_tokens(size, samples // layout.dp)
@@ -205,7 +208,8 @@ def _record_rank(
     for _ in range(warmup_steps() - 1):
         train_step()
     record.messages = [m for m in traffic.messages if m.bytes >= _LEAST_BYTES]
-    record.peak = max(s.total for s in memory.profile().samples if s.time >= built) - occupied
+    if memory is not None:
+        record.peak = max(s.total for s in memory.profile().samples if s.time >= built) - occupied
     for _ in range(repeats):
         recorder = ExclusiveRecorder()
         with recording(recorder), _timed_collectives(mesh.tp) as spent:

@@ -88,10 +88,16 @@ def training_recipe(
     train = hpnb.data.mrpc("train")
     if device == "cuda" and train.source.kind == "real" and _at_hand(weights):
         return ParaphraseRecipe(train, hpnb.data.mrpc("validation"), weights, batch=16, lr=2e-5)
-    train = hpnb.data.mrpc("train", pairs)
+    train, evaluated = (_composed(*which) for which in (("train", pairs), ("validation", test)))
     texts = (f"{pair['sentence1']}\n{pair['sentence2']}" for pair in train)
     merges = tuple(hpnb.data.train_merges(texts, VOCAB_SIZE))
-    return ParaphraseRecipe(train, hpnb.data.mrpc("validation", test), "", merges)
+    return ParaphraseRecipe(train, evaluated, "", merges)
+
+
+def _composed(split: str, pairs: int) -> Dataset:
+    """Pairs of a split in a list, because every rank reads each of them several times."""
+    data = hpnb.data.mrpc(split, pairs)
+    return Dataset([*data], data.source, data.classes, data.noun)
 
 
 def _at_hand(weights: str) -> bool:

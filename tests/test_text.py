@@ -144,6 +144,23 @@ def test_documents_are_files_parts_and_modules(folder: Path, tmp_path: Path) -> 
     assert second.paragraphs == ("Another.",)  # the rest was there before
 
 
+def test_what_is_left_out_of_the_standard_library_is_not_looked_into(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where site-packages lies in it, as with conda, thousands of files there cost every page seconds."""
+    for name in ("b.py", "a/c.py", "a.py", "site-packages/p/q.py", "a/test/t.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    looked, scandir = [], os.scandir
+    monkeypatch.setattr(text_sources.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(os, "scandir", lambda path: looked.append(Path(path).name) or scandir(path))
+    source = text_sources.python_documentation()
+    assert source is not None
+    modules = [name for name in source.raw if name.startswith("module ")]
+    assert modules == ["module a/c.py", "module a.py", "module b.py"]
+    assert looked == [tmp_path.name, "a"]
+
+
 def test_splits_share_no_document(folder: Path) -> None:
     documents = text_sources.text_files(folder).documents()
     parts = text_sources.split_documents(documents)

@@ -11,6 +11,7 @@ are separated by an empty line. A paragraph that appears word for word a second 
 from __future__ import annotations
 
 import ast
+import os
 import re
 import sysconfig
 import textwrap
@@ -116,14 +117,22 @@ def python_documentation() -> TextSource | None:
         raw |= {f"topic {name}": topics[name].encode() for name in sorted(topics)}
         places.append("the language reference")
     root = Path(sysconfig.get_path("stdlib"))
-    modules = sorted(path.relative_to(root) for path in root.rglob("*.py")) if root.is_dir() else []
-    modules = [path for path in modules if _LEFT_OUT.isdisjoint(path.parts)]
-    if modules:
+    if modules := _modules_below(root):
         raw |= {f"module {path.as_posix()}": (root / path).read_bytes() for path in modules}
         places.append("the docstrings of the standard library")
     if not raw:
         return None
     return TextSource(Source(NAME, "real", f"{' and '.join(places)} of Python {python_version()}"), raw)
+
+
+def _modules_below(root: Path) -> list[Path]:
+    """Relative to `root`. What is left out is not looked into: site-packages may hold 100,000 files."""
+    modules: list[Path] = []
+    for folder, below, files in os.walk(root):
+        below[:] = [name for name in below if name not in _LEFT_OUT]
+        place = Path(folder).relative_to(root)
+        modules += [place / name for name in files if name.endswith(".py")]
+    return sorted(modules)
 
 
 def text_files(path: str | Path) -> TextSource:

@@ -65,6 +65,12 @@ def test_a_layer_keeps_what_is_predicted(two: hpnb.Ranks, row: ActivationRow) ->
     assert sum(parts.values()) == pytest.approx(formula + sum(terms.values()))
 
 
+def test_on_a_cpu_one_rank_counts_what_nobody_shards(two: hpnb.Ranks) -> None:
+    everywhere = [two.run(layer_memory.kept_bytes, SIZE, 1, row) for row in ACTIVATION_ROWS[:2]]
+    assert [kept[1] > 0 for kept in everywhere] == [False, True]
+    assert everywhere[0][0] > everywhere[1][0]
+
+
 def test_the_order_of_the_rows(two: hpnb.Ranks) -> None:
     """Each measure saves more than the one before, and full recomputation most."""
     whole, tp, both, tp_again, both_again, full = (measured(two, SIZE, 2, row) for row in ACTIVATION_ROWS)

@@ -137,6 +137,24 @@ def test_a_server_that_stands_ready_imports_what_is_wanted_later(
         assert ranks.run(lambda: "wanted_later" in sys.modules) == [True]
 
 
+def test_a_server_imports_what_ranks_want_and_their_caller_does_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Outside a notebook, too: else every rank would import transformers for itself."""
+    (tmp_path / "wanted_by_ranks.py").write_text("import os\nPID = os.getpid()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(forkserver, "_server", None)
+    monkeypatch.setattr(forkserver, "_wanted", set())
+    monkeypatch.setattr(forkserver, "_loaded", list)
+    forkserver.start_ahead("wanted_by_ranks")
+    assert forkserver._server is None  # no notebook
+    with hpnb.Ranks(2, device="cpu") as ranks:
+        server = forkserver._server
+        assert server is not None
+        assert ranks.run(lambda: sys.modules["wanted_by_ranks"].PID) == [server._process.pid] * 2
+    server.close()
+
+
 def test_a_change_of_surroundings_makes_it_out_of_date(
     start: Callable[[], forkserver.ForkServer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -111,7 +111,7 @@ class ForkServer:
         self._used = True
         # Copies, because the server may take them after the caller has given up and closed them.
         copies = [[os.dup(fd) for fd in fds] for fds in descriptors]
-        future = self._ask(("spawn", list(specs), sorted({*_loaded(), *modules})), copies)
+        future = self._ask(("spawn", list(specs), sorted({*_loaded(), *_wanted, *modules})), copies)
         try:
             advice = f". If it needs more time, pass start_timeout={2 * limit:g} or None"
             pids = list(self._result(future, limit, advice=advice))
@@ -214,6 +214,7 @@ def _close(descriptors: Sequence[Sequence[int]]) -> None:
 
 _server: ForkServer | None = None
 _server_lock = threading.Lock()
+_wanted: set[str] = set()  # modules that ranks will use, whether the caller imports them or not
 
 
 def server(limit: float = START_TIMEOUT) -> ForkServer:
@@ -232,9 +233,11 @@ def start_ahead(*modules: str) -> None:
     """In the kernel of a notebook: let the server import `modules` while the caller goes on, and start it if
     there is none.
 
-    Anywhere else (a script, a test, a rank, under torchrun) nothing starts before ranks are wanted.
+    Anywhere else (a script, a test, a rank, under torchrun) nothing starts before ranks are wanted. Then the
+    server imports `modules` once for all ranks, even if the caller has not imported them.
     """
     global _server
+    _wanted.update(modules)
     if not in_notebook() or multiprocessing.parent_process() is not None:
         return
     with _server_lock:

@@ -4,7 +4,12 @@ gpt2_zero_predictions.py predicts the same; the page finds its functions here, t
 bytes and seconds hardly depend on them.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
+
+from hpnb.ranks.forkserver import start_ahead
+
+start_ahead("hpnb.models.gpt2_model")  # ranks build models; this process needs no transformers for them
 
 import itertools
 import math
@@ -38,7 +43,7 @@ from hpnb.lesson.programs.gpt2_zero_predictions import price_of_bytes as price_o
 from hpnb.lesson.programs.gpt2_zero_predictions import record_links as record_links
 from hpnb.lesson.programs.gpt2_zero_predictions import record_prices as record_prices
 from hpnb.mesh import Axis
-from hpnb.models import GPT2Size, anatomy
+from hpnb.models import GPT2Size
 from hpnb.record import MemoryProfile, MemoryRecorder, Timeline
 from hpnb.theory import REPLAY_LINK
 
@@ -135,7 +140,7 @@ def seeded_gpt2(size: GPT2Size, dtype: torch.dtype = torch.float32) -> Any:
 
 def recompute_blocks(model: nn.Module, count: int) -> None:
     """Let the first `count` blocks drop their activations, and recompute them in the backward."""
-    for part in anatomy(model).blocks[:count]:
+    for part in hpnb.models.anatomy(model).blocks[:count]:
         forward = part.module.forward
         part.module.forward = partial(checkpoint, forward, use_reentrant=False)
 

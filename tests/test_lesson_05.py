@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hpnb
@@ -355,6 +356,36 @@ def test_training_stops_at_its_target(two: hpnb.Ranks) -> None:
     assert steps < 60
     assert fresh
     assert two.run(_train, 3, 0.0, 5)[0][:2] == (5, False)  # 2 rows on one rank, 1 on the other
+
+
+def _train_on(first: float, second: float) -> tuple[list[int], list[float], list[torch.Tensor]]:
+    """(steps taken by calls, what the calls say, weights of a training that went on and of one at once)."""
+    rows, taken = torch.arange(32)[None].repeat(8, 1), []
+    hook = register_optimizer_step_post_hook(lambda *_: taken.append(1))
+    calls, said, models = [], [], []
+    for target in (first, second, second):
+        before = len(taken)
+        run = gradient_noise.train_to_loss(SIZE, rows, rows[:2], 4, target)
+        said.append(float(run.steps))
+        calls.append(len(taken) - before)
+        models.append(run.model)
+    before = len(taken)
+    said.append(gradient_noise.steps_to_loss(SIZE, rows, rows[:2], 4, second, 1))
+    calls.append(len(taken) - before)
+    other = gradient_noise.train_to_loss(SIZE, rows.flip(0) + 1, rows[:2] + 1, 4, first)  # other rows: afresh
+    at_once = gradient_noise.train_to_loss(SIZE, rows, rows[:2], 4, second)
+    hook.remove()
+    said += [float(other.steps), float(at_once.steps)]
+    return calls, said, [m.transformer.wte.weight.detach() for m in (models[-1], at_once.model)]
+
+
+def test_a_training_goes_on_where_one_to_a_higher_loss_stopped(two: hpnb.Ranks) -> None:
+    for calls, said, weights in two.run(_train_on, 4.0, 3.0):
+        early, late, again, counted, other, at_once = said
+        assert early < late == again == counted == at_once
+        assert calls == [early, late - early, 0, 0]
+        assert other > 0
+        assert torch.equal(*weights)
 
 
 # --- figures ---------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 import hpnb
 from hpnb.lesson.programs.device_timing import all_ranks
@@ -19,7 +20,7 @@ from hpnb.models import GPT2Size
 from hpnb.theory import steps_at
 
 RATE, ROWS = 1.4e-3, 8  # the learning rate at so many rows
-TEST_EVERY = 5  # steps
+TEST_EVERY, MAX_STEPS = 5, 400  # steps
 
 
 class TrainedModel(NamedTuple):
@@ -39,6 +40,68 @@ def token_rows(size: GPT2Size, split: str) -> torch.Tensor:
     return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
 
 
+class _Training:
+    """A training on this rank that can go on later, to a lower loss."""
+
+    def __init__(self, size: GPT2Size, rows: torch.Tensor, test: torch.Tensor, batch: int, seed: int) -> None:
+        self.size, self.rows, self.test, self.batch = size, rows, test, batch
+        self.axis, self.device = all_ranks("dp"), hpnb.device()
+        self.model = seeded_gpt2(size)
+        self.replica = hpnb.DataParallel(self.model, self.axis, average=False)  # shares may be unequal
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=RATE * (batch / ROWS) ** 0.5,
+            betas=(0.9, 0.95),
+            fused=True if self.device.type == "cpu" else None,  # a CPU would launch for each weight
+        )
+        self.generator, self.test_ids = torch.Generator().manual_seed(seed), test.to(self.device)
+        self.steps = 0
+        self.test_losses: dict[int, float] = {}  # {steps: loss}
+
+    def reached(self, target: float) -> bool:
+        """Whether the test loss is below `target` after the last step."""
+        return self.test_losses.get(self.steps, float("inf")) < target
+
+    def can_go_on(self, rows: torch.Tensor, test: torch.Tensor, target: float, max_steps: int) -> bool:
+        """Whether a training on `rows` to `target` passes through this model."""
+        passed = any(loss < target for step, loss in self.test_losses.items() if step < self.steps)
+        same = torch.equal(self.rows, rows) and torch.equal(self.test, test)
+        return same and not passed and self.steps <= max_steps
+
+    def train(self, target: float, max_steps: int) -> None:
+        while self.steps < max_steps and not self.reached(target):
+            chosen = torch.randint(len(self.rows), (self.batch,), generator=self.generator)  # on all ranks
+            ids = self.rows[chosen[self.axis.rank :: self.axis.size]].to(self.device)
+            self.optimizer.zero_grad()
+            (self.replica(input_ids=ids, labels=ids).loss * len(ids) / self.batch).backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.steps += 1
+            if self.steps % TEST_EVERY == 0:
+                with torch.no_grad():
+                    loss = self.model(input_ids=self.test_ids, labels=self.test_ids).loss
+                self.test_losses[self.steps] = loss.item()
+
+
+# The page trains to a loss of 6, to 5 with the same rows in the same order, and counts the steps of that run.
+_trainings: dict[tuple[GPT2Size, int, int], _Training] = {}
+
+
+def _train(
+    size: GPT2Size, rows: torch.Tensor, test: torch.Tensor, batch: int, target: float, seed: int, limit: int
+) -> _Training:
+    """A training to `target`, or of `limit` steps: it goes on from an earlier one if that was on its way."""
+    earlier = _trainings.pop((size, batch, seed), None)  # gone, should this one be interrupted
+    steps = earlier.steps if earlier and earlier.can_go_on(rows, test, target, limit) else 0
+    ends = torch.tensor([steps, -steps], device=hpnb.device())
+    dist.all_reduce(ends, dist.ReduceOp.MIN)  # an interrupt may have stopped ranks at different steps
+    if earlier is None or steps == 0 or ends[0] != -ends[1]:
+        earlier = _Training(size, rows, test, batch, seed)
+    earlier.train(target, limit)
+    _trainings[size, batch, seed] = earlier
+    return earlier
+
+
 def train_to_loss(
     size: GPT2Size,
     rows: torch.Tensor,
@@ -46,44 +109,23 @@ def train_to_loss(
     batch: int,
     target: float,
     seed: int = 1,
-    max_steps: int = 400,
+    max_steps: int = MAX_STEPS,
 ) -> TrainedModel:
     """Train until the loss of `test` (n, s) is below `target`. Every rank calls it, with equal arguments.
 
     A batch has rows over all ranks; each rank takes its share. `seed` is of the order of rows.
     """
-    axis, device = all_ranks("dp"), hpnb.device()
-    model = seeded_gpt2(size)
-    replica = hpnb.DataParallel(model, axis, average=False)  # shares of a batch may be unequal
-    rate = RATE * (batch / ROWS) ** 0.5
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95))
-    generator, test_ids = torch.Generator().manual_seed(seed), test.to(device)
-    for step in range(1, max_steps + 1):
-        chosen = torch.randint(len(rows), (batch,), generator=generator)  # the same on all ranks
-        ids = rows[chosen[axis.rank :: axis.size]].to(device)
-        optimizer.zero_grad()
-        (replica(input_ids=ids, labels=ids).loss * len(ids) / batch).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if step % TEST_EVERY == 0:
-            with torch.no_grad():
-                if model(input_ids=test_ids, labels=test_ids).loss.item() < target:
-                    return TrainedModel(_copy(model, size), step, True)
-    return TrainedModel(_copy(model, size), max_steps, False)
-
-
-def _copy(model: Any, size: GPT2Size) -> Any:
-    """The weights in a model without a reducer, so that its gradients stay on the rank."""
-    copy = seeded_gpt2(size)
-    copy.load_state_dict(model.state_dict())
-    return copy
+    run = _train(size, rows, test, batch, target, seed, max_steps)
+    copy = seeded_gpt2(size)  # without a reducer, so that its gradients stay on the rank
+    copy.load_state_dict(run.model.state_dict())
+    return TrainedModel(copy, run.steps, run.reached(target))
 
 
 def steps_to_loss(
     size: GPT2Size, rows: torch.Tensor, test: torch.Tensor, batch: int, target: float, repeats: int = 2
 ) -> float:
     """The mean steps of runs that draw their rows in different orders. Every rank calls it."""
-    runs = [train_to_loss(size, rows, test, batch, target, seed) for seed in range(1, repeats + 1)]
+    runs = [_train(size, rows, test, batch, target, seed, MAX_STEPS) for seed in range(1, repeats + 1)]
     return sum(run.steps for run in runs) / repeats
 
 

@@ -41,8 +41,8 @@
 #
 # <details><summary>How to read the banner below</summary>
 #
-# *sizes* ends with an estimate, made before anything ran: the peak of the fullest layout, plus the full model that each rank
-# builds before it keeps its shard. After "of" stands what a rank may use, its part of its GPU's free memory. *backend* says how
+# *sizes* ends with two numbers. The first is predicted: the peak of the fullest layout, plus the full model that each rank builds
+# before it keeps its shard. The second is what a rank may use, its part of its GPU's free memory. *backend* says how
 # ranks exchange bytes. With CUDA IPC, ranks on shared GPUs open each other's buffers in GPU memory. *data* is for the classifier;
 # MRPC is a public data set of sentence pairs, labelled as paraphrases or not.
 # </details>
@@ -977,7 +977,7 @@ lesson.claim("Predictions hold more often than rules of thumb",
 # | 05 ZeRO | How far does dp alone go? | 16 bytes a parameter, over d | <data value="05.largest">150 blocks</data> instead of <data value="05.depth.zero-0.measured">23 blocks</data> | the model fits |
 # | 06 cuts | Where do you cut unequal layers? | Σ t + (m-1) max t | the cut by time is <data value="06.faster.gain:.2f">1.21</data> times as fast as the uniform cut, comparing medians; <data value="06.faster.sure">their repeats overlap, so this run doesn't decide which is faster</data> | one layer is a stage by itself |
 # | 07 heads | What refuses to divide? | three sums a token instead of logits for the whole vocabulary | <data value="07.loss.reduced">18 B</data> a token instead of <data value="07.loss.gathered">151 kB</data> | more ranks than heads |
-# | 08 layouts | Which one, beforehand? | five parts, and tp's calls | <data value="08.pairs.right">43</data> of <data value="08.pairs.all">66</data> pairs in order, with calls, fitted in the race, <data value="08.pairs.with-calls">57</data> | a short run |
+# | 08 layouts | Which one, beforehand? | five parts, and tp's calls | <data value="08.pairs.right">43</data> of <data value="08.pairs.all">66</data> pairs in order; with calls, fitted in the race, <data value="08.pairs.with-calls">57</data> | a short run |
 # | 09 planning | A thousand GPUs from one host? | datasheets, one fitted rate | worst of ten runs <data value="09.worst">9.87 %</data> off | another era of kernels |
 #
 # **When not to use this.** For a short run, any layout that fits will do. If samples differ in length or others

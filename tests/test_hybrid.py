@@ -220,8 +220,8 @@ def with_fault(case: Case, fault: str) -> Found:
     weigh, step, update = global_loss.Weigher.__call__, Pipeline.step, boosted_optimizer.BoostedOptimizer.step
     calls = itertools.count()
 
-    def ones(self: Any, found: Any, count: torch.Tensor) -> Any:
-        return weigh(self, found, torch.ones_like(count))
+    def ones(self: Any, outputs: Any, count: torch.Tensor, share: Any) -> Any:
+        return weigh(self, outputs, torch.ones_like(count), share)
 
     def swapped(self: Any, given: Any, **how: Any) -> Any:
         labels = given["labels"].clone()
@@ -235,7 +235,7 @@ def with_fault(case: Case, fault: str) -> Found:
             self.record(hpnb.precision.OptimizerStepResult(False, None, 1.0))
 
     broken: Any = {
-        "nobody weighs": (global_loss.Weigher, "__call__", lambda self, found, count: found),
+        "nobody weighs": (global_loss.Weigher, "__call__", lambda self, outputs, *_: outputs),
         "counts are ignored": (global_loss.Weigher, "__call__", ones),
         "samples are swapped": (Pipeline, "step", swapped),
         "a rank does not step": (boosted_optimizer.BoostedOptimizer, "step", once_less),

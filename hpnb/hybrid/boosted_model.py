@@ -28,7 +28,7 @@ from hpnb.context_parallel import ContextParallel
 from hpnb.data.batch_agreement import check_same_batch
 from hpnb.data_parallel import DataParallel
 from hpnb.expert_parallel import ExpertParallel, SelectionBias
-from hpnb.hybrid.global_loss import Weigher, with_lazy_loss
+from hpnb.hybrid.global_loss import Weigher, loss_weighted, with_lazy_loss
 from hpnb.hybrid.model_loss import ModelLoss, inputs_of_forward, loss_of_outputs
 from hpnb.hybrid.packed_texts import CacheSwitch, PackingWarning
 from hpnb.hybrid.plugins import HybridParallelPlugin
@@ -177,7 +177,7 @@ class Boosted(nn.Module):
             raise RuntimeError(REDUCED_ALREADY)
         self._check_filled()
         self._compare_first_batch((args, kwargs))
-        args, kwargs = self._prepare_batch(args), self._prepare_batch(kwargs)
+        (args, kwargs), share = self.weigher.enter((self._prepare_batch(args), self._prepare_batch(kwargs)))
         kwargs = {**kwargs, **self._cache.arguments(kwargs, self.training, len(args))}
         self._broadcast_buffers()
         takes_labels = self._model_loss is not None and kwargs.get("return_dict", True)
@@ -190,7 +190,7 @@ class Boosted(nn.Module):
                 outputs = runs(*args, **{name: v for name, v in kwargs.items() if name != "labels"})
                 outputs = type(outputs)(loss=self._model_loss(outputs, labels), **dict(outputs.items()))
         named = any(name in kwargs for name in TARGET_NAMES) or not args
-        return self.weigher(outputs, self._count_targets(kwargs if named else args))
+        return self.weigher(outputs, self._count_targets(kwargs if named else args), share)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -253,7 +253,7 @@ class Boosted(nn.Module):
             pipe.per_target, self._resumed_per_target = self._resumed_per_target, None
         if trains:
             self._broadcast_buffers()
-        with self.plugin.policy.autocast(self._device), self._hooks_off():
+        with self.plugin.policy.autocast(self._device), self._hooks_off(), loss_weighted():
             self.last_step = pipe.step(
                 batch,
                 forward_only=not trains,

@@ -41,6 +41,7 @@ from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.boosted_optimizer import boosted_optimizer
 from hpnb.hybrid.booster_files import BoosterFiles, boosted_model
 from hpnb.hybrid.checkpoint.agreement import gather_objects
+from hpnb.hybrid.global_loss import loss_weighted
 from hpnb.hybrid.parallelize_model import Model, parallelize_model
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.presets import TorchDDPPlugin
@@ -225,7 +226,7 @@ class Booster(BoosterFiles):
         Args:
             loss: a scalar that is made of the boosted model's outputs: `outputs.loss`, a mean over this
                 rank's targets, and whatever is linear in these, such as the mean over several accumulated
-                batches. A term made of parameters alone is added once per data-parallel rank.
+                batches. A term made of parameters alone counts once.
                 Or (sum over this rank's targets, count).
                 A scalar is weighted by the targets that the model's forward received as "labels", "label",
                 "targets" or "target". If forward received none of these, it counts samples. So if the number
@@ -252,13 +253,16 @@ class Booster(BoosterFiles):
                 except ValueError as error:
                     note_raised(error)
                     raise
-            (_wide(loss) * scale).backward()
+            share = boosted.model.weigher.share_of_last_forward()
+            factor = scale if share is None else (share * scale).to(_wide(loss).dtype)
+            with loss_weighted(share):
+                (_wide(loss) * factor).backward()
             boosted.end_backward()
             return
         total, count = loss
         count_of_all = torch.as_tensor(count, dtype=torch.float64).to(total.device)
         count_of_all = comm.all_reduce(count_of_all.detach(), self.plugin.mesh.dp_cp)
-        with boosted.model.weigher.of_a_sum():
+        with loss_weighted():
             count_of_all = torch.where(count_of_all != 0, count_of_all, 1.0)  # nothing is counted: 0, not nan
             _wide(total).backward((scale / count_of_all).to(_wide(total).dtype))
         boosted.end_backward()

@@ -4,13 +4,17 @@
          = sum_r (n_r / N) mean_r     mean_r: what a criterion gives, total_r / n_r
 
 Gradients are summed over the ranks, so each rank has to contribute d/dw (n_r / N) mean_r. But the user
-computes mean_r from the outputs, and may divide it by a number of accumulated batches or add other terms. So
-the factor goes where all of that comes from: each tensor of the outputs passes through an identity
+computes mean_r from the outputs of one or several forwards, each with its n_r / N, and may divide it by a
+number of accumulated batches or add other terms. So `booster.backward` multiplies the loss by the share
+n_r / N of the last forward, and each tensor of the outputs passes through an identity
 
-    forward   y = x          backward   dx = (n_r / N) dy
+    forward   y = x          backward   dx = share / (that of the loss) dy
 
-and any linear combination of means over this rank's targets has the exact gradient. `outputs.loss` has the
-same backward, and the value over all ranks. The n_r are summed on the GPUs, so no CPU waits.
+and any linear combination of means over this rank's targets has the exact gradient. Tensors that need a
+gradient pass through the inverse identity when they enter the model, because another boosted model that made
+them has the factor at its own outputs: a generator before a discriminator. If all shares are equal, as usual,
+these factors are 1, so second derivatives are exact too: a gradient penalty. `outputs.loss` has the same
+backward, and the value over all ranks. The n_r are summed on the GPUs, so no CPU waits.
 """
 
 from __future__ import annotations
@@ -18,18 +22,52 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers.utils import ModelOutput
 
 from hpnb import comm
 from hpnb.mesh import Axis
 from hpnb.tensor_parallel.lazy_logits import LazyLogits
+
+
+class _Backward:
+    """What the loss of the backward that runs has been multiplied by; a class, since autograd has threads.
+
+    Attributes:
+        share: None if the loss has its factor, or if nobody has multiplied it (`is_weighted`).
+    """
+
+    is_weighted = False
+    share: torch.Tensor | None = None
+
+
+@contextmanager
+def loss_weighted(share: torch.Tensor | None = None) -> Iterator[None]:
+    """Around a backward whose loss has been multiplied by `share`, or starts from total_r / N already."""
+    before = _Backward.is_weighted, _Backward.share
+    _Backward.is_weighted, _Backward.share = True, share
+    try:
+        yield
+    finally:
+        _Backward.is_weighted, _Backward.share = before
+
+
+@dataclass(eq=False)
+class _Share:
+    """n_r / N of a forward, (), float64, which is known after it."""
+
+    value: torch.Tensor | None = None
+
+    def factor(self) -> torch.Tensor | None:
+        """What outputs have still to multiply their gradients by; None is 1."""
+        if not _Backward.is_weighted:
+            return self.value
+        return None if _Backward.share is None or self.value is None else self.value / _Backward.share
 
 
 class Weigher:
@@ -38,16 +76,23 @@ class Weigher:
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self._counts: list[torch.Tensor] | None = []  # of forwards with gradients before `take_counts`
-        self._of_a_sum = False  # whether the backward that runs starts from a sum
+        self._last: torch.Tensor | None = None
 
-    @contextmanager
-    def of_a_sum(self) -> Iterator[None]:
-        """A backward inside starts from total_r / N, so there is no mean to weigh."""
-        self._of_a_sum = True
-        try:
-            yield
-        finally:
-            self._of_a_sum = False
+    def share_of_last_forward(self) -> torch.Tensor | None:
+        """(), float64, by which to multiply a loss: above 0 also where this rank had no targets, because
+        other forwards may have had some. None without forwards, and without other ranks."""
+        if self._last is None:
+            return None
+        return torch.where(self._last > 0, self._last, 1 / self.axis.size)
+
+    def enter(self, inputs: Any) -> tuple[Any, _Share]:
+        """`inputs` of a forward, and what `__call__` needs after it."""
+        share = _Share()
+        trained = torch.is_grad_enabled() and any(map(_is_trained, tree_leaves(inputs)))
+        if self.axis.size == 1 or not trained:
+            return inputs, share
+        divide = lambda x: _ScaleGradient.apply(x, None, share, True) if _is_trained(x) else x  # noqa: E731
+        return tree_map(divide, inputs), share
 
     def take_counts(self) -> list[int]:
         """The targets that each forward before this call has counted on this rank, by which its outputs are
@@ -55,9 +100,9 @@ class Weigher:
         counts, self._counts = self._counts or [], None
         return [int(count) for count in counts]
 
-    def __call__(self, outputs: Any, count: torch.Tensor) -> Any:
+    def __call__(self, outputs: Any, count: torch.Tensor, share: _Share) -> Any:
         """`outputs`, the same object or a new one, with the factor in place; `count`, () in float64, is of
-        this rank's targets."""
+        this rank's targets, and `share` what `enter` returned."""
         loss = getattr(outputs, "loss", None)
         if self.axis.size == 1 or (loss is None and not torch.is_grad_enabled()):
             return outputs
@@ -67,11 +112,12 @@ class Weigher:
         if loss is not None:  # the mean over no targets may be nan, and must not count
             total = torch.where(count > 0, loss.detach().double() * count, 0.0)
         sums = comm.all_reduce(torch.stack([count, total]), self.axis)
-        share = count / sums[0].clamp(min=1)
+        share.value = count / sums[0].clamp(min=1)
+        if torch.is_grad_enabled():
+            self._last = share.value
 
         def weigh(x: Any) -> Any:
-            trained = isinstance(x, torch.Tensor) and x.requires_grad
-            return _ScaleGradient.apply(x, None, share, self) if trained else x
+            return _ScaleGradient.apply(x, None, share, False) if _is_trained(x) else x
 
         if not isinstance(outputs, ModelOutput):
             return _map_tensors(outputs, weigh)
@@ -79,12 +125,16 @@ class Weigher:
             if name == "loss":
                 assert loss is not None
                 value = (sums[1] / sums[0].clamp(min=1)).to(loss.dtype)
-                outputs[name] = _ScaleGradient.apply(loss, value, share, self)
+                outputs[name] = _ScaleGradient.apply(loss, value, share, False)
             elif name == "logits" and isinstance(outputs, LazyLogits) and outputs.is_lazy:  # sharded along tp
                 outputs.local_logits = weigh(outputs.local_logits)
             else:
                 outputs[name] = _in_containers(outputs[name], weigh)
         return outputs
+
+
+def _is_trained(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad
 
 
 def _map_tensors(outputs: Any, change: Callable[[Any], Any]) -> Any:
@@ -124,18 +174,19 @@ def _in_containers(outputs: Any, change: Callable[[Any], Any]) -> Any:
 class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, value: torch.Tensor | None, share: torch.Tensor, weigher: Weigher
+        ctx: Any, x: torch.Tensor, value: torch.Tensor | None, share: _Share, divides: bool
     ) -> torch.Tensor:
-        ctx.share, ctx.weigher = share, weigher
+        ctx.share, ctx.divides = share, divides
         return x.view_as(x) if value is None else value
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if ctx.weigher._of_a_sum:
-            return grads[0], None, None, None
+        (grad,), factor = grads, ctx.share.factor()
+        if factor is None:
+            return grad, None, None, None
+        scaled = grad / factor.to(grad.dtype) if ctx.divides else grad * factor.to(grad.dtype)
         # A rank without targets contributes nothing, even if its own mean is nan.
-        return torch.where(ctx.share > 0, grads[0] * ctx.share.to(grads[0].dtype), 0.0), None, None, None
+        return torch.where(factor > 0, scaled, 0.0), None, None, None
 
 
 # --- a loss that is computed when it is read ------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import hpnb
 from hpnb.data.batch_agreement import iterate_together
-from hpnb.hybrid.training import hooks
+from hpnb.hybrid.training import hooks, resuming
 from hpnb.hybrid.training.events import Hook
 from hpnb.hybrid.training.run_state import TrainingState
 
@@ -235,7 +235,7 @@ def test_a_position_is_taken_up_without_reading_what_was_before(pools: RankPools
     for (_, left), (reads, again) in zip(both, pools[2].run(resumed, counted, 2, state), strict=True):
         assert again == left
         assert len(reads) == sum(map(len, left)), "batches before the position were read again"
-    with pytest.raises(hpnb.RankError, match=r"2 replicas with 0 workers in shards .* here are 1 with 0"):
+    with pytest.raises(hpnb.RankError, match=r"2 replicas with 0 w, .* here are 1 with 0.*shards of"):
         pools[2].run(resumed, counted, 4, state, tp_size=2)
     with pytest.raises(hpnb.RankError, match=r"global_batch=4, this loader has 6; .*batch_size=2"):
         pools[2].run(resumed, counted, 3, state)
@@ -292,7 +292,12 @@ class StopAfter(Hook):
 
 
 def fit(
-    make_loader: Any, how: dict[str, Any], epochs: int = 2, path: Path | None = None, stop: int = -1
+    make_loader: Any,
+    how: dict[str, Any],
+    epochs: int = 2,
+    path: Path | None = None,
+    stop: int = -1,
+    **resume: bool,
 ) -> tuple[list[float], list[float], list[str]]:
     """(losses of the epochs, weights, warnings)."""
     plugin = hpnb.HybridParallelPlugin(precision="fp64", **how)
@@ -309,7 +314,7 @@ def fit(
         extra.append(hooks.CheckpointHook(path, every=3))
     trainer = hpnb.Trainer(booster, boosted, optimizer, criterion, hooks=extra, display_progress=False)
     if path is not None:
-        trainer.resume(path, missing_ok=True)
+        trainer.resume(path, missing_ok=True, **resume)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -358,11 +363,74 @@ def test_without_the_loader_a_checkpoint_loads_on_another_number_of_replicas(
         return weights, [i for batch in loader for i in batch["number"].tolist()]
 
     pools[2].run(resumed, {}, saves=True)
-    with pytest.raises(hpnb.RankError, match=r"leave the dataloader out of booster\.load: weights and optim"):
+    with pytest.raises(hpnb.RankError, match=r"are restored: leave the dataloader out of booster\.load"):
         pools[2].run(resumed, {"pp_size": 2})
     for weights, samples in pools[2].run(resumed, {"pp_size": 2}, with_loader=False):
         assert weights in ([[7.0] * 18], [])  # the other stage has the Tanh
         assert sorted(samples) == list(range(SAMPLES))
+
+
+def test_a_trainer_resumes_on_another_number_of_replicas_if_the_epoch_begins_anew(
+    pools: RankPools, tmp_path: Path
+) -> None:
+    """fit named booster.load alone, which a Trainer's caller doesn't call."""
+
+    def loader(plugin: Any) -> Any:
+        return plugin.prepare_dataloader(StreamByWorker(), 4 // plugin.dp_size)
+
+    def by_hand() -> list[float]:
+        """Losses of two epochs and of the evaluation after each, from the checkpoint on."""
+        plugin = hpnb.HybridParallelPlugin(precision="fp64")
+        booster, net = hpnb.Booster(plugin=plugin), Net()
+        model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+        booster.load(tmp_path, model, optimizer)
+
+        def mean(train: bool) -> float:
+            total = 0.0
+            for batch in loader(plugin):
+                loss = (model(batch["x"]).sum(1) - batch["x"].sum(1)).square().mean()
+                if train:
+                    optimizer.zero_grad()
+                    booster.backward(loss, optimizer)
+                    optimizer.step()
+                total += loss.item() * len(batch["x"])
+            return total / SAMPLES
+
+        return [mean(train) for train in (True, False, True, False)]
+
+    pools[4].run(fit, loader, {}, 2, tmp_path, 4)
+    assert [path.name for path in resuming.saved(tmp_path)] == ["step-00000003"]
+    (right,) = pools[1].run(by_hand)
+    with pytest.raises(hpnb.RankError, match=r"a Trainer call trainer\.resume\(folder, restore_data=False\)"):
+        pools[2].run(fit, loader, {}, 2, tmp_path)
+    for losses, *_ in pools[2].run(fit, loader, {}, 2, tmp_path, restore_data=False):
+        assert losses == pytest.approx(right, rel=1e-12)
+    assert resuming.step_of(resuming.saved(tmp_path)[-1]) == 3 + 2 * len(IN_ORDER)
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "why"),
+    [
+        ("by worker", 0, r"A StreamByWorker calls get_worker_info\(\) and shards itself"),
+        ("plain", 2, r"With workers the loader doesn't see whether a Stream shards itself"),
+        ("four shards", 2, "Replicas or workers read different shards of a stream of `datasets`"),
+    ],
+)
+def test_a_stream_that_may_be_in_another_order_is_refused_with_the_reason(
+    pools: RankPools, kind: str, workers: int, why: str
+) -> None:
+    def load(state: Any = None, **how: Any) -> Any:
+        plugin = hpnb.HybridParallelPlugin(precision="fp64", **how)
+        data, batch_size = MAKERS[kind](), 4 // plugin.dp_size
+        loader = plugin.prepare_dataloader(data, batch_size, num_workers=workers)
+        if state is not None:
+            return loader.load_state_dict(state)
+        next(iter(loader))
+        return loader.state_dict()
+
+    state, _ = pools[2].run(load)
+    with pytest.raises(hpnb.RankError, match=f"by 2 replicas with {workers} workers, and here are 1 .*{why}"):
+        pools[2].run(load, state, tp_size=2)
 
 
 class Items:

@@ -9,11 +9,15 @@ import shutil
 import urllib.parse
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 from readme_images import IMAGES, figure
 from scripts_here import run_script_here
+from torch.nn import functional as F
+from transformers import GPT2LMHeadModel
 
 from hpnb.bench import result_files
 
@@ -147,6 +151,33 @@ def test_schedules_and_tensor_modes_are_all_named() -> None:
         assert f"`{name}`" in LIBRARY
     for name in mode.NAMES:
         assert f'`"{name}"`' in LIBRARY
+
+
+def test_a_causal_loss_in_float64_differs_from_transformers_as_the_page_says() -> None:
+    """And so a reader's comparison does, which is not a fault of the layout."""
+    import hpnb
+
+    def losses() -> tuple[float, float, float]:
+        torch.manual_seed(0)
+        model: Any = GPT2LMHeadModel(hpnb.models.gpt2("laptop").config).double().eval()
+        tokens = torch.randint(model.config.vocab_size, (2, 16))
+        outputs = model(tokens, labels=tokens)
+        exact = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        booster = hpnb.Booster(plugin=hpnb.HybridParallelPlugin(precision="fp64"))
+        boosted, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return outputs.loss.item(), exact.item(), boosted(tokens, labels=tokens).loss.item()
+
+    ((plain, exact, boosted),) = hpnb.launch(losses, ranks=1, device="cpu")
+    assert boosted == pytest.approx(exact, rel=1e-12)
+    assert 1e-9 < abs(boosted - plain) < 1e-6
+    assert "`logits.float()`" in LIBRARY
+    assert "compare with the cross entropy of its `logits`" in LIBRARY
+
+
+def test_streams_that_do_not_resume_elsewhere_are_named() -> None:
+    exception = TRAIN[TRAIN.index("There is one exception") : TRAIN.index("Other programs read")]
+    for words in ("`datasets`", "`get_worker_info()`", "`num_workers`", "`booster.load`", "restore_data="):
+        assert words in exception
 
 
 # --- tables, pictures, links -----------------------------------------------------------------------------

@@ -373,6 +373,18 @@ def test_a_run_that_is_stopped_goes_on(
         four.run(train, changed(folder=tmp_path / "parts", checkpoint__resume=False))
 
 
+def test_a_run_that_was_killed_in_its_first_save_says_that_it_starts_again(
+    four: hpnb.Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Only step-00000002.part was there, and the run started at step 0 without a word."""
+    (tmp_path / "step-00000002.part" / "state").mkdir(parents=True)
+    said = f"{tmp_path / 'step-00000002.part'} is from a save that did not finish and is not used; starts at"
+    assert run(four, changed(folder=tmp_path, training__epochs=1)).step == 3
+    assert capfd.readouterr().out.count(f"{said} step 0") == 1
+    assert run(four, changed(folder=tmp_path, training__epochs=1)).resumed == 3
+    assert "did not finish" not in capfd.readouterr().out
+
+
 def test_a_run_that_is_not_continued_is_refused(
     four: hpnb.Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

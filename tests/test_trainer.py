@@ -762,6 +762,25 @@ def test_a_save_that_was_cut_short_is_passed_over(alone: hpnb.Ranks, tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000006"]
 
 
+def test_a_save_that_did_not_finish_is_named_where_nothing_else_is_there(
+    alone: hpnb.Ranks, tmp_path: Path
+) -> None:
+    def resumed(path: Path) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert not make().resume(path, missing_ok=True)
+        return [str(w.message) for w in caught if "did not finish" in str(w.message)]
+
+    assert alone.run(resumed, tmp_path) == [[]]
+    for name in ("step-00000002.part", "step-00000010.part", "last.part"):
+        (tmp_path / name / "state").mkdir(parents=True)
+    ((said,),) = alone.run(resumed, tmp_path)
+    assert said.startswith(f"{tmp_path / 'step-00000010.part'} is from a save that did not finish")
+    assert said.endswith("the run starts at step 0")
+    with pytest.raises(hpnb.RankError, match=r"has no checkpoint, .*; step-00000010\.part is from a save"):
+        alone.run(lambda path: make().resume(path), tmp_path)
+
+
 def _after(path: Path) -> Trainer:
     """A trainer that was resumed from step 4 of 6."""
     first = make(hooks.CheckpointHook(path, every=4), Stop(5))

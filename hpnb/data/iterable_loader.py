@@ -216,8 +216,8 @@ class IterableLoader(ResumableLoader):
         """Resume from a saved position: the next iteration returns the batches that were left of that epoch.
 
         Raises:
-            ValueError: the state is of another order or another global batch, or of replicas that read shards
-                of their own and were not as many.
+            ValueError: the state is of another order or another global batch, or of another number of
+                replicas or workers, with which the batches of the epoch were or may have been others.
         """
         order = {"seed": self.seed, "shuffle": int(self.shuffle), "global_batch": self.global_batch_size}
         replicas = self.replicas
@@ -225,10 +225,11 @@ class IterableLoader(ResumableLoader):
         same = (state["replicas"], state["workers"]) == (replicas, self.num_workers)
         if not same and state["batch"] and not (state["in_order"] and self._in_order()):
             raise ValueError(
-                f"the stream was read by {state['replicas']} replicas with {state['workers']} workers in "
-                f"shards of their own, and here are {replicas} with {self.num_workers}; resume with as many, "
-                "or leave the dataloader out of booster.load: weights and optimizer are loaded, and the "
-                "epoch begins anew"
+                f"the stream was read by {state['replicas']} replicas with {state['workers']} workers, and "
+                f"here are {replicas} with {self.num_workers}. {self._why_not_in_order(state)}, so the "
+                "batches that were trained on need not be the first ones here. Resume with as many, or let "
+                "the epoch begin anew while weights and optimizer are restored: leave the dataloader out of "
+                "booster.load, or with a Trainer call trainer.resume(folder, restore_data=False)"
             )
         self.epoch, self._next, self._resume = state["epoch"], state["batch"], dict(state)
 
@@ -239,6 +240,15 @@ class IterableLoader(ResumableLoader):
             return self.num_workers < 2 and (self.replicas == 1 or shards % self.replicas > 0)
         shards_itself = getattr(self._source, "shards_itself", None)
         return self.num_workers == 0 and shards_itself is not True
+
+    def _why_not_in_order(self, state: Mapping[str, Any]) -> str:
+        """Why batch k may be other samples on as many replicas and workers as `state` has, in words."""
+        kind = type(self.dataset).__name__
+        if _is_from_datasets(self.dataset):
+            return "Replicas or workers read different shards of a stream of `datasets`"
+        if state["in_order"] or state["workers"]:
+            return f"With workers the loader doesn't see whether a {kind} shards itself by get_worker_info()"
+        return f"A {kind} calls get_worker_info() and shards itself by it"
 
     def _keeper(self) -> str:
         """Who keeps the position within the stream."""

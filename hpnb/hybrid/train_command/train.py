@@ -73,6 +73,7 @@ def train(file: RunFile, flag: Path | None = None, more: Sequence[Hook] = ()) ->
 def _train(file: RunFile, folder: Path, flag: Path | None, more: Sequence[Hook]) -> RunResult:
     plugin, how, checkpoint = file.plugin(), file.training, file.checkpoint
     newest = _newest(folder) if checkpoint.resume else None
+    unfinished = resuming.unfinished(folder) if checkpoint.resume and newest is None else None
     state = {} if newest is None else resuming.read_state(newest)
     task = make_task(file)
     loader = task.loader(plugin, file.data, 0, how.seed)
@@ -114,6 +115,8 @@ def _train(file: RunFile, folder: Path, flag: Path | None, more: Sequence[Hook])
         say(f"goes on from {folder / f'step-{resumed:08}'}, after {resumed} of {total} steps{nothing_left}")
         for difference in changed:
             say(f"  changed: {difference}")
+    if unfinished is not None:
+        say(f"{folder / unfinished} is from a save that did not finish and is not used; starts at step 0")
     try:
         test = task.loader(plugin, file.data, 1)
         trainer.fit(loader, epochs, evaluate=test, evaluate_every=how.evaluate_every)

@@ -91,13 +91,18 @@ def ended_epoch(state: Mapping[str, Any]) -> bool:
     return bool(state["history"]) and state["history"][-1]["epoch"] == state["epoch"] + 1
 
 
-def load(trainer: TrainingState, folder: Path) -> None:
-    """Take weights, optimizer and learning rates; `take_up` takes the rest. Every rank calls it."""
+def load(trainer: TrainingState, folder: Path, restore_data: bool = True) -> None:
+    """Take weights, optimizer and learning rates; `take_up` takes the rest. Every rank calls it.
+
+    Without `restore_data` the epoch that was cut short begins anew, and so do its metrics.
+    """
     parts = trainer.model, trainer.optimizer, trainer.lr_scheduler
     state = trainer.booster.load(folder, *parts, averages=_averages(trainer))
     _load_hook_states(trainer, state.get("hooks", {}), folder)
     trainer.step, trainer.epoch, trainer.lr = state["step"], state["epoch"], state["lr"]
     trainer.history[:] = state["history"]
+    if not restore_data:
+        state = {**state, "done": 0}
     # Set by the load if the layout is the same; what is drawn until the fit begins does not matter.
     trainer.resumed = {**state, "random": random_state()}
 
@@ -114,7 +119,8 @@ def take_up(trainer: TrainingState) -> None:
         if state["loader"] is None or not hasattr(trainer.loader, "load_state_dict"):
             raise ValueError(
                 f"the run was saved after {state['done']} steps of epoch {trainer.epoch + 1}, and a "
-                f"{type(trainer.loader).__name__} cannot go on from there; use plugin.prepare_dataloader"
+                f"{type(trainer.loader).__name__} cannot go on from there; use plugin.prepare_dataloader, or "
+                "let the epoch begin anew: trainer.resume(folder, restore_data=False)"
             )
         trainer.loader.load_state_dict(state["loader"])
         trainer.done = state["done"]
@@ -145,6 +151,13 @@ def find(path: Path) -> Path | None:
         else:
             return folder
     return None
+
+
+def unfinished(path: Path) -> str | None:
+    """The name of the newest folder in `path` that a killed save has left incomplete, or None."""
+    called = re.compile(rf"step-\d+{re.escape(manifest.PART)}")
+    parts = [f for f in path.glob(f"*{manifest.PART}") if called.fullmatch(f.name) and f.is_dir()]
+    return max((f for f in parts if not manifest.is_complete(f)), key=step_of).name if parts else None
 
 
 def step_of(folder: Path) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from itertools import islice
@@ -275,22 +276,35 @@ class Trainer(TrainingState):
         sums = self.sums(metrics)
         return {metric.name: metric.value(sums[metric.name]) for metric in metrics}
 
-    def resume(self, path: str | Path, missing_ok: bool = False) -> bool:
+    def resume(self, path: str | Path, missing_ok: bool = False, *, restore_data: bool = True) -> bool:
         """Take up a run that a CheckpointHook has saved; `fit` then goes on, in the middle of an epoch too.
 
         Args:
             path: a checkpoint, or the folder of them, of which it takes the newest.
-            missing_ok: do nothing, and return False, if there is none.
+            missing_ok: do nothing, and return False, if there is none. Of an incomplete one, all ranks warn.
+            restore_data: go on after the batches that the epoch has had. With False, everything else is
+                restored, and the loader starts that epoch anew.
 
         Raises:
             FileNotFoundError: there is none.
         """
         checkpoint = resuming.find(Path(path))
-        if checkpoint is None and not missing_ok:
-            raise FileNotFoundError(f"{path} has no checkpoint, which is a folder step-... that is complete")
         if checkpoint is not None:
-            resuming.load(self, checkpoint)
-        return checkpoint is not None
+            resuming.load(self, checkpoint, restore_data)
+            return True
+        unfinished = resuming.unfinished(Path(path))
+        if not missing_ok:
+            left = "" if unfinished is None else f"; {unfinished} is from a save that did not finish"
+            raise FileNotFoundError(
+                f"{path} has no checkpoint, which is a folder step-... that is complete{left}"
+            )
+        if unfinished is not None:
+            warnings.warn(
+                f"{Path(path) / unfinished} is from a save that did not finish and is not used; the run "
+                f"starts at step {self.step}",
+                stacklevel=2,
+            )
+        return False
 
 
 def shows_bar(shows: bool, asked: bool | None) -> bool:

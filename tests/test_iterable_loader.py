@@ -235,7 +235,7 @@ def test_a_position_is_taken_up_without_reading_what_was_before(pools: RankPools
     for (_, left), (reads, again) in zip(both, pools[2].run(resumed, counted, 2, state), strict=True):
         assert again == left
         assert len(reads) == sum(map(len, left)), "batches before the position were read again"
-    with pytest.raises(hpnb.RankError, match=r"2 replicas with 0 w, .* here are 1 with 0.*shards of"):
+    with pytest.raises(hpnb.RankError, match=r"2 replicas with 0 w.* here are 1 with 0.*shards of"):
         pools[2].run(resumed, counted, 4, state, tp_size=2)
     with pytest.raises(hpnb.RankError, match=r"global_batch=4, this loader has 6; .*batch_size=2"):
         pools[2].run(resumed, counted, 3, state)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hpnb.data_parallel.reducer import Reducer
+from hpnb.data_parallel.reducer import Reducer, thawed_message
 from hpnb.data_parallel.replicas import broadcast, check_replicas
 from hpnb.data_parallel.split_reducer import SplitReducer, is_expert
 from hpnb.gradients import GradientSink, after_backward, hook_gradients, in_backward, reduced_by, set_reducer
@@ -60,9 +60,10 @@ class DataParallel(nn.Module):
             (`hpnb.expert_parallel`). An expert sees the tokens that all ranks of `mesh.ep` have sent to it,
             so its gradient is a sum over them already.
 
-    All ranks wrap the same model with the same options, freeze parameters before, and run several wrapped
-    models in one order. Register a hook that changes gradients before wrapping, or as `register_hook`. Save
-    or copy `.module`, not the wrapper.
+    All ranks wrap the same model with the same options, and run several wrapped models in one order.
+    Parameters that train later are trainable when the model is wrapped, and frozen afterwards. Register a
+    hook that changes gradients before wrapping, or as `register_hook`. Save or copy `.module`, not the
+    wrapper.
 
     A `ZeroOptimizer` on the same parameters, made before or after, becomes the `sink`. Gradients are reduced
     with the options of whichever was made first, and both need the same `average`.
@@ -233,10 +234,8 @@ class DataParallel(nn.Module):
     def _finish(self) -> None:
         self._in_backward = False
         if thawed := [name for name, p in self._frozen.items() if p.requires_grad]:
-            raise RuntimeError(
-                f"{len(thawed)} parameters, {thawed[0]} first, were frozen when the module was wrapped and "
-                "are trained now, and nobody reduces their gradients: detach() and wrap again"
-            )
+            self.sink.drop()
+            raise RuntimeError(thawed_message(thawed))
         self.sink.finish()
 
 

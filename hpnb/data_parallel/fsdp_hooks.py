@@ -34,7 +34,7 @@ from hpnb.data_parallel.flat_params import FlatParam, FSDPPolicy
 from hpnb.data_parallel.fsdp_prefetch import PrefetchOrder
 from hpnb.data_parallel.fsdp_reductions import Reductions, find_used
 from hpnb.data_parallel.fsdp_units import FSDPUnit, assign_parameters
-from hpnb.data_parallel.reducer import unused_message
+from hpnb.data_parallel.reducer import refuse_second_derivative, unused_message
 from hpnb.data_parallel.split_reducer import is_expert
 from hpnb.gradients import GradientSink, after_backward, in_backward, set_reducer
 from hpnb.mesh import Axis
@@ -251,6 +251,7 @@ class FSDPState(GradientSink):
     # --- backward ---------------------------------------------------------------------------
 
     def _before_backward(self, unit: FSDPUnit, ahead: list[FSDPUnit] | None, _: torch.Tensor) -> None:
+        refuse_second_derivative()
         if self._in_backward and unit.unsharded_registered:  # the gradient of another output has come before
             return
         self._in_backward = True  # perhaps it was already, after a backward that an exception ended
@@ -396,5 +397,4 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             for field in fields(leaf):
                 yield from tensors_in(getattr(leaf, field.name))
         elif isinstance(leaf, Mapping):
-            for item in leaf.values():
-                yield from tensors_in(item)
+            yield from tensors_in(list(leaf.values()))

@@ -52,6 +52,7 @@ class Reducer(GradientSink):
         self._gradient_as_bucket_view, self._copy_engines = gradient_as_bucket_view, copy_engines
         self.overlap_communication = overlap_communication
         self.names = {p: name for name, p in parameters.items() if p.requires_grad}
+        self._frozen = {p: name for name, p in parameters.items() if not p.requires_grad}
         self._number = {id(p): i for i, p in enumerate(self.names)}  # by id, because a tensor's hash is slow
         self._bucket_mb = bucket_mb
         self._background: dict[torch.device, Background] = {}
@@ -117,7 +118,8 @@ class Reducer(GradientSink):
         """Send what is left, wait for all, and put the sums where the gradients were.
 
         Raises:
-            RuntimeError: parameters without a gradient (unless `find_unused_parameters`), by name.
+            RuntimeError: parameters without a gradient (unless `find_unused_parameters`), by name; parameters
+                that were frozen when this was made and are trained now.
         """
         # What this backward did not use has the gradient of an earlier backward, or is frozen, or is unused.
         not_ready = [p for number, p in enumerate(self.names) if number not in self._ready]
@@ -125,6 +127,8 @@ class Reducer(GradientSink):
         unused_here = [p for p in not_ready if p.grad is None and p not in frozen]
         with separate_compute():
             try:
+                if thawed := [name for p, name in self._frozen.items() if p.requires_grad]:
+                    raise RuntimeError(thawed_message(thawed))
                 if unused_here and not self.find_unused_parameters:
                     raise RuntimeError(unused_message([self.names[p] for p in unused_here], len(self.names)))
                 for p in not_ready:
@@ -253,3 +257,23 @@ def unused_message(names: Sequence[str], count: int) -> str:
         "them (requires_grad_(False)), or pass find_unused_parameters=True; a checkpoint of the last layers "
         "needs use_reentrant=False"
     )
+
+
+def thawed_message(names: Sequence[str]) -> str:
+    """The error for parameters `names` that were frozen when gradients were hooked, and are trained now."""
+    return (
+        f"{len(names)} parameters, {names[0]} first, were frozen when the model was wrapped or boosted and "
+        "are trained now, and nobody reduces their gradients: wrap or boost it with these parameters "
+        "trainable, and freeze them afterwards. To go on with a run, detach() a DataParallel and wrap it "
+        "again; with a Booster save a checkpoint, make and boost the model anew, and load the checkpoint"
+    )
+
+
+def refuse_second_derivative() -> None:
+    """Raise in the hook of a sharded model's backward if autograd makes a graph of it (create_graph=True)."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "ZeRO 3 cannot compute a second derivative (create_graph=True, as of a gradient penalty): it "
+            "frees the weights after this backward, and the next one needs them; use zero_stage 0, 1 or 2, "
+            "which are DataParallel and ZeroOptimizer"
+        )

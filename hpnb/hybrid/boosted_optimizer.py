@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from hpnb import precision
 from hpnb.data_parallel import ZeroOptimizer
+from hpnb.data_parallel.reducer import thawed_message
 from hpnb.hybrid.same_groups import check_same_groups
 from hpnb.hybrid.torch_clipping import GradientVersions
 from hpnb.mesh import Axis
@@ -75,6 +76,10 @@ class BoostedOptimizer:
         self.numbering, self.parameters = numbering, parameters
         self.gradient_versions = GradientVersions(model.plugin)
         self._compares_groups = True  # before the first step
+        # ZeRO 3 has hooks for all parameters, and a rank without replicas reduces nothing.
+        stage, replicas = model.plugin.zero_stage, model.plugin.mesh.dp_cp.size
+        is_reduced = stage in (1, 2) or (stage == 0 and replicas > 1)
+        self._frozen = {p for p in parameters.values() if is_reduced and not p.requires_grad}
         self._optimizer_ref = ref(optimizer)  # which holds this object
         vars(optimizer).update({name: getattr(self, name) for name in _METHODS}, last_step=None)
         _boosted[optimizer] = ref(self)
@@ -85,12 +90,16 @@ class BoostedOptimizer:
 
         Raises:
             ValueError: at the first step, another learning rate or other option on another rank.
+            RuntimeError: parameters that were frozen in boost are trained now, which only ZeRO 3 can reduce.
         """
         if closure is not None:
             raise ValueError(
                 "step(closure) cannot evaluate a loss on several ranks: run forward and backward before, "
                 "then step() without a closure"
             )
+        if any(p.requires_grad for p in self._frozen):
+            named = self.model.named_parameters()
+            raise RuntimeError(thawed_message([n for n, p in named if p in self._frozen and p.requires_grad]))
         self.gradient_versions.check()
         if self._compares_groups:
             check_same_groups(self.inner)

@@ -126,7 +126,7 @@ class BoosterFiles:
         on_first_rank(write, files_group())
 
     def load_lr_scheduler(self, lr_scheduler: Any, path: str | Path) -> None:
-        """Take it.
+        """Take it. The file may also be one in which torch.save put the state_dict of a plain scheduler.
 
         Raises:
             FileNotFoundError, ValueError: there is no such file, or it belongs to something else.
@@ -140,6 +140,8 @@ class BoosterFiles:
                 saved = unpack(file.read_bytes())
             except Exception as error:  # torch.load raises about anything on bytes that it did not write
                 raise ValueError(f"{file} is not what save_lr_scheduler wrote, or was cut short") from error
+            if isinstance(saved, dict) and "kind" not in saved:
+                return _check_plain_state(saved, lr_scheduler, file)
             return check_kind(saved, lr_scheduler, "lr_scheduler", file)
 
         lr_scheduler.load_state_dict(attempt(read, files_group()))
@@ -261,6 +263,19 @@ def _load_pickled(path: Path) -> Any:
             f"{path} cannot be read: it was cut short, or holds other things than tensors, numbers, texts "
             "and containers of them"
         ) from error
+
+
+def _check_plain_state(saved: dict[str, Any], lr_scheduler: Any, file: Path) -> dict[str, Any]:
+    """The state_dict of a plain scheduler, if it has the entries of this one's. Those with an underscore may
+    differ, as between versions of PyTorch."""
+    expected = state_of(lr_scheduler, "lr_scheduler")["state"]
+    if differ := sorted(str(k) for k in saved.keys() ^ expected.keys() if not str(k).startswith("_")):
+        name = type(lr_scheduler).__name__
+        raise ValueError(
+            f"{file} has the plain state_dict of another lr_scheduler than this {name}: one of the two has "
+            f"{differ[0]!r}, and the other has not; use the class that was saved"
+        )
+    return saved
 
 
 def _check_averages(averages: Mapping[str, nn.Module] | None) -> dict[str, Boosted]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -49,11 +49,12 @@ def enable_recomputation(
         enable({"use_reentrant": False})
     elif what == "full":
         for block in (find_blocks(model) or [model]) if blocks is None else blocks:
-            # A partial, so that deepcopy follows it.
-            block.forward = partial(_run_recomputed, block, block.forward)
+            # A partial, so that deepcopy follows it. Its __wrapped__ says which inputs the block takes.
+            recomputed = partial(_run_recomputed, block, block.forward)
+            block.forward = update_wrapper(recomputed, block.forward, assigned=(), updated=())
 
 
-def _run_recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_recomputed(block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if not block.training or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)

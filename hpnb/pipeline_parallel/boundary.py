@@ -96,7 +96,8 @@ class StepBoundaries:
         if known is not None and known != boundary:
             raise ValueError(
                 f"stage {stage} gave {boundary} for a microbatch like one for which it gave {known}; "
-                "where parameters are frozen or thawed between steps, call .forget() on every rank"
+                "where parameters are frozen or thawed between steps, call .forget() of the Pipeline on "
+                "every rank; with a Booster save a checkpoint, make and boost the model anew, and load it"
             )
         return known is not None
 

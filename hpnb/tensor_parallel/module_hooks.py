@@ -8,14 +8,16 @@ modules in it, is a partial or a bound method.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from hpnb.models import Role
 from hpnb.models.model_anatomy import Part
+from hpnb.tensor_parallel.mode import ModelToShard
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -62,14 +64,20 @@ def _call(call: Callable[[], None], *_: Any) -> None:
     call()
 
 
-def explain_first_failure(block: Part, ranks: int, roles: str, sequence_parallel: bool) -> None:
-    """If the first forward of `block` fails, say that its attention may count the heads of all ranks, or its
-    roles name another kind, or other units than heads; with sequence parallelism, that it may use all tokens.
-
-    Args:
-        roles: what they are, in words.
-    """
-    why = _TOKENS if sequence_parallel else _HEADS
+def explain_first_failure(
+    block: Part, ranks: int, model: ModelToShard, sequence_parallel: bool, *, is_grid: bool
+) -> None:
+    """If the first forward of `block` fails, say what it may use that a rank has a part of: the heads of all
+    ranks, other units than its roles name, all tokens with sequence parallelism, the width on a grid."""
+    roles = {
+        name.removeprefix(block.name + "."): (role, model.shapes[name])
+        for name, role in model.roles.items()
+        if name.startswith(block.name + ".") and not role.bias
+    }
+    has_heads = any(r.cut_dim is not None and r.units < shape[r.cut_dim] for r, shape in roles.values())
+    of_heads = _HEADS if has_heads or not is_grid else ""  # in 1d a role without heads may be the mistake
+    why = _TOKENS if sequence_parallel else _WIDTH * is_grid + _COLUMNS + of_heads
+    described = "; ".join(_describe(name, role, shape) for name, (role, shape) in roles.items())
 
     def explain(module: nn.Module, args: Any, output: Any) -> None:
         error = sys.exception()
@@ -77,14 +85,27 @@ def explain_first_failure(block: Part, ranks: int, roles: str, sequence_parallel
             hook.remove()
         elif type(error) is RuntimeError:
             where = f"this is {block.name} on one of {ranks} tensor-parallel ranks"
-            error.args = (f"{error}; {where}. {why.format(ranks)}. Its roles are {roles}",)
+            error.args = (f"{error}; {where}. {why.format(ranks)}. Its roles are {described}",)
 
     hook = block.module.register_forward_hook(explain, always_call=True)
 
 
+def _describe(name: str, role: Role, shape: Sequence[int]) -> str:
+    """The role of a weight: q.weight column, 4 units of 16; or norm.weight norm."""
+    if role.cut_dim is None:
+        return f"{name} {role.kind}"
+    return f"{name} {role.kind}, {role.units} units of {shape[role.cut_dim] // role.units}"
+
+
+_WIDTH = (
+    "A grid splits hidden states along their width, between columns and rows too. A matrix along tokens, as "
+    "an MLP-Mixer has after a transpose, needs the full width: use mode='1d' for such a model. "
+)
+_COLUMNS = (
+    "A rank has some units of each column, whose outputs only a row takes; what else takes them needs all"
+)
 _HEADS = (
-    "A rank has some units of each column, whose outputs only a row takes; what else takes them needs all. "
-    "Units are heads for q and o, and key-value heads for k and v. An attention has only some heads then: "
+    ". Units are heads for q and o, and key-value heads for k and v. An attention has only some heads then: "
     "fold them by their width, .view(..., -1, head_size), or name the modules that count heads, "
     "hpnb.models.register(.., attentions=..)"
 )

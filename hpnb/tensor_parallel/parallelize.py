@@ -122,22 +122,10 @@ def parallelize(
         _check_first_forward(model, first_forward_check)
     if axis.size > 1 and not to_shard.attentions:
         for block in to_shard.anatomy.blocks:
-            explain_first_failure(block, axis.size, _roles_in(block, to_shard), sequence_parallel)
+            explain_first_failure(block, axis.size, to_shard, sequence_parallel, is_grid=mode != "1d")
     if not any(p.is_meta for p in model.parameters()):
         model.to(this_device())
     return model
-
-
-def _roles_in(block: Part, model: ModelToShard) -> str:
-    """The roles of the weights of `block`: q.weight column, 4 units of 16; norm.weight norm; ..."""
-    said = []
-    for name, role in model.roles.items():
-        if name.startswith(block.name + ".") and not role.bias:
-            units = ""
-            if role.cut_dim is not None:
-                units = f", {role.units} units of {model.shapes[name][role.cut_dim] // role.units}"
-            said.append(f"{name.removeprefix(block.name + '.')} {role.kind}{units}")
-    return "; ".join(said)
 
 
 def make_mode(

@@ -31,6 +31,7 @@ from hpnb.hybrid.checkpoint.weight_files import WeightFiles
 from hpnb.placement import Placement, placement_of
 
 _HINT = "load it into a model with its config"
+_PREFIXES = {"module.": "a DistributedDataParallel", "_orig_mod.": "torch.compile"}
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,22 @@ def _match_names(
             files.replace(_read_by_transformers(model, path))
             return {name: name for name in files.names()}
     if unexpected := sorted(present - known):
-        raise ValueError(f"{path} has weights that the model has not: {_shorten(unexpected)}; {_HINT}")
+        hint = _prefix_hint(unexpected, known) or _HINT
+        raise ValueError(f"{path} has weights that the model has not: {_shorten(unexpected)}; {hint}")
     return {name: name for name in present}
+
+
+def _prefix_hint(unexpected: list[str], known: set[str]) -> str:
+    """What to do if the names in a file are the model's after a prefix, as a wrapper around it puts it."""
+    parts = unexpected[0].split(".")
+    for prefix in (".".join(parts[:n]) + "." for n in range(1, len(parts))):
+        if all(name.removeprefix(prefix) in known for name in unexpected):
+            wrapper = _PREFIXES.get(prefix, "a wrapper")
+            return (
+                f"{prefix!r} in front of the model's names is the prefix of {wrapper}: load a file of {{name"
+                f".removeprefix({prefix!r}): tensor for name, tensor in state.items()}}"
+            )
+    return ""
 
 
 def _read_by_transformers(model: Boosted, path: Path) -> dict[str, torch.Tensor]:

@@ -109,8 +109,17 @@ class WeightFiles:
                 f"{file} cannot be read ({_first_line(error)}); it must be a state dict by torch.save"
             ) from error
         if not isinstance(state, Mapping) or not all(isinstance(v, torch.Tensor) for v in state.values()):
-            raise ValueError(f"{file} holds a {type(state).__name__}, and not {{name: tensor}}")
+            kind = type(state).__name__
+            raise ValueError(f"{file} holds a {kind}, and not {{name: tensor}}{_hint(state)}")
         self._tensors.update(_select(dict(state), names, file))
+
+
+def _hint(state: Any) -> str:
+    """What to do if an entry of `state` has the weights, as in the checkpoint of a training loop."""
+    for key, value in state.items() if isinstance(state, Mapping) else ():
+        if isinstance(value, Mapping) and value and all(isinstance(v, torch.Tensor) for v in value.values()):
+            return f"; its entry {key!r} is one: torch.save(torch.load(file)[{key!r}], other) and load that"
+    return ""
 
 
 def _first_line(error: BaseException) -> str:

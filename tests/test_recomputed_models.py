@@ -67,4 +67,4 @@ def test_a_recomputed_forward_has_its_signature() -> None:
     copied = deepcopy(model)
     nn.init.zeros_(model.layer.weight)
     torch.testing.assert_close(copied(torch.eye(4), forward=2.0), 2 * copied.layer(torch.eye(4)))
-    assert inspect.unwrap(copied.forward).__self__ is copied  # type: ignore[attr-defined]
+    assert inspect.unwrap(copied.forward).__self__ is copied

@@ -287,8 +287,9 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 # as long as a GPU with 400 TFLOP/s computes on 29,000 tokens. On N ranks with ZeRO-1 or 2, transfer and update take 1/N of that if each rank has these rates for itself. Ranks of one node share them.
 # So shard first, and offload where there are too few ranks.
 #
-# ZeRO-3 sends more, so there we count four transfers of 2 bytes a parameter instead of two. For XL on four ranks they take 0.12 s, and the
-# update 0.11 s. The GPU's update falls away. <data value="05.offload">In this run, offloading added 785 ms to a step with ZeRO-3 and recomputation, predicted as 228 ms: the rates are assumed, and ranks share the CPU's cores and memory.</data>
+# With ZeRO-3, gradients go down once, and weights come up twice, for the forward and the backward: three transfers of 2 bytes a parameter.
+# This run's prediction counts four. For XL on four ranks, four take 0.12 s and three 0.09 s. The update takes 0.11 s, and the GPU's update falls away.
+# The steps are measured further down. <data value="05.offload">In this run, offloading added 785 ms to a step with ZeRO-3 and recomputation, predicted as 228 ms: the rates are assumed, and ranks share the CPU's cores and memory.</data>
 # Assumed rates and shared cores are only possible reasons for the difference. This page does not test them.
 # </details>
 #
@@ -316,8 +317,8 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 # | ZeRO-0 to 2: gradients outside their bucket | up to one bucket, with ZeRO-2 two; none in the last block, whose backward runs first |
 # | ZeRO-3: gathered weights | the embedding and about three blocks |
 #
-# Each step starts with `zero_grad()`, which drops gradients. So autograd makes new ones beside the flat buckets, and each stays until its
-# bucket is full. With ZeRO-2, another bucket is on its way.
+# Each step starts with `zero_grad()`, which sets every `.grad` to None. With ZeRO-0 and 1, the flat buckets stay allocated. So autograd makes
+# new gradients beside them, and each stays until its bucket is full. With ZeRO-2, another bucket is on its way.
 # </details>
 #
 # `theory.step_memory` predicts the largest of the four. On a GPU we add the *workspaces* of cuBLAS, the matmul
@@ -478,9 +479,9 @@ lesson.record("05.tokens", {"equal": floor / slope, "page": TOKENS, "ranks": N})
 words.record_shape(SIZE, DTYPE)
 
 # %% [markdown]
-# Launching takes equally long for any number of tokens: usually <data value="05.floor.launch">97.8 ms</data>, the lowest median of five rounds. Single rounds can be
-# faster. So the title holds for the flat points only. Around the crossing, at roughly <data value="05.tokens.equal:,.0f">2,655</data> tokens, points lie above
-# both lines: neither alone sets the time. Without messages, forward and backward of this page's <data value="05.tokens.page:,.0f">4,096</data> tokens
+# Launching takes equally long for any number of tokens. We take the lowest point, a median of five rounds: <data value="05.floor.launch">97.8 ms</data>. Single rounds can be
+# faster. The title holds for the flat points only. Far from the crossing, at roughly <data value="05.tokens.equal:,.0f">2,655</data> tokens, the upper line sets
+# the time. Around it, points lie above both. Without messages, forward and backward of this page's <data value="05.tokens.page:,.0f">4,096</data> tokens
 # take <data value="05.floor.step">151 ms</data>. The computing line counts all of that as computing, so it is an upper limit.
 #
 # To predict a step, take forward, backward and update of one rank that sends nothing: `alone`. Recomputation adds a forward. With
@@ -522,8 +523,8 @@ lesson.record("05.alone", {"forward": alone[0]}, "s")
 
 # %% [markdown]
 # ZeRO-3 instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">19.5 GB</data>, and its median step was <data value="05.changed.zero-3">1.25 ms longer</data>. Their ranges <data value="05.ranges">overlap: either may be faster</data>.
-# ZeRO-1's median step was <data value="05.changed.zero-1">25.3 ms longer</data> than ZeRO-0's. ZeRO-2's was <data value="05.changed.zero-2">48.0 ms longer</data>. For ZeRO-1 we predicted a step
-# <data value="05.changed.zero-1-predicted">10.9 ms shorter</data>.
+# ZeRO-1's median step was <data value="05.changed.zero-1">25.3 ms longer</data> than ZeRO-0's, but predicted as <data value="05.changed.zero-1-predicted">10.9 ms shorter</data>. ZeRO-2's was
+# <data value="05.changed.zero-2">48.0 ms longer</data>.
 #
 # Recomputation changed a step by <data value="05.recompute.least">84.9 ms</data> to <data value="05.recompute.most">165 ms</data>, depending on the ZeRO stage. We predicted one forward, <data value="05.alone.forward">64.4 ms</data>.
 #
@@ -536,8 +537,8 @@ lesson.record("05.alone", {"forward": alone[0]}, "s")
 # | update | <data value="05.update.zero-0">32.5 ms</data> | <data value="05.update.zero-1">6.16 ms</data> | <data value="05.update.zero-2">5.99 ms</data> | <data value="05.update.zero-3">8.66 ms</data> |
 # | communication after it | <data value="05.after.zero-0">0 s</data> | <data value="05.after.zero-1">27.8 ms</data> | <data value="05.after.zero-2">27.2 ms</data> | <data value="05.after.zero-3">0 s</data> |
 #
-# The gather after the update is predicted as <data value="05.after.predicted">7.11 ms</data> with ZeRO-1 and 2. Part of it may have been
-# counted as update. So compare the sum with the hollow bars.
+# For ZeRO-1 and 2 we predicted a gather of <data value="05.after.predicted">7.11 ms</data>. With recomputation, bars show almost none:
+# their long update may contain it. In all four bars, both together take over twice the prediction.
 #
 # <details><summary>What does the prediction leave out?</summary>
 #
@@ -723,7 +724,7 @@ verdict
 # %% [markdown]
 # ## The largest model
 #
-# We look for the deepest model that trains two steps within the full budget.
+# We look for the deepest model that trains two steps within the budget.
 
 # %%
 lesson.predict("05.largest", "How many blocks fit with ZeRO-3 and recomputation?",
@@ -742,8 +743,8 @@ lesson.claim("ZeRO-3 trains a deeper model", (depth[deep], ">", depth[shallow]))
 #
 # <details><summary>What limits the depth, here and with more ranks?</summary>
 #
-# With ZeRO-3 and recomputation, a block costs 16/N bytes a parameter. Before the update, its stored input adds w T h bytes. In the
-# update, the float32 copy of 16-bit gradients adds 4/N bytes a parameter instead. The fuller moment limits the depth: by prediction, here *<data value="05.fullest.zero-3">step</data>*.
+# With ZeRO-3 and recomputation in 16 bits, a block costs 14/N bytes a parameter at the turn, where there are no gradients, and
+# w T h bytes for its stored input. In the update it costs 16/N bytes a parameter, and 4/N for the float32 copy of gradients. The fullest moment limits the depth: by prediction, here *<data value="05.fullest.zero-3">step</data>*.
 #
 # With more ranks, what is divided by N vanishes. What remains is stored inputs, about three gathered blocks, the gathered embedding and the logits.
 # </details>
@@ -788,18 +789,19 @@ lesson.field_guide.add(  # the series' table of symptoms
 #
 # **Challenge.** The *explorer* below simulates steps of other GPTs, with GELU as one kernel: a block stores 16 times its input, not 28.
 # There tensors may fill all 80 GB of a GPU. Train 30 billion parameters or more in bf16, on at most 64 ranks with InfiniBand
-# NDR and at most 1,000,000 tokens a step. A step may take at most 1.25 times as long as its computing alone. Why can ZeRO-2
+# NDR and at most 1,000,000 tokens a step. A step may take at most 1.25 times its forward and backward without recomputation. Why can ZeRO-2
 # not do it?
 #
 # <details><summary>Answer</summary>
 #
 # With ZeRO-2 each rank keeps all 60 GB of weights. Their all-gather after each update takes 1.2 s at 50 GB/s. With 8
-# sequences a rank, the gather adds a third to the computing. More add less: on 64 ranks, 1,000,000 tokens
-# allow up to 15. But with 15 nothing fits, even if all blocks are recomputed.
+# sequences on each of 64 ranks, the gather adds a third to forward and backward. Without recomputation, a step
+# takes less than 1.25 times these from 11 sequences on. But from 11 on a rank needs more than 80 GB, even if all blocks are recomputed. On fewer ranks even
+# less fits.
 #
 # The slider for billions sets a goal: at 32, the nearest shape has 32.5 billion parameters.
-# With ZeRO-3 and half of the blocks recomputed, 32.5 billion parameters take 67 GB on each of 64 ranks. A step takes 1.19 times as
-# long as its computing alone.
+# With ZeRO-3 and half of the blocks recomputed, 32.5 billion parameters take 67 GB on each of 64 ranks. A step takes 1.19 times its
+# forward and backward.
 # </details>
 
 # %%
@@ -824,8 +826,8 @@ lesson.explorers.sharded_step()
 # $$ B_{noise} = \mathrm{tr}(\Sigma) / |G|^2. $$
 #
 # In theory, reaching a given loss takes $s_{min} (1 + B_{noise}/B)$ steps, where $s_{min}$ is the number of steps with an
-# unlimited batch. By this *law*, each doubling of the batch saves less than the one before. Far below the noise scale it
-# halves the steps, far above it saves almost nothing.
+# unlimited batch. By this *law*, each doubling saves less: it halves the steps far below the noise scale, and saves
+# almost nothing far above.
 #
 # Squared norms at two batch sizes give both unknowns: at a small one b, here 1, and a large one B, here 8 or 128. In data
 # parallelism, these are the norms before and after the all-reduce.
@@ -916,7 +918,7 @@ lesson.claim("The scale grows as the loss falls", larges[0] > first[-1])
 # **Takeaway.** The noise scale gives an order of magnitude, and grows during training. Before you buy GPUs, train to a
 # loss with two batch sizes.
 #
-# How many ranks can a batch keep busy? At most the critical batch divided by the token knee. GPT-3 used batches of 3.2 million tokens.
+# How many ranks can a batch keep busy? At most the critical batch in tokens, divided by the token knee. GPT-3 used batches of 3.2 million tokens.
 # At 400 TFLOP/s and 50 GB/s, ρ is 8,000 FLOPs a byte, so the knee is about 8,000 tokens. With GPT-3's batch as critical batch, at most 3.2 M / 8,000 = 400 ranks are useful.
 #
 # ### Exercise 4: a noise scale from two norms
@@ -960,7 +962,7 @@ lesson.check(exercises.noise_scale, scale_from_norms)
 # - ZeRO shards states, recomputation shrinks activations. Predict the fullest moment, then choose.
 # - By our prediction, overlapped communication costs no time. Take the ZeRO stage that fits with the least exposed communication
 #   plus update.
-# - How far? Here from <data value="05.depth.zero-0.measured">23 blocks</data> to <data value="05.depth.zero-3-+-recompute.measured">150 blocks</data> on <data value="05.tokens.ranks">4</data> ranks; by simulation 32.5 billion parameters fit on 64 GPUs of 80 GB. Then the
+# - How far? Here from <data value="05.depth.zero-0.measured">23 blocks</data> to <data value="05.depth.zero-3-+-recompute.measured">150 blocks</data> on <data value="05.tokens.ranks">4</data> ranks; by simulation 32.5 billion parameters take 84 % of 80 GB on 64 GPUs. Then the
 #   batch limits data parallelism, to about 400 ranks for GPT-3's.
 #
 # **When not to use this.** Use tensor parallelism when one block, or one sequence's

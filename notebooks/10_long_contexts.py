@@ -253,7 +253,7 @@ lesson.reveal("10.rank-0", 100 * seen, source="counted")
 # 3      rank 3        1 + 2 + 3       goes home to rank 0, which adds its own term
 # ```
 #
-# In all, a rank sends:
+# A rank sends:
 #
 # ```text
 # forward    k, v of s/p tokens          p - 1 messages
@@ -299,8 +299,8 @@ lesson.show(predicted=predicted, counted=counted, unit="B", key="10.ring",
 #
 # ### Exercise 2: the backward's bytes
 #
-# *Core. Calculate, 15 minutes.* Write `sent(job)`: the bytes that leave a rank in the backward. A job has p ranks, b
-# sequences of s tokens, `job.heads` and `job.kv_heads` heads of `job.d` values, and `job.w` bytes a value of q, k and v.
+# *Core. Calculate, 15 minutes.* Write `sent(job)`: the bytes that leave a rank in a ring's backward. A job has `job.p` ranks, `job.b`
+# sequences of `job.s` tokens, `job.heads` and `job.kv_heads` heads of `job.d` values, and `job.w` bytes a value of q, k and v.
 #
 # <details><summary>Hint</summary>
 #
@@ -499,7 +499,7 @@ lesson.claim("The formula counts every byte", counted == predicted)
 # single kv head for each of the 8 query heads and saves nothing, though one copy a rank would do.
 #
 # In a model, notebook 04's `HybridParallelPlugin` shards each sequence, gives tokens their positions, and sums gradients over
-# cp. We train a small GPT-2 for two steps: in both ways, and in one process.
+# cp. We train a small GPT-2 for two steps: both ways, and in one process.
 
 
 # %%
@@ -555,7 +555,7 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 #
 # ## Which wins when?
 #
-# Bytes don't decide alone. A ring sends while it computes. Ulysses sends before and after attention, never meanwhile. So we
+# Bytes don't decide alone. A ring sends while it computes. Ulysses sends before and after attention. So we
 # compare *exposed* time: what messages add to computing time. A step of a ring exposes its message only where that takes
 # longer than the step's computing.
 #
@@ -577,7 +577,7 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 # </details>
 #
 # In the figure below, lines are *predicted* from the machine card of notebook 00: latency, bandwidth and matmul rate. It
-# gives ρ = <data value="10.card.rho">2,215</data> FLOP a byte. Here values have w = 2 bytes, and H = G =
+# gives ρ = <data value="10.card.rho">2,215</data> FLOP a byte. Here w = 2 bytes, d = 64, and H = G =
 # <data value="10.card.heads">16</data>. So by bandwidth and FLOP/s alone, computing covers the forward from about
 # <data value="10.card.overlap">4,430</data> tokens a rank on. The axis counts the tokens of all
 # <data value="10.ranks">4</data> ranks, so the dotted line is at <data value="10.dotted">17,721</data>.
@@ -647,12 +647,12 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 
 # %% [markdown]
 # Nothing covers the ring's last message. Of the others' time, computing in the replay covers <data value="10.covered.first">100 %</data> at
-# <data value="10.lengths.first">1,024</data> tokens and <data value="10.covered.last">100 %</data> at <data value="10.lengths.last">65,536</data>, where the ring exposes its last message alone:
+# <data value="10.lengths.first">1,024</data> tokens and <data value="10.covered.last">100 %</data> at <data value="10.lengths.last">65,536</data>. There the last message takes
 # <data value="10.at-last.ring">1.19 ms</data>.
 #
 # At <data value="10.lengths.first">1,024</data> tokens, a forward step computes for <data value="10.parts.computing-of-a-forward-step.replayed">736 µs</data>, and its FLOPs
 # need <data value="10.parts.computing-of-a-forward-step.predicted">183 ns</data>. The rest is mainly the *start of calls*, the CPU's work before a
-# kernel or a message starts. It covers messages, too. In the replay a forward step covers its message <data value="10.covers">at every length</data>; by the
+# kernel or a message starts. A kernel's start covers messages, too. In the replay a forward step covers its message <data value="10.covers">at every length</data>; by the
 # dotted line, from <data value="10.dotted">17,721</data> tokens on.
 #
 # No computing covers Ulysses' all-to-alls. At <data value="10.lengths.first">1,024</data> tokens the eight take <data value="10.at-first.ulysses">2.05 ms</data>. Packed into four, they send the same
@@ -717,11 +717,11 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 #
 # <details><summary>A third way: one all-gather</summary>
 #
-# Llama 3 gathers k and v of all ranks at once, and so does PyTorch by default. That sends a ring's bytes in one call. Meanwhile a rank can
+# Llama 3 gathers k and v of all ranks at once, and so does PyTorch by default. That sends the bytes of a ring's forward in one call. Meanwhile a rank can
 # compute with its own block alone, and afterwards it holds k and v of all tokens. With few kv heads, k and v are small, so gathering and holding them costs little.
 # </details>
 #
-# The *explorer* draws the ring, unpacked Ulysses, and the computing of an H100. **Challenge:** on 8 ranks over InfiniBand NDR, with 32 heads, at least
+# The *explorer* draws the ring, unpacked Ulysses, and the computing of an H100 at d = 128. **Challenge:** on 8 ranks over InfiniBand NDR, with 32 heads, at least
 # 8 kv heads and at most 65,536 tokens, keep the exposed time of the better way below 5 % of the computing time.
 
 # %%
@@ -774,7 +774,7 @@ worst = max((abs(kept[row] / n - 1) for row, n in predicted.items() if n), defau
 lesson.claim("Activations shrink as 1/cp, within a tenth", (worst, "<", 0.1))
 
 # %% [markdown]
-# Kept activations shrink nearly in proportion, so p ranks can keep a sequence nearly p times as long. Weights,
+# Activations shrink nearly in proportion, so p ranks can keep a sequence nearly p times as long. Weights,
 # gradients and optimizer state shrink only with ZeRO or tensor parallelism.
 #
 # <details><summary>What the library's ring computes a block with</summary>
@@ -792,9 +792,9 @@ lesson.claim("Activations shrink as 1/cp, within a tenth", (worst, "<", 0.1))
 # GPT-2 looks up each token's position in a table, `wpe`. Without positions, the `transformers` library counts from 0, on
 # every rank.
 #
-# We train a GPT-2 twice on <data value="10.ranks">4</data> ranks. `shard_batch` returns a rank's tokens, positions and
+# We train a GPT-2 twice on <data value="10.ranks">4</data> ranks. `shard_batch` returns a rank's tokens, for a ring in a zigzag, positions and
 # shifted labels. In the second run we delete the positions. Masks stay right, because the ring knows where tokens stand. Then
-# one process loads each run's weights, its *checkpoint*, and we compare logits of rank 0's tokens.
+# one process loads each run's weights, its *checkpoint*, and we compare logits of rank 0's tokens, the first and last 8.
 
 
 # %%
@@ -889,7 +889,7 @@ lesson.field_guide.show("10")
 # - Zigzag gives all ranks equally many visible pairs in every step.
 #
 # **When not to use this.** If a sequence fits, data parallelism needs no messages inside a layer. A flash kernel or
-# recomputation may be all that you need.
+# recomputation may be enough.
 #
 # <details><summary>Where to look, and papers</summary>
 #

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hpnb
 from hpnb import lesson, theory
+from hpnb.data_parallel.flat_params import FlatParam
 from hpnb.lesson.exercises import gpt2_data_parallel as exercises
 from hpnb.lesson.exercises.checker import check
 from hpnb.lesson.figures import gpt2_data_parallel as figures
@@ -287,8 +290,47 @@ def test_shard_seconds() -> None:
     assert _seconds(0, recompute=10)["recomputation"] == pytest.approx(0.05)
     offload = _seconds(2, host_bandwidth=25e9, host_seconds=0.8)["offload"]
     assert offload == pytest.approx(2 * 1.1e9 / 8 / 25e9)
+    assert _seconds(3, host_bandwidth=25e9)["offload"] == pytest.approx(3 * 1.1e9 / 8 / 25e9)
     with pytest.raises(ValueError, match="stage=4"):
         _seconds(4)
+
+
+def _count_transfers() -> tuple[list[int], list[int]]:
+    """How often each FlatParam of an offloaded, recomputed model goes up and its gradients come down."""
+    up, down = Counter[FlatParam](), Counter[FlatParam]()
+    unshard, finish = FlatParam.unshard, FlatParam.finish_reduction
+
+    def count_up(flat: FlatParam) -> None:
+        up[flat] += not flat.is_unsharded
+        unshard(flat)
+
+    def count_down(flat: FlatParam, used: Sequence[bool] | None = None) -> None:
+        down[flat] += 1
+        finish(flat, used)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FlatParam, "unshard", count_up)
+        patch.setattr(FlatParam, "finish_reduction", count_down)
+        program = gpt2_zero.build_program(SIZE, 2, torch.float32, ZeroConfig(3, -1, offload=True), 0.25)
+        program.step()
+    return sorted(up.values()), sorted(down.values())
+
+
+def test_an_offloaded_step_moves_three_shards(two: hpnb.Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights go up for both gathers, gradients down once. Only the root is gathered once."""
+    up, down = two.run(_count_transfers)[0]
+    assert up == [1] + [2] * SIZE.layers
+    assert set(down) == {1}
+    card = SimpleNamespace(ranks=2, link=LINKS["InfiniBand NDR"], device="cuda")
+    monkeypatch.setattr(gpt2_zero_predictions, "CPU_MEMORY_RATE", float("inf"))  # transfers alone
+    exposed = [
+        gpt2_zero_predictions.predict_parts(
+            SIZE, torch.bfloat16, ZeroConfig(3, -1, offload=offload), cast(Any, card), (0.1, 0.2, 0.0), 25.0
+        )["exposed"]
+        for offload in (False, True)
+    ]
+    moved = 3 * 2 * SIZE.parameters() / 2  # bytes of a rank
+    assert exposed[1] - exposed[0] == pytest.approx(moved / gpt2_zero_predictions.CPU_LINK)
 
 
 # --- gathers ---------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ For P parameters of w bytes on N ranks, a backward of T_b and a forward of T_f =
                  exposed = first gather + (L-1) max(0, g - T_f/L)  +  g + (L-1) max(0, g + r - T_b/L) + r
     optimizer    1/N of its time from stage 1 on
     recompute    the recomputed forwards
-    offload      gradients down and weights up a slower link, and the step at the CPU's pace
+    offload      gradients down and weights up a slower link, in stage 3 up twice; the step at the CPU's pace
 
 g and r are the all-gather and the reduce-scatter of one block. In stage 3 the root is gathered first and
 reduced last. The model ignores that reductions slow down the computing beside them.
@@ -82,7 +82,7 @@ def zero_step_seconds(
         "optimizer": (optimizer if host_bandwidth is None else host_seconds) * share,
     }
     if host_bandwidth is not None:
-        times = 4 if stage == 3 else 2  # gradients down, weights up; a shard goes up for every gather
+        times = 3 if stage == 3 else 2  # gradients down, weights up; in stage 3 up for both gathers
         parts["offload"] = times * weights * share / host_bandwidth
     return parts
 

@@ -186,7 +186,8 @@ def launch_floor(
     scale, unit = time_unit(max(medians))
     x = np.geomspace(min(tokens), max(tokens), 80)
     total = "launching + computing"
-    lines = "lines: from the lowest and the last point" + ("" if adds else "; the upper one sets the time")
+    upper = "" if adds else "; far from the crossing, the upper one sets the time"
+    lines = f"lines: from the lowest and the last point{upper}"
     fit = Key(OpStyle(SOFT, "", lines), "words")
     ranges = Key(OpStyle(SOFT, "", "bars: fastest to slowest repeat"), "words")
     computes = medians[-1] > 2 * floor  # else the last point does not show how long computing takes

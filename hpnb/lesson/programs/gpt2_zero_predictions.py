@@ -114,7 +114,7 @@ def predict_parts(
     )
     parts = {"forward": forward, "backward": backward, "update": update * share, **exposed}
     if config.offload:
-        moved = dtype.itemsize * size.parameters() * share * (4 if config.stage == 3 else 2)
+        moved = dtype.itemsize * size.parameters() * share * (3 if config.stage == 3 else 2)
         parts["update"] = 28.0 * size.parameters() * share / CPU_MEMORY_RATE
         parts["exposed"] += moved / CPU_LINK
     return parts

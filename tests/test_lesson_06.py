@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from itertools import combinations
@@ -90,6 +91,45 @@ def test_layers_and_calls_are_timed_on_ranks() -> None:
     assert [len(repeats) for repeats in seconds.values()] == [3, 3]
     assert all(repeats == sorted(repeats) for repeats in seconds.values())
     assert seconds["long"][1] > seconds["short"][1]
+
+
+def measure_on_busy_cores(cores: int) -> list[int]:
+    hpnb.ranks.usable_cores = lambda: cores
+    layer_times.contended = lambda: True
+    measured: list[int] = []
+
+    def measure() -> int:
+        measured.append(hpnb.rank())
+        return hpnb.rank()
+
+    return [layer_times.on_busy_cores(measure), *measured]
+
+
+def test_no_more_ranks_measure_than_there_are_cores() -> None:
+    assert hpnb.launch(measure_on_busy_cores, 2, ranks=3, device="cpu") == [[0, 0], [0, 1], [0]]
+
+
+def peaks_on_a_cpu(run: gpt2_pipeline.PartitionedSchedule) -> tuple[float, float, int]:
+    (schedule, counts), batch = run, device_timing.random_tokens(SMALL, 6)
+    model = hpnb.models.gpt2(SMALL)
+    pipe = hpnb.Pipeline(model, device_timing.all_ranks("pp"), schedule, layer_times.token_loss, cut=counts)
+    pipe.step(batch, return_outputs=False, record=False)
+    with hpnb.record.memory(pipe.module) as recorder:
+        pipe.step(batch, return_outputs=False, record=False)
+    peak = max(now.activations + now.temporary for now in recorder.profile().samples)
+    drawn = device_timing.timing_gpt2(SMALL, torch.float32)
+    drawn.lm_head.weight.data.zero_()  # what comes next starts from drawn weights again
+    left = int(device_timing.timing_gpt2(SMALL, torch.float32).lm_head.weight.count_nonzero())
+    return gpt2_pipeline.peak_activations(SMALL, 6, torch.float32, run), peak, left
+
+
+def test_the_first_and_the_last_rank_measure_the_peak_on_a_cpu() -> None:
+    run = schedules.make("1f1b", 3, 3), (2, 2, 2)
+    first, between, last = hpnb.launch(peaks_on_a_cpu, run, ranks=3, device="cpu")
+    assert first[0] == pytest.approx(first[1], rel=0.02)
+    assert last[0] == pytest.approx(last[1], rel=0.02)
+    assert math.isnan(between[0])
+    assert all(left > 0 for _, _, left in (first, between, last))
 
 
 def repeats_of(*makespans: float) -> gpt2_pipeline.StepRepeats:

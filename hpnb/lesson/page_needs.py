@@ -317,7 +317,7 @@ NEEDS: dict[str, PageNeed] = {
         _steps(100, False), laptop_bucket_mb=2.0,
     ),
     "06": PageNeed(
-        "a microbatch", Trial(GPT2Size(128, 13, 4, 512, 8009, 48), 2), _gpt2s(*_WIDE_STAGES),
+        "a microbatch", Trial(GPT2Size(128, 9, 4, 512, 8009, 48), 2), _gpt2s(*_WIDE_STAGES),
         _gpt2_pipelines,
         _steps(120, True, PIPELINE_MICROBATCHES),
     ),

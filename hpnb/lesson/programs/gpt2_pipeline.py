@@ -5,20 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
 import torch
 
 import hpnb
-from hpnb.lesson.programs import vit_pipeline
+from hpnb.lesson.programs import layer_times, vit_pipeline
 from hpnb.lesson.programs.device_timing import all_ranks, random_tokens, timing_gpt2
-from hpnb.lesson.programs.layer_times import LayerTimes, overlap, spread_words, token_loss
-from hpnb.lesson.programs.layer_times import time_in_turn as time_in_turn  # notebook 06 finds these two here
-from hpnb.lesson.programs.layer_times import time_layers as time_layers
+from hpnb.lesson.programs.layer_times import LayerTimes, on_busy_cores, overlap, spread_words, token_loss
+from hpnb.lesson.programs.layer_times import time_layers as time_layers  # notebook 06 finds it here
 from hpnb.lesson.programs.step_timing import median_by
 from hpnb.lesson.programs.vit_tensor import mean_seconds
 from hpnb.lesson.tables import present
@@ -324,11 +324,18 @@ def add_to_ledger(model: str, predicted: Mapping[str, float], steps: Mapping[str
 def peaks_by_run(
     pool: hpnb.Ranks, size: GPT2Size, rows: int, dtype: torch.dtype, runs: Mapping[str, PartitionedSchedule]
 ) -> dict[str, list[float]]:
-    """{schedule: `peak_activations` of each rank}."""
+    """{schedule: `peak_activations` of each rank}; on a CPU the first and the last rank have numbers."""
     return {name: pool.run(peak_activations, size, rows, dtype, run) for name, run in runs.items()}
 
 
 # --- on a rank ---------------------------------------------------------------------------------------
+
+
+def time_in_turn(calls: Mapping[Any, Callable[[], object]], repeats: int = 7) -> dict[Any, list[float]]:
+    """`layer_times.time_in_turn` of calls that communicate nothing and are the same on every rank, so that
+    `on_busy_cores` can leave them to some of the ranks.
+    """
+    return on_busy_cores(lambda: layer_times.time_in_turn(calls, repeats))
 
 
 def share_weights(model: torch.nn.Module) -> torch.nn.Module:
@@ -344,10 +351,18 @@ def share_weights(model: torch.nn.Module) -> torch.nn.Module:
 def peak_activations(size: GPT2Size, rows: int, dtype: torch.dtype, run: PartitionedSchedule) -> float:
     """Bytes that this rank holds at the peak of a step, besides weights and gradients: what autograd keeps
     for the backward, and what I has put aside for W.
+
+    On a CPU, where watching takes as long as the step, the ranks between the first and the last return NaN;
+    and a few tokens warm up, because gradients are as large with them.
     """
-    (schedule, counts), batch = run, random_tokens(size, rows)
-    pipe = hpnb.Pipeline(timing_gpt2(size, dtype), all_ranks("pp"), schedule, token_loss, cut=counts)
-    pipe.step(batch, return_outputs=False, record=False)
+    (schedule, counts), axis, batch = run, all_ranks("pp"), random_tokens(size, rows)
+    on_cpu = hpnb.device().type == "cpu"
+    pipe = hpnb.Pipeline(timing_gpt2(size, dtype), axis, schedule, token_loss, cut=counts)
+    few = random_tokens(replace(size, length=4), schedule.microbatches) if on_cpu else batch
+    pipe.step(few, return_outputs=False, record=False)
+    if on_cpu and 0 < axis.rank < axis.size - 1:
+        pipe.step(batch, return_outputs=False, record=False)
+        return math.nan
     with hpnb.record.memory(pipe.module) as recorder:
         pipe.step(batch, return_outputs=False, record=False)
     return float(max(now.activations + now.temporary for now in recorder.profile().samples))

@@ -1,6 +1,7 @@
 """Seconds of single layers on the ranks of a page, and of calls that take turns.
 
-Where ranks share cores all times are CPU times, as those of actions are (see `hpnb.Pipeline`).
+Where ranks share cores all times are CPU times, as those of actions are (see `hpnb.Pipeline`). As many ranks
+measure there as there are cores, so that the cores are as busy as in a step, and the others wait.
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 
 import hpnb
 from hpnb.hybrid.model_loss import causal
@@ -22,6 +25,8 @@ from hpnb.pipeline_parallel.executor import contended
 from hpnb.pipeline_parallel.layers import Layer, layers
 from hpnb.record import Timeline
 from hpnb.theory import pipeline_seconds, stage_loads
+
+T = TypeVar("T")
 
 
 def overlap(a: Sequence[float], b: Sequence[float]) -> bool:
@@ -124,8 +129,26 @@ def token_loss(outputs: Any, inputs: Batch) -> torch.Tensor:
 
 def time_layers(size: GPT2Size, rows: int, dtype: torch.dtype, repeats: int = 7) -> LayerTimes:
     """Time each layer of a microbatch of `rows`, as medians of `repeats`. Every rank calls it and measures,
-    so that they share cores and memory as they will in a step.
+    so that they share cores and memory as they will in a step; where there are more ranks than cores, all
+    return what rank 0 has measured.
     """
+    return on_busy_cores(lambda: _time_layers(size, rows, dtype, repeats))
+
+
+def on_busy_cores(measure: Callable[[], T]) -> T:
+    """What `measure` returns, which communicates nothing where ranks share cores. Every rank calls it.
+
+    Where there are more ranks than cores, as many ranks as cores measure, and all return what rank 0 has
+    measured. If all of them measured, they would only take turns.
+    """
+    if not contended():
+        return measure()
+    measured = [measure() if hpnb.rank() < hpnb.ranks.usable_cores() else None]
+    dist.broadcast_object_list(measured, 0)
+    return cast(T, measured[0])
+
+
+def _time_layers(size: GPT2Size, rows: int, dtype: torch.dtype, repeats: int) -> LayerTimes:
     batch, hidden = random_tokens(size, rows), None
     warmup = warmup_steps()
     medians: list[dict[str, float]] = []
@@ -147,11 +170,11 @@ def time_layers(size: GPT2Size, rows: int, dtype: torch.dtype, repeats: int = 7)
 def _time_layer(layer: Layer, hidden: torch.Tensor | None, batch: Batch) -> dict[str, float]:
     """{"F" | "B" | "loss F" | "loss B": seconds} of one layer, once; its gradients are dropped."""
     cpu: dict[str, float] = {}
-    with hpnb.record.timeline() as recorder:
+    with nullcontext() if contended() else hpnb.record.timeline() as recorder:
 
         def timed(op: str, work: Callable[[], Any]) -> Any:
             began = time.thread_time()
-            with recorder.span(op):
+            with nullcontext() if recorder is None else recorder.span(op):
                 result = work()
             cpu[op] = time.thread_time() - began
             return result
@@ -169,17 +192,18 @@ def _time_layer(layer: Layer, hidden: torch.Tensor | None, batch: Batch) -> dict
         timed("B", lambda: logits.backward(seed))
     for part in layer.parts:
         part.module.zero_grad()
-    return cpu if contended() else {e.op: e.duration for e in recorder.events()}
+    return cpu if recorder is None else {e.op: e.duration for e in recorder.events()}
 
 
 def seconds_alone(call: Callable[[], object]) -> float:
     """Seconds of a call on this rank's device; CPU time where ranks share cores."""
-    with hpnb.record.timeline() as recorder:
+    if contended():
         began = time.thread_time()
-        with recorder.span("F"):
-            call()
-        cpu = time.thread_time() - began
-    return cpu if contended() else recorder.events()[0].duration
+        call()
+        return time.thread_time() - began
+    with hpnb.record.timeline() as recorder, recorder.span("F"):
+        call()
+    return recorder.events()[0].duration
 
 
 def time_in_turn(calls: Mapping[Any, Callable[[], object]], repeats: int = 7) -> dict[Any, list[float]]:

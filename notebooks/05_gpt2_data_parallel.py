@@ -490,7 +490,7 @@ words.record_shape(SIZE, DTYPE)
 # - **ZeRO-0** overlaps its all-reduce with the backward, except for the last bucket.
 # - **ZeRO-1 and 2** overlap the reduce-scatter likewise. But the all-gather of all weights follows the update, fully
 #   exposed.
-# - **ZeRO-3** gathers one block while another computes. Only the first gather and the last reduce-scatter are exposed,
+# - **ZeRO-3** gathers one block while another computes. Mainly the first gather and last reduce-scatter are exposed,
 #   if a gather is shorter than a block's forward, and if a gather plus a reduce-scatter is shorter than its backward.
 #
 # <details><summary>On a laptop</summary>
@@ -537,8 +537,9 @@ lesson.record("05.alone", {"forward": alone[0]}, "s")
 # | update | <data value="05.update.zero-0">32.5 ms</data> | <data value="05.update.zero-1">6.16 ms</data> | <data value="05.update.zero-2">5.99 ms</data> | <data value="05.update.zero-3">8.66 ms</data> |
 # | communication after it | <data value="05.after.zero-0">0 s</data> | <data value="05.after.zero-1">27.8 ms</data> | <data value="05.after.zero-2">27.2 ms</data> | <data value="05.after.zero-3">0 s</data> |
 #
-# For ZeRO-1 and 2 we predicted a gather of <data value="05.after.predicted">7.11 ms</data>. With recomputation, bars show almost none:
-# their long update may contain it. In all four bars, both together take over twice the prediction.
+# We predicted a gather of <data value="05.after.predicted">7.11 ms</data>. With recomputation, bars show almost none:
+# their long update may contain it. In each bar of ZeRO-1 and 2, update and gather together
+# take over twice the prediction.
 #
 # <details><summary>What does the prediction leave out?</summary>
 #

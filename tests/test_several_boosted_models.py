@@ -140,10 +140,12 @@ def check(pools: RankPools, case: str, rows: tuple[int, int], options: dict[str,
             torch.testing.assert_close(results[i], here, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [{}, {"zero_stage": 1}], ids=str)
-def test_a_term_of_parameters_counts_once(pools: RankPools, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"zero_stage": 1}, {"zero_stage": 3}], ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_term_of_parameters_counts_once(pools: RankPools, rows: str, options: dict[str, Any]) -> None:
+    """Also where a rank has no samples, and where parameters are sharded and so no rank has the full term."""
     alone = a_term_of_parameters(None, {})
-    for results in pools[2].run(a_term_of_parameters, ROWS["ragged"], options):
+    for results in pools[2].run(a_term_of_parameters, ROWS[rows], options):
         for ours, theirs in zip(results, alone, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 

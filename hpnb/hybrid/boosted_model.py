@@ -156,8 +156,7 @@ class Boosted(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs. `.loss` is the mean over the targets of all data-parallel ranks, and every
         tensor has the gradient that this rank contributes to it (`global_loss.py`). All ranks call it.
-        Targets are entries of "labels" that are not -100 (a causal model's shifted ones), samples if there
-        are none.
+        Targets are "labels" that are not -100 (a causal model's shifted ones), or samples if there are none.
 
         A language model makes no key-value cache in training, and outside of it only with use_cache=True. So
         texts that `position_ids` pack into one sequence stay separated (`packed_texts.py`).
@@ -177,7 +176,8 @@ class Boosted(nn.Module):
             raise RuntimeError(REDUCED_ALREADY)
         self._check_filled()
         self._compare_first_batch((args, kwargs))
-        (args, kwargs), share = self.weigher.enter((self._prepare_batch(args), self._prepare_batch(kwargs)))
+        batch = self._prepare_batch(args), self._prepare_batch(kwargs)
+        (args, kwargs), share = self.weigher.enter(batch, self.training)
         kwargs = {**kwargs, **self._cache.arguments(kwargs, self.training, len(args))}
         self._broadcast_buffers()
         takes_labels = self._model_loss is not None and kwargs.get("return_dict", True)

@@ -41,7 +41,7 @@ from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.boosted_optimizer import boosted_optimizer
 from hpnb.hybrid.booster_files import BoosterFiles, boosted_model
 from hpnb.hybrid.checkpoint.agreement import gather_objects
-from hpnb.hybrid.global_loss import loss_weighted
+from hpnb.hybrid.global_loss import loss_weighted, mean_share
 from hpnb.hybrid.parallelize_model import Model, parallelize_model
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.presets import TorchDDPPlugin
@@ -246,6 +246,7 @@ class Booster(BoosterFiles):
                 f"with pp_size={self.plugin.pp_size} a backward is part of booster.execute_pipeline"
             )
         scale = 1.0 if boosted.scaler is None else boosted.scaler.scale
+        share = mean_share(self.plugin.mesh.dp_cp)
         if not isinstance(loss, tuple):
             if self.plugin.mesh.dp_cp.size > 1 and boosted.model.checks_mean_of(self.backward):
                 try:
@@ -253,10 +254,12 @@ class Booster(BoosterFiles):
                 except ValueError as error:
                     note_raised(error)
                     raise
-            share = boosted.model.weigher.share_of_last_forward()
-            factor = scale if share is None else (share * scale).to(_wide(loss).dtype)
-            with loss_weighted(share):
-                (_wide(loss) * factor).backward()
+            if share is None or self.plugin.zero_stage == 3:  # a term made of shards is on no other rank
+                (_wide(loss) * scale).backward()
+            else:
+                factor = torch.as_tensor(share * scale, dtype=_wide(loss).dtype, device=loss.device)
+                with loss_weighted(share):
+                    (_wide(loss) * factor).backward()
             boosted.end_backward()
             return
         total, count = loss

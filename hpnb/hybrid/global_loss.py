@@ -5,10 +5,10 @@
 
 Gradients are summed over the ranks, so each rank has to contribute d/dw (n_r / N) mean_r. But the user
 computes mean_r from the outputs of one or several forwards, each with its n_r / N, and may divide it by a
-number of accumulated batches or add other terms. So `booster.backward` multiplies the loss by the share
-n_r / N of the last forward, and each tensor of the outputs passes through an identity
+number of accumulated batches or add other terms. So `booster.backward` multiplies the loss by the mean share
+n_r / N of the forwards before it, and each tensor of the outputs passes through an identity
 
-    forward   y = x          backward   dx = share / (that of the loss) dy
+    forward   y = x          backward   dx = share / (mean share) dy
 
 and any linear combination of means over this rank's targets has the exact gradient. Tensors that need a
 gradient pass through the inverse identity when they enter the model, because another boosted model that made
@@ -43,11 +43,30 @@ class _Backward:
     """
 
     is_weighted = False
-    share: torch.Tensor | None = None
+    share: torch.Tensor | float | None = None
+
+
+class _Forwards:
+    """The shares of forwards of all boosted models in training since `mean_share` was called."""
+
+    total: torch.Tensor | float = 0.0
+    number = 0
+    mean: torch.Tensor | float | None = None  # that it returned
+
+
+def mean_share(axis: Axis) -> torch.Tensor | float | None:
+    """(), float64, by which to multiply a loss: 0 if this rank had no targets in any forward. Over the ranks
+    it sums up to 1, so a term made of parameters alone counts once. None without other ranks."""
+    if _Forwards.number:
+        _Forwards.mean = _Forwards.total / _Forwards.number
+        _Forwards.total, _Forwards.number = 0.0, 0
+    if axis.size == 1:
+        return None
+    return 1 / axis.size if _Forwards.mean is None else _Forwards.mean
 
 
 @contextmanager
-def loss_weighted(share: torch.Tensor | None = None) -> Iterator[None]:
+def loss_weighted(share: torch.Tensor | float | None = None) -> Iterator[None]:
     """Around a backward whose loss has been multiplied by `share`, or starts from total_r / N already."""
     before = _Backward.is_weighted, _Backward.share
     _Backward.is_weighted, _Backward.share = True, share
@@ -59,8 +78,9 @@ def loss_weighted(share: torch.Tensor | None = None) -> Iterator[None]:
 
 @dataclass(eq=False)
 class _Share:
-    """n_r / N of a forward, (), float64, which is known after it."""
+    """n_r / N of a forward, (), float64, which is known after it; `trains` if a loss may be made of it."""
 
+    trains: bool = False
     value: torch.Tensor | None = None
 
     def factor(self) -> torch.Tensor | None:
@@ -76,18 +96,10 @@ class Weigher:
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self._counts: list[torch.Tensor] | None = []  # of forwards with gradients before `take_counts`
-        self._last: torch.Tensor | None = None
 
-    def share_of_last_forward(self) -> torch.Tensor | None:
-        """(), float64, by which to multiply a loss: above 0 also where this rank had no targets, because
-        other forwards may have had some. None without forwards, and without other ranks."""
-        if self._last is None:
-            return None
-        return torch.where(self._last > 0, self._last, 1 / self.axis.size)
-
-    def enter(self, inputs: Any) -> tuple[Any, _Share]:
+    def enter(self, inputs: Any, training: bool) -> tuple[Any, _Share]:
         """`inputs` of a forward, and what `__call__` needs after it."""
-        share = _Share()
+        share = _Share(training and torch.is_grad_enabled())
         trained = torch.is_grad_enabled() and any(map(_is_trained, tree_leaves(inputs)))
         if self.axis.size == 1 or not trained:
             return inputs, share
@@ -113,8 +125,8 @@ class Weigher:
             total = torch.where(count > 0, loss.detach().double() * count, 0.0)
         sums = comm.all_reduce(torch.stack([count, total]), self.axis)
         share.value = count / sums[0].clamp(min=1)
-        if torch.is_grad_enabled():
-            self._last = share.value
+        if share.trains:
+            _Forwards.total, _Forwards.number = _Forwards.total + share.value, _Forwards.number + 1
 
         def weigh(x: Any) -> Any:
             return _ScaleGradient.apply(x, None, share, False) if _is_trained(x) else x

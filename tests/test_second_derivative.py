@@ -40,6 +40,27 @@ def test_sharded_weights_have_no_second_derivative(find_unused: bool) -> None:
         assert message.endswith("trained")
 
 
+def saliency(zero_stage: int) -> str:
+    model: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    booster = hpnb.Booster(plugin=hpnb.HybridParallelPlugin(precision="fp32", zero_stage=zero_stage))
+    model, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(4, 4, requires_grad=True)
+    try:
+        torch.autograd.grad(model(x).sum(), x)
+    except RuntimeError as error:
+        return str(error)
+    return "computed"
+
+
+def test_gradients_by_inputs_alone_say_which_zero_stage_has_them() -> None:
+    """They give no parameter a gradient, so advice about parameters alone would not help."""
+    for message in hpnb.launch(saliency, 3, ranks=2, device="cpu"):
+        assert message.startswith("4 of 4 parameters got no gradient")
+        assert "torch.autograd.grad through the model" in message
+        assert "needs zero_stage 0, 1 or 2" in message
+    assert hpnb.launch(saliency, 2, ranks=2, device="cpu") == ["computed"] * 2
+
+
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
 def test_others_train_it(zero_stage: int) -> None:
     assert hpnb.launch(penalty, zero_stage, False, ranks=2, device="cpu") == ["trained"] * 2

@@ -78,6 +78,12 @@ def fully_shard(
     - Call the module and not its parts, return what the loss uses, and step after the backward.
     - Do not shard blocks one by one before, as FSDP2 asks for. Name them in `units`.
 
+    The weights move to any number of ranks, by `hpnb.placement.full_state_dict` and `load_full_state_dict`.
+    The state_dict of a plain optimizer does not: it is this rank's shard, to be saved by each rank and loaded
+    by the same rank of as many ranks. The state of one process or of another number of ranks is accepted by
+    load_state_dict and fails in the next step ("size of tensor a must match"). A Booster with zero_stage=3
+    saves and loads the optimizer on any number of ranks.
+
     A copy.deepcopy of the module holds the same shards, for an average of weights (EMA). It can be gathered
     and saved, and cannot compute.
 

@@ -34,7 +34,7 @@ from hpnb.data_parallel.flat_params import FlatParam, FSDPPolicy
 from hpnb.data_parallel.fsdp_prefetch import PrefetchOrder
 from hpnb.data_parallel.fsdp_reductions import Reductions, find_used
 from hpnb.data_parallel.fsdp_units import FSDPUnit, assign_parameters
-from hpnb.data_parallel.reducer import refuse_second_derivative, unused_message
+from hpnb.data_parallel.reducer import refuse_second_derivative, zero3_unused_message
 from hpnb.data_parallel.split_reducer import is_expert
 from hpnb.gradients import GradientSink, after_backward, in_backward, set_reducer
 from hpnb.mesh import Axis
@@ -307,7 +307,7 @@ class FSDPState(GradientSink):
         if names:
             for flat in self.flat_params:
                 flat.drop_gradients()
-            raise RuntimeError(unused_message(names, sum(flat.num_trained for flat in self.flat_params)))
+            raise RuntimeError(zero3_unused_message(names, sum(f.num_trained for f in self.flat_params)))
 
     # --- as a GradientSink, for a pipeline that says itself when a step is over ---------------------
 

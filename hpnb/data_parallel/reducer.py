@@ -259,6 +259,15 @@ def unused_message(names: Sequence[str], count: int) -> str:
     )
 
 
+def zero3_unused_message(names: Sequence[str], count: int) -> str:
+    """The same where ZeRO 3 shards the weights. There torch.autograd.grad by inputs ends in this error too:
+    it gives no parameter a gradient."""
+    return (
+        f"{unused_message(names, count)}; torch.autograd.grad through the model, as for saliency or a "
+        "gradient penalty, needs zero_stage 0, 1 or 2"
+    )
+
+
 def thawed_message(names: Sequence[str]) -> str:
     """The error for parameters `names` that were frozen when gradients were hooked, and are trained now."""
     return (

@@ -495,6 +495,65 @@ def test_what_cannot_be_saved_is_said_before_the_first_step(pools: RankPools, tm
         pools[4].run(on_a_full_disk, changed(folder=tmp_path))
 
 
+def test_a_disk_that_fills_up_stops_the_run_or_is_a_warning(
+    pools: RankPools, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is full for history.json and for checkpoints, from the first epoch to the end of the second."""
+
+    def on_a_full_disk(file: RunFile) -> int:
+        from hpnb.hybrid.checkpoint import atomic
+        from hpnb.hybrid.training import hooks
+
+        epochs, write_text, commit = [0], hooks.write_text, atomic.commit
+
+        def check() -> None:
+            if epochs[0] < 2:
+                raise OSError(28, "No space left on device")
+
+        class Count(Hook):
+            priority = 200
+
+            def after_epoch(self, trainer: Any) -> None:
+                epochs[0] += 1
+
+        def full_text(path: Path, text: str) -> None:
+            check()
+            write_text(path, text)
+
+        def full_commit(*parts: Any) -> None:
+            check()
+            commit(*parts)
+
+        hooks.write_text, atomic.commit = full_text, full_commit  # type: ignore[assignment]
+        try:
+            return train(file, None, [Count()]).step
+        finally:
+            hooks.write_text, atomic.commit = write_text, commit
+
+    def file(name: str, **changes: Any) -> RunFile:
+        return changed(folder=tmp_path / name, training__epochs=3, data__batch_size=4, **changes)
+
+    for background in (False, True):
+        name = f"warn-{background}"
+        steps = pools[2].run(
+            on_a_full_disk, file(name, checkpoint__on_error="warn", checkpoint__background=background)
+        )
+        assert steps == [9, 9]
+        assert len(json.loads((tmp_path / name / "history.json").read_text())) == 3
+        assert (tmp_path / name / "model" / "config.json").exists()
+        assert "history.json could not be written: [Errno 28] No space left" in capfd.readouterr().out
+    with pytest.raises(hpnb.RankError) as stopped:
+        pools[2].run(on_a_full_disk, file("stop"))
+    assert stopped.value.error == "OSError"
+    said = stopped.value.summary
+    assert f"{tmp_path / 'stop' / 'history.json'} could not be written: [Errno 28] No space left" in said
+    assert "; its disk has" in said
+    with pytest.raises(hpnb.RankError) as stopped:
+        pools[2].run(on_a_full_disk, file("stop", checkpoint__every=2))
+    assert stopped.value.error == "OSError"  # on both ranks: `main` prints it without tracebacks
+    assert f"{tmp_path / 'stop' / 'step-00000002'} could not be written: " in stopped.value.summary
+
+
 def test_two_runs_do_not_train_in_one_folder(pools: RankPools, tmp_path: Path) -> None:
     """Somebody else holds the folder of the first; the second takes it from its first line to its last."""
     (tmp_path / LOCK).write_text("node7:42:1")

@@ -51,13 +51,15 @@ def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 def agree(error: BaseException | None, group: dist.ProcessGroup) -> None:
     """Continue if no rank has an error; otherwise all raise, each its own error or else the first rank's."""
-    errors = gather_objects(None if error is None else (type(error).__name__, str(error)), group)
+    kind = next((kind for kind in (ValueError, OSError) if isinstance(error, kind)), RuntimeError)
+    errors = gather_objects(None if error is None else (kind.__name__, str(error)), group)
     if error is not None:
         raise error
+    kinds = {"ValueError": ValueError, "OSError": OSError}
     for rank, described in enumerate(errors):
         if described is not None:
             name, text = described
-            raise (ValueError if name == "ValueError" else RuntimeError)(f"rank {rank}: {text}")
+            raise kinds.get(name, RuntimeError)(f"rank {rank}: {text}")
 
 
 def attempt(work: Callable[[], Any], group: dist.ProcessGroup) -> Any:

@@ -101,7 +101,7 @@ def _train(file: RunFile, folder: Path, flag: Path | None, more: Sequence[Hook])
     recording = [
         *task.metrics,
         ThroughputHook("tokens" if file.data.name == "text" else "samples"),
-        hooks.MetricsByEpochHook(folder / "history.json"),
+        hooks.MetricsByEpochHook(folder / "history.json", on_error=checkpoint.on_error),
         _FiniteLossHook(_say),
     ]
     trainer = Trainer(booster, model, optimizer, None, schedule, [*recording, saves, stop, *more],
@@ -126,10 +126,11 @@ def _train(file: RunFile, folder: Path, flag: Path | None, more: Sequence[Hook])
     final = trainer.evaluate(task.loader(plugin, file.data, 2))
     figures = "  ".join(f"{name} {value:.4g}" for name, value in final.items() if value is not None)
     say(f"final evaluation on {len(task.splits[2]):,} rows: {figures}")
-    booster.save_model(model, folder / "model")
-    for processor in (task.tokenizer, task.image_processor):
-        if processor is not None and trainer.role.shows:
-            processor.save_pretrained(folder / "model")
+    with resuming.disk_errors_of(folder / "model"):
+        booster.save_model(model, folder / "model")
+        for processor in (task.tokenizer, task.image_processor):
+            if processor is not None and trainer.role.shows:
+                processor.save_pretrained(folder / "model")
     say(f"the model is in {folder / 'model'}, which from_pretrained opens")
     return RunResult(trainer.history, final, trainer.step, resumed)
 

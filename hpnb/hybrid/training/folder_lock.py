@@ -15,6 +15,7 @@ from pathlib import Path
 from hpnb.hybrid.checkpoint.agreement import files_group, on_first_rank
 from hpnb.hybrid.checkpoint.atomic import check_writable
 from hpnb.hybrid.checkpoint.run_lock import describe_run, run_name
+from hpnb.hybrid.training.resuming import disk_errors_of
 
 LOCK = ".lock"
 _held: dict[Path, int] = {}  # {file: descriptor}, of this process
@@ -62,8 +63,9 @@ class FolderLock:
             if self._is_there(descriptor):
                 break
             os.close(descriptor)  # its owner has just removed it
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, run_name().encode())
+        with disk_errors_of(self._file):
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, run_name().encode())
         _held[self._file] = descriptor
         self._has_locked = True
 

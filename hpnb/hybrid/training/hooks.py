@@ -69,6 +69,8 @@ class MetricsByEpochHook(Hook):
     Args:
         path: a JSON file: a list with a dict an epoch.
         show: print the line.
+        on_error: what a failed write of the file does, as on a full disk: "stop" the fit, or "warn" and train
+            on; the next epoch writes the list again.
 
     Attributes:
         history: the same list, on every rank.
@@ -80,8 +82,14 @@ class MetricsByEpochHook(Hook):
 
     priority = 90
 
-    def __init__(self, path: str | Path | None = None, show: bool = True) -> None:
-        self.path, self.show = None if path is None else Path(path), show
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        show: bool = True,
+        on_error: Literal["stop", "warn"] = "stop",
+    ) -> None:
+        _check_on_error(on_error)
+        self.path, self.show, self.on_error = None if path is None else Path(path), show, on_error
         self.history: list[dict[str, Any]] = []
 
     def after_epoch(self, trainer: TrainingState) -> None:
@@ -92,8 +100,14 @@ class MetricsByEpochHook(Hook):
             figures = "  ".join(f"{name} {_format(value)}" for name, value in self.history[-1].items())
             print(figures, flush=True)
         if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(self.path, json.dumps(self.history, indent=1, default=float))
+            try:
+                with resuming.disk_errors_of(self.path):
+                    self.path.parent.mkdir(parents=True, exist_ok=True)
+                    write_text(self.path, json.dumps(self.history, indent=1, default=float))
+            except OSError as error:
+                if self.on_error == "stop":
+                    raise
+                warnings.warn(f"training goes on without the metrics in a file: {error}", stacklevel=2)
 
     def table(self) -> str:
         """The history in columns; a dash where an epoch has no such figure."""
@@ -140,8 +154,7 @@ class CheckpointHook(Hook):
         background: bool = False,
         on_error: Literal["stop", "warn"] = "stop",
     ) -> None:
-        if on_error not in ("stop", "warn"):
-            raise ValueError(f"on_error={on_error!r} is not known; use 'stop' or 'warn'")
+        _check_on_error(on_error)
         if every is not None and every < 1:
             raise ValueError(f"every={every} steps is not possible; use 1 or more, or None for each epoch")
         if keep < 1:
@@ -179,7 +192,7 @@ class CheckpointHook(Hook):
     def after_fit(self, trainer: TrainingState) -> None:
         if trainer.step > self._saved_step:
             self._save(trainer, "step")
-        self._report(trainer.booster.wait)
+        self._report(trainer.booster.wait, self.path)
 
     def release(self) -> None:
         """Other runs may save there again."""
@@ -216,15 +229,18 @@ class CheckpointHook(Hook):
     def _save(self, trainer: TrainingState, kind: str, keep: int | None = None) -> None:
         folder = self.path / f"{kind}-{trainer.step:08}"
         if self.background:
-            self._report(trainer.booster.wait)  # how the save before ended
-        is_saved = self._report(lambda: resuming.save(trainer, folder, keep or self.keep, self.background))
+            self._report(trainer.booster.wait, self.path)  # how the save before ended
+        is_saved = self._report(
+            lambda: resuming.save(trainer, folder, keep or self.keep, self.background), folder
+        )
         if is_saved and kind == "step":
             self._saved_step = trainer.step
 
-    def _report(self, save: Callable[[], Any]) -> bool:
+    def _report(self, save: Callable[[], Any], path: Path) -> bool:
         """Save, and say whether that went well; an error, which all ranks have, is raised or is a warning."""
         try:
-            save()
+            with resuming.disk_errors_of(path):
+                save()
         except Exception as error:
             if self.on_error == "stop":
                 raise
@@ -233,6 +249,11 @@ class CheckpointHook(Hook):
             )
             return False
         return True
+
+
+def _check_on_error(on_error: str) -> None:
+    if on_error not in ("stop", "warn"):
+        raise ValueError(f"on_error={on_error!r} is not known; use 'stop' or 'warn'")
 
 
 def _needed_by_step(scheduler: Any) -> list[str]:

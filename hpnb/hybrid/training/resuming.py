@@ -8,8 +8,10 @@ step-00000500/      booster.save: weights, optimizer, learning rates, random sta
 from __future__ import annotations
 
 import re
+import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,27 @@ def save(trainer: TrainingState, folder: Path, keep: int | None = None, backgrou
         folder, trainer.model, trainer.optimizer, trainer.lr_scheduler, extra=_state(trainer), keep=keep,
         background=background, averages=_averages(trainer),
     )  # fmt: skip
+
+
+@contextmanager
+def disk_errors_of(path: Path) -> Iterator[None]:
+    """An OSError inside says which path could not be written, and how much room its disk has."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{path} could not be written: {error}{_disk_facts(path)}") from error
+
+
+def _disk_facts(path: Path) -> str:
+    try:
+        there = next(folder for folder in path.absolute().parents if folder.is_dir())
+        facts = f"; its disk has {shutil.disk_usage(there).free / 1e6:,.1f} MB free"
+        if newest := saved(there)[-1:]:
+            size = sum(file.stat().st_size for file in newest[0].rglob("*") if file.is_file())
+            facts += f", and {newest[0].name} takes {size / 1e6:,.1f} MB"
+    except OSError:
+        return ""
+    return facts
 
 
 def _averages(trainer: TrainingState) -> dict[str, Any]:

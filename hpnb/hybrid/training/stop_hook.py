@@ -126,7 +126,9 @@ class StopHook(Hook):
         if self.path is not None:
             saved_steps = [resuming.step_of(folder) for folder in resuming.saved(self.path)]
             if trainer.step not in saved_steps:
-                resuming.save(trainer, self.path / f"step-{trainer.step:08}", self.keep)
+                folder = self.path / f"step-{trainer.step:08}"
+                with resuming.disk_errors_of(folder):
+                    resuming.save(trainer, folder, self.keep)
         raise Stopped(f"stopped after step {trainer.step}")
 
     def after_fit(self, trainer: TrainingState) -> None:

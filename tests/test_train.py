@@ -41,7 +41,7 @@ from hpnb.hybrid.train_command.run_task import make_task
 from hpnb.hybrid.train_command.train import RunResult, train
 from hpnb.hybrid.training import resuming
 from hpnb.hybrid.training.events import Hook
-from hpnb.hybrid.training.folder_lock import LOCK
+from hpnb.hybrid.training.folder_lock import LOCK, FolderLock
 from hpnb.hybrid.training.stop_hook import StopHook
 
 ROOT = Path(__file__).parents[1]
@@ -552,6 +552,15 @@ def test_a_disk_that_fills_up_stops_the_run_or_is_a_warning(
         pools[2].run(on_a_full_disk, file("stop", checkpoint__every=2))
     assert stopped.value.error == "OSError"  # on both ranks: `main` prints it without tracebacks
     assert f"{tmp_path / 'stop' / 'step-00000002'} could not be written: " in stopped.value.summary
+
+
+def test_a_disk_that_is_full_before_the_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match=r"run could not be written: .*No space left on device; its disk has"):
+        FolderLock(tmp_path / "run")._acquire()
 
 
 def test_two_runs_do_not_train_in_one_folder(pools: RankPools, tmp_path: Path) -> None:

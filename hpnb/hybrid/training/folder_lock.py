@@ -42,7 +42,8 @@ class FolderLock:
             os.close(_held.pop(self._file))
 
     def _acquire(self) -> None:
-        check_writable(self.folder)
+        with disk_errors_of(self.folder):
+            check_writable(self.folder)
         if self._file in _held:
             return
         while True:

@@ -27,7 +27,6 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
-from transformers import BatchEncoding
 
 import hpnb
 from hpnb.data import (
@@ -961,6 +960,8 @@ def test_pairs_are_padded_to_the_longest_of_their_batch() -> None:
 
 def test_pairs_become_tensors_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' conversion visits every token in Python, which took a seventh of a small training run."""
+    from transformers import BatchEncoding
+
     convert = BatchEncoding.convert_to_tensors
 
     def refuse(encoding: Any, tensor_type: Any = None, *args: Any, **options: Any) -> Any:

@@ -264,7 +264,7 @@ def test_no_committed_file_knows_a_machine_or_a_registry() -> None:
         ("open('/" + "home/ada/x')", True),
         ("at /" + "root/x.py", True),
         ("https://files.python" + "hosted.org/x", True),
-        ("~/work/x and notebooks/" + "work/x and https://example.org/" + "home/x", False),
+        ("~/" + "work/x and notebooks/" + "work/x and https://example.org/" + "home/x", False),
     ],
 )
 def test_the_search_for_machines_and_registries_finds_them(text: str, found: bool) -> None:

@@ -130,6 +130,19 @@ def test_it_is_one_process(pools: RankPools, case: str, rows: str, options: dict
     check(pools, case, ROWS[rows], options)
 
 
+def penalty_after_another_step(rows: tuple[int, int], options: dict[str, Any]) -> list[torch.Tensor]:
+    other_model_in_the_criterion((5, 3), options)
+    return gradient_penalty(rows, options)
+
+
+def test_forwards_inside_a_pipeline_step_do_not_weigh_the_next_loss(pools: RankPools) -> None:
+    """Only a second derivative shows it."""
+    alone = gradient_penalty(None, {})
+    for results in pools[2].run(penalty_after_another_step, (4, 4), {}):
+        for ours, theirs in zip(results[1:], alone[1:], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
 def check(pools: RankPools, case: str, rows: tuple[int, int], options: dict[str, Any]) -> None:
     alone = CASES[case](None, {})
     by_rank = pools[2].run(CASES[case], rows, options)

@@ -12,9 +12,9 @@ n_r / N of the forwards before it, and each tensor of the outputs passes through
 
 and any linear combination of means over this rank's targets has the exact gradient. Tensors that need a
 gradient pass through the inverse identity when they enter the model, because another boosted model that made
-them has the factor at its own outputs: a generator before a discriminator. If all shares are equal, as usual,
-these factors are 1, so second derivatives are exact too: a gradient penalty. `outputs.loss` has the same
-backward, and the value over all ranks. The n_r are summed on the GPUs, so no CPU waits.
+them has its factor already: a generator before a discriminator. If all shares are equal, as usual, these
+factors are 1, so second derivatives are exact too: a gradient penalty. `outputs.loss` has the same backward,
+and the value over all ranks. The n_r are summed on the GPUs, so no CPU waits.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Weigher:
             total = torch.where(count > 0, loss.detach().double() * count, 0.0)
         sums = comm.all_reduce(torch.stack([count, total]), self.axis)
         share.value = count / sums[0].clamp(min=1)
-        if share.trains:
+        if share.trains and not _Backward.is_weighted:  # no forward of a step, or of recomputation
             _Forwards.total, _Forwards.number = _Forwards.total + share.value, _Forwards.number + 1
 
         def weigh(x: Any) -> Any:

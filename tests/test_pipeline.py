@@ -705,7 +705,7 @@ def no_waiting() -> float:
     given = {key: value.to(hpnb.device()) for key, value in batch(16, 0).items()}
     pipe.step(given)
     pipe.step(given)
-    assert pipe._symmetric.queues or hpnb.world_size() == 1, "transfers go from memory to memory"
+    assert pipe._queues.symmetric.queues or hpnb.world_size() == 1, "transfers go from memory to memory"
     with hpnb.record.traffic() as counted:
         pipe.step(given)
     assert counted.bytes["pp"] > 8 * 16 * TOKENS * HIDDEN  # hidden states, or their gradients

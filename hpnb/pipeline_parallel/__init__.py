@@ -12,6 +12,7 @@ stages.py           the layers that one rank has; tied_weights.py: weights that 
 pipeline.py         Pipeline: what a training loop calls; step_result.py: what a step returns
 executor.py         runs one rank's list (rank_schedule.py); action_times.py: how long each action took
 transfers.py        messages between ranks; symmetric_transfers.py: by the copy engines of GPUs
+step_queues.py      which of these ways a step takes
 step_messages.py    the messages of one step; boundary.py: their shapes
 microbatches.py     splits a batch, counts targets; loss.py: the exact loss of the whole batch
 criterion_check.py  is a loss a mean over targets? halves_check.py, label_shift.py

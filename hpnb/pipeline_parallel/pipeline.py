@@ -38,10 +38,9 @@ from hpnb.pipeline_parallel.schedule import Schedule
 from hpnb.pipeline_parallel.split_backward import SplitBackward
 from hpnb.pipeline_parallel.stages import Stages, build_stages
 from hpnb.pipeline_parallel.step_messages import CORRECTION
+from hpnb.pipeline_parallel.step_queues import StepQueues
 from hpnb.pipeline_parallel.step_result import PipelineStepResult
-from hpnb.pipeline_parallel.symmetric_transfers import SymmetricTransfers
 from hpnb.pipeline_parallel.tied_weights import tie_weights
-from hpnb.pipeline_parallel.transfers import make_queues
 from hpnb.ranks.current_rank import device as this_device
 from hpnb.ranks.current_rank import note_raised
 from hpnb.record.recorder import Recorder, active_recorder
@@ -156,8 +155,7 @@ class Pipeline:
         self._unfilled = Unfilled(model) if isinstance(model, nn.Module) else None
         self.module = build_stages(model, axis, schedule, cut, example)
         self.causal = bool(getattr(self.module, "causal", False)) if causal is None else causal
-        routes = sorted(schedule.queues)
-        self._queues = make_queues(axis, routes, self._device)
+        self._queues = StepQueues(axis, schedule.queues, self._device)
         # Large matmuls of a GPU add to gradients themselves also where backwards are not split.
         patches_matmuls = schedule.splits or self._device.type == "cuda"
         self._split_backward = SplitBackward(
@@ -167,7 +165,6 @@ class Pipeline:
         self._tied = tie_weights(self.module, self.module.tied, axis, schedule.rank_of)
         self._rank_schedules = RankSchedules(schedule, axis.rank)
         self._grad_ready = self._make_grad_ready()
-        self._symmetric = SymmetricTransfers(axis, routes, self._device)
         self._known_boundaries: KnownBoundaries = {}
         self._known_signatures = set[Hashable]()  # of microbatches that have been through all stages
         self._background = Background(axis, self._device)
@@ -234,9 +231,6 @@ class Pipeline:
         shapes_known = self._known_signatures.issuperset(signatures)
         # Until the first step has shown what loss_fn returns, send a correction; for a mean it is 1.
         sends_correction = trains and self.loss_reduction != "mean"
-        # Slots in the memory of other GPUs need a size that all ranks know. So the first step with new shapes
-        # sends over process groups, and later ones through such slots, where GPUs of one node have them.
-        queues = self._symmetric.queues if shapes_known and self._symmetric.queues else self._queues
         if trains:
             self._grad_ready.begin(reduce, sends_correction)
         try:
@@ -251,7 +245,7 @@ class Pipeline:
                 rank_schedule=rank_schedule,
                 run_stage=self.module,
                 microbatches=inputs,
-                queues=queues,
+                queues=self._queues.choose(trains, shapes_known),
                 boundaries=StepBoundaries(self._known_boundaries, signatures),
                 split_backward=self._split_backward,
                 loss=loss,
@@ -270,7 +264,7 @@ class Pipeline:
             if not shapes_known:
                 self._known_signatures.update(signatures)
                 boundaries = self._known_boundaries.values()
-                self._symmetric.reserve([(*boundary.specs, CORRECTION) for boundary in boundaries])
+                self._queues.reserve([(*boundary.specs, CORRECTION) for boundary in boundaries])
         except BaseException as error:
             note_raised(error)
             # Gradients are as before. Messages stay in the queues, so this pipeline is not used again.

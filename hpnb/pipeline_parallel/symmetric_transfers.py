@@ -10,8 +10,8 @@ side has come, and a matmul that runs beside them, tuned for all multiprocessors
 Here every rank opens a few slots of its memory to the others (`hpnb.symmetric_memory`). They write into the
 slots, and signals between GPUs say when: no process waits, and a stream waits only for what it needs.
 
-All slots have one size, so all ranks must agree on it. The first step with a new shape therefore goes over
-process groups (`transfers.GroupQueue`), and the later ones through here.
+All slots have one size, so all ranks must agree on it. The first step with a new shape therefore goes another
+way (`step_queues.py`), and the later ones through here.
 """
 
 from __future__ import annotations

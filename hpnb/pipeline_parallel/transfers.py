@@ -129,6 +129,24 @@ class GroupQueue:
         # and memory that is measured there counts them.
 
 
+class HostQueue(GroupQueue):
+    """A queue between GPUs through the memory of their CPUs, over gloo: slow, and no kernel waits in it.
+
+    The process waits for its own work when it sends, and for the message when it takes it.
+    """
+
+    def __init__(self, axis: Axis, route: Route, device: torch.device) -> None:
+        super().__init__(axis, route, axis.group, torch.device("cpu"))
+        self._gpu = device
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().send([tensor.to("cpu") for tensor in tensors])
+
+    def post_receive(self, specs: Sequence[TensorSpec]) -> PendingReceive:
+        coming, received = super().post_receive(specs), list[torch.Tensor]()
+        return PendingReceive(received, lambda: received.extend(t.to(self._gpu) for t in coming.wait()))
+
+
 def make_queues(axis: Axis, routes: Collection[Route], device: torch.device) -> dict[Route, MessageQueue]:
     """The queues of `routes` that begin or end here. All ranks of the world call it with the same routes."""
     if not collectives_on_streams(device):

@@ -151,7 +151,7 @@ class _Rank:
             # share a GPU it has not so many, and a context takes 3 s in place of 0.7.
             self.rank_environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
             # NCCL's sends of one group wait for one another, and every rank would warn of it at its first.
-            # Of a pipeline's steps only the first sends so; the others copy (`symmetric_transfers.py`).
+            # Of a pipeline's steps only those with new shapes do so; the others copy (`step_queues.py`).
             self.rank_environ["TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"] = "false"
 
     def join(self) -> None:

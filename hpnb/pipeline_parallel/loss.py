@@ -17,7 +17,6 @@ counted everything. The `loss_reduction` of a pipeline, the same on all its rank
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -73,8 +72,6 @@ class BatchLoss:
         checks_mean: bool = False,
     ) -> None:
         self._function, self._inputs, self._replicas, self._device = function, inputs, replicas, device
-        if device.type == "cuda":
-            _load_kernels(device)
         self._reduction, self._per_target = reduction, per_target
         self._targets = self._count_targets(causal)  # (m,)
         # Reading labels synchronises with a GPU, so it is done there only while the reduction is unknown.
@@ -257,15 +254,3 @@ def send_mean(
         return mean
 
     return wait_for_loss
-
-
-@cache
-def _load_kernels(device: torch.device) -> None:
-    """Use the kernels of `_correction_of` once, before a step posts its receives.
-
-    CUDA loads a kernel when it is first launched, and may wait for the GPU to do so. If a posted receive is
-    waiting there, and its sender for a gradient of this rank, nobody would go on.
-    """
-    count = torch.ones((), dtype=torch.float64, device=device)
-    for per_target in (1.0, count):
-        _correction_of(count.sum(), count, per_target)

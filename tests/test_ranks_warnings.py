@@ -96,7 +96,13 @@ def test_the_traceback_of_a_cell_begins_with_its_own_line(pools: RankPools, awai
     with pytest.raises(hpnb.RankError) as error:
         pools[2].run_cell(cell, "cell-8")
     assert error.value.traceback.splitlines()[1].strip() == 'File "cell-8", line 3, in <module>'
-    assert f"Rank {1 - error.value.rank}: the same" in str(error.value)
+    assert f"Rank {1 - error.value.rank}: the same as rank {error.value.rank}" in str(error.value)
+
+
+def test_ranks_that_raised_the_same_stand_beside_the_first() -> None:
+    stacks = {0: "in a barrier", 1: "line 5\nRuntimeError", 2: "line 5\nRuntimeError"}
+    text = str(hpnb.RankError("rank 1 raised", rank=1, traceback=stacks[1], stacks=stacks))
+    assert text.index("Rank 2: the same as rank 1") < text.index("Rank 0:\nin a barrier")
 
 
 def test_help_says_what_an_interrupt_does() -> None:

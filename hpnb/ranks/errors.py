@@ -69,14 +69,17 @@ class RankError(RuntimeError):
             parts.append(f"Rank {self.rank}:\n{folded(self.traceback).rstrip()}")
         if self.error == OUT_OF_MEMORY:
             return "\n\n".join(parts)  # it says who holds what; where the others wait does not matter
-        alike: dict[str, list[int]] = {}
+        # Ranks that raised the same come first, beside the traceback that they share.
+        alike: dict[str, list[int]] = {folded(self.traceback): []} if self.traceback else {}
         for rank, stack in self.stacks.items():
             if rank != self.rank and stack:
                 alike.setdefault(folded(stack), []).append(rank)
         for stack, ranks in alike.items():
+            if not ranks:
+                continue
             who = "Rank" if len(ranks) == 1 else "Ranks"
             same = self.traceback and stack == folded(self.traceback)
-            where = " the same" if same else f"\n{stack.rstrip()}"
+            where = f" the same as rank {self.rank}" if same else f"\n{stack.rstrip()}"
             parts.append(f"{who} {', '.join(map(str, ranks))}:{where}")
         return "\n\n".join(parts)
 

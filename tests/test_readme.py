@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import shutil
+import statistics
 import urllib.parse
 import warnings
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 from transformers import GPT2LMHeadModel
 
 from hpnb.bench import result_files
+from hpnb.bench.tables import ONE_PIECE
 
 ROOT = Path(__file__).parents[1]
 RESULTS = "hpnb/bench/results/README.md"
@@ -192,6 +194,22 @@ def test_tables_of_whole_programs_are_those_of_the_results() -> None:
     short = "run python -m hpnb.bench table, and copy its first table without rows of microbatches"
     assert result_files.short_table() in README, short
     assert result_files.table() in TEXTS[RESULTS], "run python -m hpnb.bench table --write"
+
+
+def test_all_programs_of_the_table_pad_the_vocabulary() -> None:
+    """hpnb's do. PyTorch's compiler does where it gets output layer and loss together."""
+    assert "All pad GPT-2's vocabulary of 50,257" in README
+    for run in result_files.newest(result_files.read()):
+        for layout in run.layouts.values() if run.what == "gpt2-xl" else ():
+            peer = layout.fastest(ours=False)
+            assert peer is None or ONE_PIECE in peer.name, layout.layout
+
+
+def test_the_mean_error_of_the_planner_is_that_of_its_table() -> None:
+    published = (ROOT / "hpnb/bench/results/PUBLISHED.md").read_text(encoding="utf-8")
+    errors = [abs(float(e)) for e in re.findall(r"([+-][\d.]+)% \| held out", published)]
+    mean = f"{statistics.mean(errors):.1f} %"
+    assert f"(mean error on [{len(errors)} published runs](hpnb/bench/results/PUBLISHED.md): {mean})" in README
 
 
 def test_steps_of_small_microbatches_are_those_of_the_results() -> None:

@@ -8,7 +8,7 @@ from hpnb.bench.layouts import kind_of, parse_layout
 from hpnb.bench.results import BenchmarkRun, LayoutResult, ProgramResult, distance_over_noise
 
 _WIDTH = 54
-_ONE_PIECE, _MARK = ", head and loss as one", " †"  # so a name that stands in nine of twelve rows is short
+ONE_PIECE = ", head and loss as one"  # of programs whose output layer and loss are compiled together
 
 
 def head(unit: str) -> str:
@@ -67,7 +67,7 @@ def data_parallel_rows(layouts: Sequence[LayoutResult]) -> list[str]:
 def summary(runs: Sequence[BenchmarkRun]) -> str:
     """One row per layout: hpnb's best program beside the fastest of PyTorch's. Model and GPUs stand once.
 
-    † marks programs whose output layer and loss are compiled in one piece.
+    Names are short: without ", head and loss as one", which all of PyTorch's fastest programs of GPT-2 have.
     """
     heads = ["model and GPUs", "layout", "hpnb, TFLOP/s/GPU", "PyTorch's", "by",
              "hpnb's speed over it [quartiles]"]  # fmt: skip
@@ -82,7 +82,7 @@ def summary(runs: Sequence[BenchmarkRun]) -> str:
             cells = [where if number == 0 else "", result.layout, ours]
             if ran:
                 beside = "-" if best is None else ratio(result, best, ran[0])
-                cells += [f"{result.tflops(ran[0].name):.4g}", ran[0].name.replace(_ONE_PIECE, _MARK), beside]
+                cells += [f"{result.tflops(ran[0].name):.4g}", ran[0].name.replace(ONE_PIECE, ""), beside]
             else:
                 cells += ["-", no_peers(result), "-"]
             lines.append(_line(cells))

@@ -241,7 +241,8 @@ def _accept_empty_batch(model: nn.Module) -> None:
         parts = anatomy(model)
     except TypeError:  # a model that hpnb does not know copes by itself, or says that it does not
         return
-    hooks, module = parts.blocks[0].module._forward_pre_hooks.values(), inspect.getmodule(accept_empty_batch)
+    hooks = [hook for block in parts.blocks[:1] for hook in block.module._forward_pre_hooks.values()]
+    module = inspect.getmodule(accept_empty_batch)
     if any(inspect.getmodule(getattr(h, "__func__", h)) is module for h in hooks):
         return
     accept_empty_batch(parts)

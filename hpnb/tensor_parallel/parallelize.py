@@ -97,6 +97,7 @@ def parallelize(
         _check_sections(to_shard.anatomy)
         _check_fused_attentions(to_shard)
         if mode != "1d" or sequence_parallel:
+            _check_has_blocks(to_shard)
             _check_repeated(model)
     first_forward_check = first_step_check(model) if dist.get_rank() == 0 else None  # of the full model
     tp_mode = make_mode(mode, axis, sequence_parallel, depth, overlap)
@@ -312,6 +313,15 @@ def _check_fused_attentions(model: ModelToShard) -> None:
                 "of q, k, v and the output and F.scaled_dot_product_attention, or use a pipeline or ZeRO, "
                 "which take it as it is"
             )
+
+
+def _check_has_blocks(model: ModelToShard) -> None:
+    if not model.anatomy.blocks:
+        raise ValueError(
+            f"a {type(model.module).__name__} is registered without blocks, and sequence parallelism, 2D, "
+            "2.5D and 3D split hidden states in front of the first block: use mode '1d' without sequence "
+            "parallelism, a pipeline or ZeRO, or register what lies between embedding and head as blocks"
+        )
 
 
 def _check_repeated(model: nn.Module) -> None:

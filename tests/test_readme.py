@@ -209,7 +209,8 @@ def test_the_mean_error_of_the_planner_is_that_of_its_table() -> None:
     published = (ROOT / "hpnb/bench/results/PUBLISHED.md").read_text(encoding="utf-8")
     errors = [abs(float(e)) for e in re.findall(r"([+-][\d.]+)% \| held out", published)]
     mean = f"{statistics.mean(errors):.1f} %"
-    assert f"(mean error on [{len(errors)} published runs](hpnb/bench/results/PUBLISHED.md): {mean})" in README
+    table = f"[{len(errors)} published runs](hpnb/bench/results/PUBLISHED.md)"
+    assert f"(mean error on {table}: {mean})" in README
 
 
 def test_steps_of_small_microbatches_are_those_of_the_results() -> None:

@@ -2,7 +2,7 @@
 
     for action in the list:
         post the receives that it and the next one need        so that no sender waits
-        wait for what it needs, compute, send the result
+        wait for what it needs, compute, send the result       `step_messages.py`, over `transfers.py`
 
     F   the activation from the stage before   ->  the stage's layers  ->  to the stage after
     I   the gradient from the stage after      ->  backward            ->  to the stage before
@@ -14,9 +14,10 @@ backwards start before the count N of the batch is known, from a guess N' (`loss
 after the last stage's last forward learns N by an all-reduce over the replicas. The correction N'/N then
 travels with that microbatch's gradient, and every rank multiplies its gradients by it (`grad_ready.py`).
 
-On a GPU everything here only launches work: kernels wait for transfers and the process does not, so it is
-always ahead of the device. The exception is a message of unknown shape: the process waits until the sender
-has sent the shape. On a CPU the process waits for every tensor that it receives.
+On a GPU of one's own everything here only launches work: kernels wait for transfers and the process does not,
+so it is always ahead of the device. The exceptions are a message of unknown shape, until the sender has sent
+the shape, and a first step (`step_queues.py`). On a CPU, and where ranks share a GPU, the process waits for
+every tensor that it receives.
 
 A stage that has a CUDA graph (`cuda_graphs.py`) goes through the same steps, and a replay of the graph
 computes F, I, W or B. `graphs`, `_input_grads` and `_loss_inputs` are for these stages alone.
@@ -33,7 +34,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from hpnb.overlapped_pair import run_pair
 from hpnb.pipeline_parallel.action_times import ActionTimes
@@ -65,8 +66,10 @@ class StepExecutor:
         loss: on the rank of the last stage, unless there is none to compute.
         sends_correction: whether gradients are multiplied by the loss's correction (`loss.py`), which then
             travels with one of them.
-        grad_ready: tracks which gradients are complete, and reduces them; None runs forwards only.
-        overlapped_steps: the steps whose forward overlaps the backward after it (`overlapped_pairs.py`).
+        grad_ready: tracks which gradients are complete, after the last W or B of their stage, and passes them
+            to the sink, which reduces them (with ZeRO 3 it also gathers weights); None runs forwards only.
+        overlapped_positions: where in the list a forward overlaps the backward after it
+            (`overlapped_pairs.py`).
         graphs: what is replayed instead of run (`cuda_graphs.py`).
 
     Attributes:
@@ -84,7 +87,7 @@ class StepExecutor:
     grad_ready: GradReady | None = None
     recorder: Recorder | None = None
     keep_outputs: bool = True
-    overlapped_steps: frozenset[int] = frozenset()
+    overlapped_positions: frozenset[int] = frozenset()
     graphs: StepGraphs = field(default_factory=StepGraphs)
 
     def __post_init__(self) -> None:
@@ -93,8 +96,8 @@ class StepExecutor:
         self.times = ActionTimes(self.recorder, gpu_turns(), contended())
         self.outputs: dict[int, Any] = {}
         # By (stage, microbatch): the edges where a backward starts, and their gradients as far as they are
-        # known. They are the only reference to the autograd graph of a microbatch, so its activations are
-        # freed by its backward, which pops them.
+        # known. They are the only reference to the autograd graph of a microbatch. `_receive_gradients` takes
+        # them out, so activations are freed by the backward, but for what W needs after I.
         self._backward_starts: dict[tuple[int, int], tuple[list[GradientEdge], list[torch.Tensor]]] = {}
         # By (stage, microbatch): the received activations for which a gradient is sent back.
         self._received_inputs: dict[tuple[int, int], list[torch.Tensor]] = {}
@@ -122,26 +125,28 @@ class StepExecutor:
                 self.grad_ready.finish()
 
     def _run_actions(self) -> None:
-        actions, step = self.rank_schedule.actions, 0
-        while step < len(actions):
-            overlaps = self._overlaps_next(step)
-            group = actions[step : step + (2 if overlaps else 1)]
+        actions, position = self.rank_schedule.actions, 0
+        while position < len(actions):
+            overlaps = self._overlaps_next(position)
+            after = position + (2 if overlaps else 1)
             # A receive of this turn may wait until its shape is known; one that is posted ahead must not.
-            for ahead, coming in enumerate(actions[step : step + len(group) + AHEAD]):
-                self._messages.post_receives(coming, blocking=ahead < len(group))
-            self._announce_actions(step, overlaps)
+            for action in actions[position:after]:
+                self._messages.post_receives(action, blocking=True)
+            for action in actions[after : after + AHEAD]:
+                self._messages.post_receives(action, blocking=False)
+            self._prefetch_weights(position, overlaps)
             if overlaps:
-                self._run_pair(*group)
+                self._run_pair(*actions[position:after])
             else:
-                self._run_action(group[0])
-            step += len(group)
+                self._run_action(actions[position])
+            position = after
 
     def _run_action(self, action: Action) -> None:
         match action.op:
             case "F":
-                value = self._receive_activations(action)
-                value = self._forward(action, value)
-                self._send_activations(action, value)
+                activations = self._receive_activations(action)
+                outputs = self._forward(action, activations)
+                self._send_activations(action, outputs)
             case "W":
                 self._weight_gradients(action)
             case "I" | "B":
@@ -149,34 +154,36 @@ class StepExecutor:
                 self._backward(action, starts, grads)
                 self._send_gradients(action)
 
-    def _announce_actions(self, step: int, overlaps: bool) -> None:
+    def _prefetch_weights(self, position: int, overlaps: bool) -> None:
         """ZeRO 3 gathers the first block of the next action while this one computes its last."""
         sink = None if self.grad_ready is None else self.grad_ready.sink
         if sink is None or not sink.shards_parameters:
             return
-        actions = self.rank_schedule.actions
-        here = None if overlaps or actions[step].op == "W" else actions[step]
-        later = (a for a in actions[step + 1 :] if a.op != "W") if here else iter(())
-        sink.begin_action(*((a.stage, a.op == "F") if a else None for a in (here, next(later, None))))
+        action, *later = self.rank_schedule.actions[position:]
+        if overlaps or action.op == "W":
+            sink.begin_action(None, None)
+            return
+        following = next(((a.stage, a.op == "F") for a in later if a.op != "W"), None)
+        sink.begin_action((action.stage, action.op == "F"), following)
 
-    def _overlaps_next(self, step: int) -> bool:
-        """Whether the action at `step` overlaps the next one.
+    def _overlaps_next(self, position: int) -> bool:
+        """Whether the action at `position` of the list overlaps the next one.
 
         Not where ranks share a GPU, which run one at a time anyway. Nor where the backward carries the loss's
         correction, which is known only after this forward.
         """
-        if step not in self.overlapped_steps or self.times.shares_gpu:
+        if position not in self.overlapped_positions or self.times.shares_gpu:
             return False
-        return not self._messages.carries_correction(self.rank_schedule.actions[step + 1])
+        return not self._messages.carries_correction(self.rank_schedule.actions[position + 1])
 
     def _run_pair(self, forward: Action, backward: Action) -> None:
-        """A forward and a backward that do not need each other: one computes while the other's messages
-        travel."""
-        value, (starts, grads) = self._receive_activations(forward), self._receive_gradients(backward)
-        value, _ = run_pair(
-            lambda: self._forward(forward, value), lambda: self._backward(backward, starts, grads)
+        """A forward and a backward that do not need each other: one computes while the tokens of the other
+        travel to experts and back."""
+        activations, (starts, grads) = self._receive_activations(forward), self._receive_gradients(backward)
+        outputs, _ = run_pair(
+            lambda: self._forward(forward, activations), lambda: self._backward(backward, starts, grads)
         )
-        self._send_activations(forward, value)
+        self._send_activations(forward, outputs)
         self._send_gradients(backward)
 
     # --- the actions -----------------------------------------------------------------------------------
@@ -190,39 +197,39 @@ class StepExecutor:
         assert source is not None
         boundary = self.boundaries.get(stage - 1, m)
         assert boundary is not None, "its receive was posted, so its shape is known"
-        value = boundary.assemble(self._messages.take(source))
+        activations = boundary.assemble(self._messages.take(source))
         if self.grad_ready is not None:
             # `assemble` has made them leaves that require gradients.
-            self._received_inputs[stage, m] = boundary.select_differentiable(tensors_in(value))
-        return value
+            self._received_inputs[stage, m] = boundary.select_differentiable(tensors_in(activations))
+        return activations
 
-    def _forward(self, action: Action, value: Any) -> Any:
+    def _forward(self, action: Action, activations: Any) -> Any:
         stage, m = action.stage, action.microbatch
         graphs, inputs = self.graphs, self.microbatches[m]
         with self.times.measure(action):
             if (graph := graphs.graphs.get((stage, m))) is not None:
                 # The graph copies the activations into its static inputs, which get the gradients.
                 self._received_inputs.pop((stage, m), None)
-                value, result = graph.forward(value, inputs)
+                outputs, result = graph.forward(activations, inputs)
                 self._backward_starts[stage, m] = [], []  # nothing for autograd; `_receive_gradients` pops it
                 if stage == self._last_stage:
-                    self._finish_replayed_forward(m, graph, value, result)
-                return value
+                    self._finish_replayed_forward(m, graph, outputs, result)
+                return outputs
             with graphs.watch_forward(stage):
-                value = self.run_stage(stage, value, inputs)
+                outputs = self.run_stage(stage, activations, inputs)
                 if stage == self._last_stage:
-                    self._finish_forward(m, value)
-        return value
+                    self._finish_forward(m, outputs)
+        return outputs
 
-    def _send_activations(self, action: Action, value: Any) -> None:
+    def _send_activations(self, action: Action, outputs: Any) -> None:
         stage, m = action.stage, action.microbatch
         if stage == self._last_stage:
             return
-        tensors = tensors_in(value)
+        tensors = tensors_in(outputs)
         if (stage, m) not in self.graphs.graphs:
             if self.grad_ready is not None:
                 self._backward_starts[stage, m] = gradient_edges(tensors), []
-            self._messages.announce(action, Boundary.of(value))
+            self._messages.send_shape(action, Boundary.of(outputs))
         self._messages.give(action, [tensor.detach() for tensor in tensors])
 
     def _finish_forward(self, m: int, outputs: Any) -> None:
@@ -231,9 +238,9 @@ class StepExecutor:
             self.outputs[m] = _detach(outputs)
         if self.loss is None:
             return
-        value, loss_gradient = self.loss(m, outputs)  # of the microbatch; d(loss of the batch)/d(value)
+        loss, loss_gradient = self.loss(m, outputs)  # of the microbatch; d loss of the batch / d loss
         if self.grad_ready is not None:
-            starts = gradient_edges([value])
+            starts = gradient_edges([loss])
             if not starts and any(t.requires_grad for t in tensors_in(outputs)):
                 raise ValueError(
                     "the loss has no gradient, though the outputs have: compute the loss from the outputs "
@@ -345,4 +352,4 @@ def _grads_of(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _detach(outputs: Any) -> Any:
-    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, outputs)
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)

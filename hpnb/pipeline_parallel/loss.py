@@ -4,8 +4,10 @@
     d loss / d total_m = 1 / N      where the loss function returns (total, count)
     d loss / d mean_m = n_m / N     where it returns the mean over n_m targets
 
-The first backward begins before the last microbatch's forward, so it needs N before the loss function has
-counted everything. The `loss_reduction` of a pipeline, the same on all its ranks, says what is done:
+In most schedules the first backward begins before the last microbatch's forward, so it needs N before the
+loss function has counted everything. The `loss_reduction` of a pipeline, the same on all its ranks, says what
+is done. It is None until the first training step has shown what the function returns; that step sends a
+correction.
 
     "mean"            N is counted in the batch (`count_targets`), which is exact.
     "sum_and_count"   The loss function may count something else than targets. Backwards start from 1/N',
@@ -40,7 +42,7 @@ class BatchLoss:
 
     Args:
         function: (outputs, inputs) of a microbatch -> (sum, count), or the mean over its targets.
-        reduction: "mean" refuses a (sum, count); None takes both.
+        reduction: "mean" refuses a (sum, count); "sum_and_count" and None take both.
         causal: see `count_targets`.
         replicas: the data axis over which N is summed, if there is one.
         scale: the gradients are those of the loss times this.
@@ -48,11 +50,12 @@ class BatchLoss:
             range until the correction.
         checks_shift: whether `causal` is to be compared with what the function averages (`label_shift.py`);
             on a GPU only as long as the reduction is not known.
-        checks_mean: whether to look what a scalar has averaged over (`criterion_check.py`), if several of
-            them are weighted, and whether it is a mean (`halves_check.py`).
+        checks_mean: whether to check that a scalar is the mean over its targets (`criterion_check.py`,
+            `halves_check.py`), and under context parallelism that a count counts targets.
+            Neither check is made for a single microbatch on a single replica, whose weight is 1.
 
     Attributes:
-        shift_checked: whether that was done, and they agree.
+        shift_checked: whether the comparison of `checks_shift` was made, and they agree.
         observed_reduction: the reduction that the function used in this step; None before it was called.
         counted_per_target: what a target has counted, known with the correction.
     """
@@ -79,8 +82,8 @@ class BatchLoss:
         checks_labels = several and (device.type != "cuda" or reduction is None)
         unnamed = (find_unnamed_targets(microbatch) for microbatch in inputs) if checks_labels else ()
         self._unnamed_targets = next((name for name in unnamed if name is not None), None)
-        countings = [self._targets]  # (m,) each: as `causal` says, and for a check as if it were not so
-        if checks_labels:
+        countings = [self._targets]  # (m,) each: as `causal` says, and for the check of shifts the other way
+        if checks_labels:  # also without `checks_shift`, in which replicas may differ: all sum one shape
             countings.append(self._count_targets(not causal))
         totals = self._sum_over_replicas(torch.stack([counts.sum() for counts in countings]))
         self._all_targets, self._causal = totals[0], causal
@@ -109,7 +112,7 @@ class BatchLoss:
 
     def from_result(self, microbatch: int, outputs: Any, result: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The same, from what the function has returned. A replayed graph may hand on no outputs (None); then
-        labels were compared in an earlier step."""
+        shifts were checked in an earlier step."""
         value, count = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(value, torch.Tensor) or value.dim() or (result is not value and count is None):
             raise ValueError(
@@ -134,7 +137,7 @@ class BatchLoss:
         return value, self._grads_of_means[microbatch]
 
     def correction(self) -> torch.Tensor:
-        """(), float64: N'/N, once all microbatches have been forward. All replicas call it together."""
+        """(), float64: N'/N, once all forwards have run. All replicas call it together."""
         count = self._sum_over_replicas(self._step_counts().sum())
         self.counted_per_target, correction = _correction_of(count, self._all_targets, self._per_target)
         return correction
@@ -206,7 +209,7 @@ def _describe(result: Any) -> str:
 
 
 def call_criterion(criterion: LossFunction, outputs: Any, inputs: Any) -> Any:
-    """criterion(outputs, inputs)."""
+    """criterion(outputs, inputs). For a loss of PyTorch, which takes targets, the error says what to pass."""
     try:
         return criterion(outputs, inputs)
     except TypeError as error:

@@ -23,7 +23,8 @@ TARGET_NAMES = ("labels", "label", "targets", "target")  # what targets are call
 
 
 def split_batch(batch: Any, microbatches: int, *, multiple: int = 1, allow_empty: bool = False) -> list[Any]:
-    """Split every tensor of `batch` along its first dim; values that are no tensors go to all microbatches.
+    """Split every tensor of `batch` along its first dim; all other values, and tensors without dims, go to
+    every microbatch.
 
     Args:
         multiple: the size of every microbatch is a multiple of this; the last one that has samples also takes
@@ -45,7 +46,8 @@ def split_batch(batch: Any, microbatches: int, *, multiple: int = 1, allow_empty
 
 
 def join_outputs(outputs: Sequence[Any]) -> Any:
-    """Join the outputs of all microbatches: tensors along their first dim, scalars into a tensor (m,)."""
+    """Join the outputs of all microbatches: tensors along their first dim, tensors without dims into one
+    of shape (m,). Of other values the first microbatch's is taken."""
     flat = [tree_flatten(output) for output in outputs]
     joined = [_join_leaves(leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)]
     return tree_unflatten(joined, flat[0][1])
@@ -58,7 +60,7 @@ def signatures(microbatches: Sequence[Any]) -> list[Hashable]:
 
 
 def _leaf_signature(leaf: Any) -> Hashable:
-    # The type of other values and not the values: a name or a number may differ in every step.
+    # Of names and numbers only the type, because they may differ in every step. None and bools decide paths.
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.dtype
     return leaf if leaf is None or isinstance(leaf, bool) else type(leaf).__name__
@@ -84,8 +86,8 @@ def count_samples(inputs: Any) -> int:
 def count_targets(inputs: Any, causal: bool = False) -> torch.Tensor | int:
     """How many targets a loss over this microbatch is the mean of: those that are not -100.
 
-    Targets are the entry of a mapping called "labels" ("label", "target", "targets"), or the last tensor of a
-    tuple, if they are integers; without such an entry every sample counts one.
+    Targets are the entry of a mapping called "labels" ("label", "target", "targets"), or the last entry of a
+    tuple or list of several, if it is a tensor of integers; otherwise every sample counts one.
 
     Args:
         causal: the target of a position is the next position's, so the first of each sequence is none.

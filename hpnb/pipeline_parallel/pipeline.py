@@ -253,7 +253,7 @@ class Pipeline:
                 grad_ready=self._grad_ready if trains else None,
                 recorder=recorder,
                 keep_outputs=return_outputs,
-                overlapped_steps=rank_schedule.overlapped_steps if overlaps else frozenset(),
+                overlapped_positions=rank_schedule.overlapped_positions if overlaps else frozenset(),
                 graphs=graphs,
             )
             with graphs.running():

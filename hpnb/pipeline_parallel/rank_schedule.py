@@ -38,8 +38,8 @@ class RankSchedule:
         return self.schedule.stages - 1
 
     @cached_property
-    def overlapped_steps(self) -> frozenset[int]:
-        """The steps whose forward may overlap the backward after it."""
+    def overlapped_positions(self) -> frozenset[int]:
+        """Where in its list a forward may overlap the backward after it."""
         return overlapped_pairs(self.schedule)[self.rank]
 
 

@@ -9,7 +9,7 @@ kept for how long. The same object is checked, simulated, drawn and executed:
     action_lists.py   the lists, and what follows from them: needs, queues, order
     check.py          proves that every rank gets through its list
     simulate.py       predicts what each rank does when
-    draw_grid.py      a row a rank, a column a step
+    draw_grid.py      one row per rank, one column per unit of time
     schedules.py      makes the schedules of the literature
     executor.py       runs one rank's list
 
@@ -61,7 +61,7 @@ class Schedule(ActionLists):
         return True
 
     def simulate(self, costs: Costs | None = None) -> Timeline:
-        """Predict what each rank does when, if actions cost `costs`; by default 1 s each.
+        """Predict what each rank does when, if actions cost `costs`; by default F, I and W 1 s, and B 2 s.
 
         Raises:
             ScheduleError: a schedule that cannot be run.
@@ -86,7 +86,8 @@ class Schedule(ActionLists):
         return replay(self, duration, transfer, source)
 
     def __str__(self) -> str:
-        """A grid: a row a rank, a column a step in which all that can is done, if each action takes one."""
+        """A grid: one row per rank, one column per unit of time. Every action takes one unit, and starts as
+        soon as it can."""
         return draw_grid(self)
 
     def __reduce__(self) -> tuple[type[Schedule], tuple[object, ...]]:

@@ -3,15 +3,16 @@
 F is the forward of a microbatch through a stage, I the gradient of the stage's input, W the gradient of its
 weights. B is I and W at once, an unsplit backward.
 
-A list is written as words without numbers, "F F B F B B": the k-th F is the forward of microbatch k, and so
-on. With two chunks on a rank, F0 and F1 are forwards of its first and its second. A bare W is the weight
-gradient that has waited longest. `_number_words` turns the words into actions.
+A list is written as words without microbatches, "F F B F B B": the k-th F is the forward of microbatch k, and
+so on. With several chunks on a rank, F0 and F1 are forwards of its first and its second: here the number is
+the chunk, not the microbatch as in a written action 2F0. A bare W is the weight gradient that has waited
+longest. `_number_words` turns the words into actions.
 
 Read `one_f_one_b` first. Every rank has a warm-up of forwards, a steady state of one forward and one backward
 in turn, and a cool-down of backwards; the schedules differ in how long the warm-up is, and in what fills it.
 
 Patterns are written for as many microbatches as they need. The actions of microbatches that do not exist are
-then dropped. What is left keeps its order, so if all of it can be run, so can this.
+then dropped: a schedule that runs also runs without some of its microbatches.
 
 With p ranks, rank r, m microbatches, v chunks per rank, and F, I, W the costs of all of a rank's stages:
 
@@ -117,12 +118,13 @@ def gpipe(rank: PipelineRank) -> Iterator[Action]:
 def one_f_one_b(rank: PipelineRank) -> Iterator[Action]:
     """One forward, one backward in turn (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1).
 
-                      warm-up     steady state    cool-down
-        rank 0 of 4   F F F . . . F B F B F B ... B . B . B
-        rank 3 of 4   . . .       F B F B F B ...
+                      warm-up   steady state          cool-down
+        rank 0 of 4   F F F     F . . . B F B F B ... B . B . B
+        rank 3 of 4   . . .     F B F B F B ...
 
     A rank warms up with one forward for each rank after it: its first backward can only come when the last
-    rank has sent one back. It takes as long as gpipe, with at most num_ranks - rank in-flight microbatches.
+    rank has sent one back. The steady state begins with a forward, so rank r of p has at most p - r
+    microbatches in flight. A step takes as long as with gpipe.
     """
     num_warmup_microbatches = min(rank.ranks_after, rank.num_microbatches)
     num_steady_microbatches = rank.num_microbatches - num_warmup_microbatches
@@ -177,18 +179,16 @@ def interleaved(rank: PipelineRank) -> Iterator[Action]:
     p, v = rank.num_ranks, len(rank.stages)
     if v == 1:
         return one_f_one_b(rank)
-    num_microbatches = -(-rank.num_microbatches // p) * p
-    groups = range(0, num_microbatches, p)
-    order = [(chunk, first + k) for first in groups for chunk in range(v) for k in range(p)]
-    forwards = [Action(rank.stages[chunk], "F", microbatch) for chunk, microbatch in order]
-    backwards = [Action(rank.stages[v - 1 - chunk], "B", microbatch) for chunk, microbatch in order]
-    # Forwards of one chunk before the first backward: those of the earlier chunks, and two for each later
-    # rank, one on the way there and one on the way back.
+    groups = -(-rank.num_microbatches // p)
+    chunks = groups * [chunk for chunk in range(v) for _ in range(p)]
+    forwards = [f"F{chunk}" for chunk in chunks]
+    backwards = [f"B{v - 1 - chunk}" for chunk in chunks]
+    # Each passes through one chunk: p through every chunk but the last, and two for each later rank, one on
+    # the way there and one on the way back. The steady state begins with one more.
     num_warmup = min(2 * rank.ranks_after + (v - 1) * p, len(forwards))
     num_steady = len(forwards) - num_warmup
-    steady = (a for pair in zip(forwards[num_warmup:], backwards, strict=False) for a in pair)
-    actions = [*forwards[:num_warmup], *steady, *backwards[num_steady:]]
-    return (a for a in actions if a.microbatch < rank.num_microbatches)
+    steady = [word for pair in zip(forwards[num_warmup:], backwards, strict=False) for word in pair]
+    return _number_words(" ".join([*forwards[:num_warmup], *steady, *backwards[num_steady:]]), rank)
 
 
 def breadth_first(rank: PipelineRank) -> Iterator[Action]:
@@ -197,9 +197,10 @@ def breadth_first(rank: PipelineRank) -> Iterator[Action]:
     A step takes as long as with interleaved. What happens once per chunk, such as gathering its weights or
     reducing its gradients, overlaps with all of the chunk's microbatches.
     """
-    microbatches = range(rank.num_microbatches)
-    yield from (Action(stage, "F", k) for stage in rank.stages for k in microbatches)
-    yield from (Action(stage, "B", k) for stage in reversed(rank.stages) for k in microbatches)
+    m, chunks = rank.num_microbatches, range(len(rank.stages))
+    forwards = "".join(f"F{chunk} " * m for chunk in chunks)
+    backwards = "".join(f"B{chunk} " * m for chunk in reversed(chunks))
+    return _number_words(forwards + backwards, rank)
 
 
 # --- two chunks per rank, there and back -----------------------------------------------------------
@@ -214,13 +215,13 @@ def zb_v(rank: PipelineRank) -> Iterator[Action]:
     p, r = rank.num_ranks, rank.index
     num_microbatches = max(rank.num_microbatches, 2 * p - 1)
     words = (
-        "F0 " * (2 * (p - r) - 1)  # send microbatches to the turn until the first comes back,
-        + "F1 F0 " * r  # pass it on towards rank 0,
-        + "F1 I1 W " * (p - r)  # where its backward starts: I1 sends its gradient
-        + "F0 I0 W F1 I1 W " * (num_microbatches - 2 * p + r + 1)
-        + "I0 W F1 I1 W " * (p - r - 1)  # the last forwards are on their way back to rank 0,
-        + "I0 I1 " * r  # the last gradients go first,
-        + "I0 W " * (p - r)  # and the weight gradients that waited fill the gaps
+        "F0 " * (2 * (p - r) - 1)  # warm-up: towards the turn, until the first microbatch comes back
+        + "F1 F0 " * r  # both ways
+        + "F1 I1 W " * (p - r)  # backwards start at the end of the V, which is on rank 0
+        + "F0 I0 W F1 I1 W " * (num_microbatches - 2 * p + r + 1)  # steady state
+        + "I0 W F1 I1 W " * (p - r - 1)  # cool-down: no F0 is left, the last F1 are on their way to rank 0
+        + "I0 I1 " * r  # gradients first, because other ranks wait for them
+        + "I0 W " * (p - r)  # weight gradients that have waited fill the gaps
         + "W " * (2 * r)
     )
     return _number_words(words, rank)
@@ -235,15 +236,15 @@ def dualpipe_v(rank: PipelineRank) -> Iterator[Action]:
     and W are about equal; the pairs are what it has over zb-v.
     """
     p, r, m = rank.num_ranks, rank.index, rank.num_microbatches
-    # Of the last 2 r + 2 backwards the later half is split. Even k are of chunk 1, odd k of chunk 0.
-    last_backwards = [f"{'B' if k <= r else 'I'}{1 - k % 2}" for k in range(2 * r + 2)]
+    # From here on backwards are split. Even k are of chunk 1, odd k of chunk 0.
+    turn_to_split = [f"{'B' if k <= r else 'I'}{1 - k % 2}" for k in range(2 * r + 2)]
     words = (
         "F0 " * (2 * (p - r - 1))
         + "F0 F1 " * (r + 1)
         + "I1 W F1 " * (p - r - 1)
         + "F0 B1 F1 B0 " * (m - 2 * p + r + 1)
         + "B1 F1 B0 " * (p - r - 1)
-        + " ".join(last_backwards)
+        + " ".join(turn_to_split)
         + " W I0" * (p - r - 1)
         + " W" * (r + 1)
     )

@@ -59,9 +59,8 @@ class Costs:
 
     def seconds(self, action: Action) -> float:
         """Seconds of `action`."""
-        if action.op == "F":
-            return _cost_of(self.forward, action.stage)
-        parts = [self.input_grad] * (action.op in "IB") + [self.weight_grad] * (action.op in "WB")
+        i, w = self.input_grad, self.weight_grad
+        parts = {"F": (self.forward,), "I": (i,), "W": (w,), "B": (i, w)}[action.op]
         return sum(_cost_of(cost, action.stage) for cost in parts)
 
     def check_stages(self, stages: int) -> None:

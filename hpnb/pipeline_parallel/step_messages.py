@@ -1,7 +1,8 @@
 """The messages of one step, as one rank sends and receives them.
 
-What is sent where, and in which order, follows from the schedule (`Schedule.queues`). A receive is posted
-before the action that needs it, and after the receives of everything that was sent before it.
+A message is named by the action whose result it is. What is sent where, and in which order, follows from the
+schedule (`Schedule.queues`). A receive is posted before the action that needs it, and after the receives of
+all that the same rank sends before, because messages of a route arrive in order.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class StepMessages:
         self._queues, self._boundaries, self._sends_correction = queues, boundaries, sends_correction
         self._local: dict[Action, list[torch.Tensor]] = {}  # from a stage of this rank to another of it
         self._pending: dict[Action, PendingReceive] = {}
-        self._posted = dict.fromkeys(queues, 0)
+        self._posted = dict.fromkeys(queues, 0)  # receives posted so far
         self.largest = 0
 
     def carries_correction(self, action: Action) -> bool:
@@ -48,34 +49,33 @@ class StepMessages:
         return self._sends_correction and action.microbatch == self._rank_schedule.correction_microbatch
 
     def post_receives(self, action: Action, blocking: bool) -> None:
-        """Post the receives of what `action` needs from another rank, and of all that is sent before it.
+        """Post the receive of what `action` needs from another rank, and of all that this rank sends before.
 
         Args:
             blocking: `action` is the next one: where a shape is not known yet, wait for the sender's.
                 Otherwise leave its receive for the call in which it is the next one.
         """
-        for need in self._schedule.needs(action):
-            if need not in self._rank_schedule.message_index:
-                continue
-            route, index = self._rank_schedule.message_index[need]
-            if route[1] != self._rank_schedule.rank:
-                continue
-            while self._posted[route] <= index:
-                message = self._schedule.queues[route][self._posted[route]]
-                specs = self._specs_of(message, blocking)
-                if specs is None:  # not known yet: tried again when it is the turn of `action`
-                    return
-                self._pending[message] = self._queues[route].post_receive(specs)
-                self._posted[route] += 1
+        source = self._schedule.source(action)
+        if source is None or source not in self._rank_schedule.message_index:
+            return
+        route, index = self._rank_schedule.message_index[source]
+        while self._posted[route] <= index:
+            message = self._schedule.queues[route][self._posted[route]]
+            specs = self._specs_of(message, blocking)
+            if specs is None:  # not known yet: tried again when it is the turn of `action`
+                return
+            self._pending[message] = self._queues[route].post_receive(specs)
+            self._posted[route] += 1
 
-    def take(self, action: Action) -> list[torch.Tensor]:
-        """The result of `action`, which another one needs now, from another rank or from this one.
+    def take(self, source: Action) -> list[torch.Tensor]:
+        """The result of `source`, which another action needs now, from another rank or from this one.
 
-        On a GPU kernels that are launched from here on wait for it. On a CPU this process does.
+        On a GPU of one's own, kernels that are launched from here on wait for it. On a CPU, where ranks share
+        a GPU, and in a first step this process does.
         """
-        if action in self._pending:
-            return self._pending.pop(action).wait()
-        return self._local.pop(action)
+        if source in self._pending:
+            return self._pending.pop(source).wait()
+        return self._local.pop(source)
 
     def give(self, action: Action, tensors: list[torch.Tensor]) -> None:
         """Hand on the result of `action`."""
@@ -85,7 +85,7 @@ class StepMessages:
         else:
             self._local[action] = tensors
 
-    def announce(self, action: Action, boundary: Boundary) -> None:
+    def send_shape(self, action: Action, boundary: Boundary) -> None:
         """Send the shapes of what forward `action` gives, unless the next stage knows them."""
         if self._boundaries.is_known(action.stage, action.microbatch, boundary):
             return

@@ -1,8 +1,8 @@
 """Which queues carry the messages of a step between the GPUs of a pipeline.
 
     first training step, first evaluation     through the memory of the CPUs, over gloo
-    steps with shapes that are new            over process groups, NCCL
-    all others                                by copy engines, between GPUs of one node
+    steps with shapes that are new            over process groups, NCCL, until slots are large enough
+    all others                                by copy engines between GPUs of one node, otherwise over NCCL
 
 CUDA loads a kernel at its first launch, and may wait for the whole GPU to do so (CUDA C++ Programming Guide,
 "Lazy Loading"). A receive over NCCL is a kernel as well, which runs until the sender has come. So a rank that

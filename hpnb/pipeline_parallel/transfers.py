@@ -2,11 +2,11 @@
 
     send           starts when the work launched so far is done; the process and its kernels go on
     post_receive   expects tensors early, so that no sender waits for its receiver
-    wait           work launched from here on sees what has arrived
+    wait           work launched from here on runs after the tensors have arrived
 
 Each ordered pair of ranks, a route, has a queue. Messages arrive in the order in which they were sent, so a
-receiver posts in the sender's order, whatever it needs first. On a GPU every queue has a group and a stream
-for itself. On a shared one, a receive that was posted early would block whatever came behind it, and two
+receiver posts in the sender's order, whatever it needs first. Over NCCL every route has a group and a stream
+for itself. If routes shared one, a receive that was posted early would block whatever came behind it, and two
 ranks that both do so would wait for each other. On a CPU, and where ranks share a GPU, threads carry the
 messages.
 """
@@ -66,7 +66,12 @@ class MessageQueue(Protocol):
 
 
 class GroupQueue:
-    """A queue over a process group, of whatever backend. Objects always travel over gloo."""
+    """A queue over a process group, of whatever backend. Objects always travel over gloo.
+
+    Over gloo every tensor that was sent stays here until `flush` at the end of the step. So on a CPU, and
+    where ranks share a GPU, a step keeps the sent activations of all its microbatches, whatever the schedule
+    has in flight, and memory that is measured there counts them.
+    """
 
     def __init__(self, axis: Axis, route: Route, group: dist.ProcessGroup, device: torch.device) -> None:
         self.axis, self.group, self.device = axis, group, device
@@ -124,9 +129,6 @@ class GroupQueue:
         work = dist.isend(tensor, self._destination, group, tag)
         assert work is not None
         self._sending.append((work, tensor))  # gloo reads it until it has been sent
-        # Every tensor stays here until `flush` at the end of the step. So on a CPU, and where ranks share a
-        # GPU, a step keeps the sent activations of all its microbatches, whatever the schedule has in flight,
-        # and memory that is measured there counts them.
 
 
 class HostQueue(GroupQueue):
@@ -165,8 +167,8 @@ def _route_groups(
 ) -> dict[Route, dist.ProcessGroup]:
     """One group of two ranks for each route that this rank is on.
 
-    A new group is split off from that of all ranks, so every rank takes part each time: in rounds in which no
-    rank is on two routes, and alone where it is on none.
+    A new group is split off from that of all ranks, so every rank takes part each time. Routes without a
+    common rank are made in one round; a rank that is on none of them makes a group of its own.
     """
     world = dist.group.WORLD
     assert world is not None

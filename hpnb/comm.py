@@ -196,6 +196,11 @@ def _with_backward(
     return result
 
 
+def with_backward(x: torch.Tensor, forward: Communicate, backward: Communicate) -> torch.Tensor:
+    """`forward` of x. Its backward is `backward` of the gradient, which has `forward` as its backward."""
+    return _with_backward(x, None, forward, backward)
+
+
 # --- without autograd: one call of torch.distributed each -------------------------------------
 
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, MutableMapping
 from functools import partial
 from types import MethodType
+from typing import Any
 from weakref import ref
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -62,6 +64,31 @@ class GradientSink:
         """Reduce nothing by itself any more, after a backward. From now on the caller calls `ready` and
         `finish` of the sink that this returns."""
         return self
+
+
+def refuse_second_derivative(what: str, why: str) -> None:
+    """Raise in a backward if autograd makes a graph of it (create_graph=True): `what` cannot differentiate
+    its gradient again. `why` says why, and what to use instead."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{what} cannot compute a second derivative (create_graph=True, as of a gradient penalty): {why}"
+        )
+
+
+def differentiable_once(what: str, why: str) -> Callable[[Callable[..., Any]], Any]:
+    """A decorator for the backward of an autograd function: PyTorch's `once_differentiable`, which refuses a
+    second derivative where the graph for it would be made, and in a sentence."""
+
+    def decorate(backward: Callable[..., Any]) -> Any:
+        run = once_differentiable(backward)
+
+        def checked(ctx: Any, *grads: Any) -> Any:
+            refuse_second_derivative(what, why)
+            return run(ctx, *grads)
+
+        return checked
+
+    return decorate
 
 
 def hook_gradients(

@@ -75,6 +75,5 @@ def test_autocast_casts_what_it_casts_in_a_linear(mode: str, dtype: torch.dtype)
 def test_a_second_backward_of_the_loss_is_refused() -> None:
     z = torch.randn(3, 5, dtype=D, requires_grad=True)
     loss, _ = cross_entropy(z, torch.tensor([0, 2, 4]), AXIS, 5)
-    (gradient,) = torch.autograd.grad(loss**2, z, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.square().sum().backward()
+    with pytest.raises(RuntimeError, match="vocabulary that is sharded cannot compute a second"):
+        torch.autograd.grad(loss**2, z, create_graph=True)

@@ -25,13 +25,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from hpnb.comm import gather_slices, sum_slices
 from hpnb.context_parallel.fused import BlockAttention
-from hpnb.context_parallel.ring import Ring, add_gradients, merge_pair
+from hpnb.context_parallel.ring import NO_SECOND_DERIVATIVE, Ring, add_gradients, merge_pair
 from hpnb.context_parallel.shard_sequence import Chunk
 from hpnb.context_parallel.visibility import Visibility
+from hpnb.gradients import differentiable_once
 
 TOKENS = 3  # of keys and values as one tensor, (2, B, H_kv, s, d)
 
@@ -79,7 +79,7 @@ class _AllGatherAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(*NO_SECOND_DERIVATIVE)
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         ring, attention = ctx.ring, ctx.attention

@@ -41,14 +41,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from hpnb.context_parallel.blockwise import merge_blocks
 from hpnb.context_parallel.fused import BlockAttention
 from hpnb.context_parallel.shard_sequence import Chunk, split_sequence, token_places
 from hpnb.context_parallel.visibility import Pair, Visibility, find_pairs, find_pairs_with_all
+from hpnb.gradients import differentiable_once
 from hpnb.mesh import Axis
 from hpnb.record.recorder import begin_communication
+
+NO_SECOND_DERIVATIVE = (
+    "ring and all-gather context parallelism",
+    "attention over blocks of keys has no second backward; use cp_size=1",
+)
 
 
 @dataclass(frozen=True)
@@ -168,7 +173,7 @@ class _RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(*NO_SECOND_DERIVATIVE)
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         ring, visible, ranks, rank = ctx.ring, ctx.visible, ctx.ring.axis.size, ctx.ring.axis.rank

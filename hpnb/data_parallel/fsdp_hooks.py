@@ -34,7 +34,7 @@ from hpnb.data_parallel.flat_params import FlatParam, FSDPPolicy
 from hpnb.data_parallel.fsdp_prefetch import PrefetchOrder
 from hpnb.data_parallel.fsdp_reductions import Reductions, find_used
 from hpnb.data_parallel.fsdp_units import FSDPUnit, assign_parameters
-from hpnb.data_parallel.reducer import refuse_second_derivative, zero3_unused_message
+from hpnb.data_parallel.reducer import refuse_second_derivative_of_zero3, zero3_unused_message
 from hpnb.data_parallel.split_reducer import is_expert
 from hpnb.gradients import GradientSink, after_backward, in_backward, set_reducer
 from hpnb.mesh import Axis
@@ -251,7 +251,7 @@ class FSDPState(GradientSink):
     # --- backward ---------------------------------------------------------------------------
 
     def _before_backward(self, unit: FSDPUnit, ahead: list[FSDPUnit] | None, _: torch.Tensor) -> None:
-        refuse_second_derivative()
+        refuse_second_derivative_of_zero3()
         if self._in_backward and unit.unsharded_registered:  # the gradient of another output has come before
             return
         self._in_backward = True  # perhaps it was already, after a backward that an exception ended

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from hpnb.background import Background, Pending, wait_all
 from hpnb.data_parallel.buckets import assign_buckets, fill_bucket
-from hpnb.gradients import GradientSink
+from hpnb.gradients import GradientSink, refuse_second_derivative
 from hpnb.mesh import Axis
 from hpnb.record.recorder import separate_compute
 
@@ -278,11 +278,10 @@ def thawed_message(names: Sequence[str]) -> str:
     )
 
 
-def refuse_second_derivative() -> None:
-    """Raise in the hook of a sharded model's backward if autograd makes a graph of it (create_graph=True)."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "ZeRO 3 cannot compute a second derivative (create_graph=True, as of a gradient penalty): it "
-            "frees the weights after this backward, and the next one needs them; use zero_stage 0, 1 or 2, "
-            "which are DataParallel and ZeroOptimizer"
-        )
+def refuse_second_derivative_of_zero3() -> None:
+    """Raise in the hook of a sharded model's backward if autograd makes a graph of it."""
+    refuse_second_derivative(
+        "ZeRO 3",
+        "it frees the weights after this backward, and the next one needs them; use zero_stage 0, 1 or 2, "
+        "which are DataParallel and ZeroOptimizer",
+    )

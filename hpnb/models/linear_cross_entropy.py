@@ -28,9 +28,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from hpnb.data.tokenizer import IGNORE_INDEX
+from hpnb.gradients import differentiable_once
 from hpnb.models.in_place_cross_entropy import VocabShard, loss_and_gradient
 from hpnb.models.in_vocabulary import check_in_vocabulary
 
@@ -123,7 +123,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(
+        "a chunked loss",
+        "it keeps no logits; use loss_chunk=0",
+    )
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad,) = grads
         if ctx.chunking.recompute:

@@ -14,6 +14,10 @@ operands of dA and dB; the backward of `enter_region` computes these while its a
 Megatron-LM overlaps the all-reduce with dA; here dB joins it. The weights pass through `enter_region` on
 their way to the layers, so it is the node that returns their gradients. These are ordinary gradients of an
 ordinary backward: hooks, gradient accumulation and activation checkpointing work unchanged.
+
+A backward of which autograd makes a graph (create_graph=True, as of a gradient penalty) postpones nothing. It
+computes all gradients where they arise, by functions that have a backward: that of a collective is what the
+forward sends at the same place.
 """
 
 from __future__ import annotations
@@ -25,9 +29,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
+from hpnb import comm
 from hpnb.background import Pending
+from hpnb.gradients import refuse_second_derivative
 from hpnb.tensor_parallel.split_heads import ShardedLinear
 
 StartedCollective = tuple[torch.Tensor, Pending, torch.Tensor]
@@ -41,6 +46,15 @@ class RegionEntry:
     forward: Callable[[torch.Tensor], torch.Tensor]
     backward: Callable[[torch.Tensor], StartedCollective]
 
+    def differentiable_backward(self, dx: torch.Tensor) -> torch.Tensor:
+        """`backward` to its end, with a backward of its own."""
+        return comm.with_backward(dx, self._finished_backward, self.forward)
+
+    def _finished_backward(self, dx: torch.Tensor) -> torch.Tensor:
+        dx, pending, _send_buffer = self.backward(dx.clone())  # _send_buffer must live until pending.wait()
+        pending.wait()
+        return dx
+
 
 @dataclass(frozen=True)
 class RegionExit:
@@ -48,6 +62,13 @@ class RegionExit:
 
     forward: Callable[[torch.Tensor], torch.Tensor]
     backward: Callable[[torch.Tensor], torch.Tensor]
+    keep_slice: Callable[[torch.Tensor], torch.Tensor]  # of what `backward` gives, what dz was
+
+    def differentiable_backward(self, dz: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`backward` with a backward of its own, for the operands of a matrix, which differ between ranks,
+        and for a bias, of which all ranks compute the same gradient."""
+        summed = comm.with_backward(dz, self.backward, lambda y: self.forward(y.clone()))
+        return summed, comm.with_backward(dz, self.backward, self.keep_slice)
 
 
 NO_COMMUNICATION = RegionEntry(lambda x: x, lambda grad: (grad, Pending(), grad))
@@ -122,8 +143,9 @@ class _EnterRegion(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dx: torch.Tensor | None, *placeholders: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, dx: torch.Tensor | None, *weight_grads: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            return None if dx is None else ctx.entry.differentiable_backward(dx), None, None, *weight_grads
         needs_grad, pending = ctx.needs_input_grad, Pending()
         if dx is not None:
             dx, pending, _send_buffer = ctx.entry.backward(dx)  # _send_buffer must live until pending.wait()
@@ -133,6 +155,7 @@ class _EnterRegion(torch.autograd.Function):
         ):
             grads += deferred.compute(for_weight, for_bias)
         pending.wait()
+        grads = [_add(a, b) for a, b in zip(grads, weight_grads, strict=True)]
         return None if dx is None else dx.contiguous(), None, None, *grads
 
 
@@ -159,9 +182,9 @@ class _Linear(torch.autograd.Function):
         deferred: DeferredWeightGrad,
         region_exit: RegionExit | None,
     ) -> torch.Tensor:
-        ctx.deferred, ctx.region_exit, ctx.dtype = deferred, region_exit, x.dtype
+        ctx.deferred, ctx.region_exit, ctx.dtype, ctx.casts = deferred, region_exit, x.dtype, False
         if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):  # as nn.Linear
-            dtype = torch.get_autocast_dtype(x.device.type)
+            dtype, ctx.casts = torch.get_autocast_dtype(x.device.type), True
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         ctx.save_for_backward(x, weight)
         y = apply_linear(x, weight, bias if adds_bias else None, deferred.transposed)
@@ -169,8 +192,9 @@ class _Linear(torch.autograd.Function):
         return y if region_exit is None else region_exit.forward(y)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            return _differentiable_gradients(ctx, dy)
         (x, weight), deferred = ctx.saved_tensors, ctx.deferred
         if ctx.region_exit is not None:
             dy = ctx.region_exit.backward(dy)
@@ -182,6 +206,37 @@ class _Linear(torch.autograd.Function):
         d_weight = placeholder_grad(weight.shape, deferred.dtype, weight.device) if for_weight else None
         d_bias = placeholder_grad(dy.shape[-1:], deferred.dtype, weight.device) if for_bias else None
         return dx, d_weight, d_bias, None, None, None
+
+
+def _differentiable_gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """What the backward of `_Linear` returns, and autograd can differentiate again."""
+    if ctx.casts:  # what it has saved are copies, which lead to no weight
+        refuse_second_derivative(
+            "tensor parallelism under autocast",
+            "it keeps 16-bit copies of weights; use precision='fp32' or 'bf16'",
+        )
+    (x, weight), transposed = ctx.saved_tensors, ctx.deferred.transposed
+    dy_of_bias = dy
+    if ctx.region_exit is not None:
+        dy, dy_of_bias = ctx.region_exit.differentiable_backward(dy)
+    for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
+    rows, d_rows = x.flatten(0, -2), dy.flatten(0, -2)
+    d_weight = (rows.t() @ d_rows if transposed else d_rows.t() @ rows) if for_weight else None
+    d_bias = dy_of_bias.flatten(0, -2).sum(0) if for_bias else None
+    dx = dy @ (weight.t() if transposed else weight) if for_x else None
+    return dx, d_weight, d_bias, None, None, None
+
+
+def _add(computed: torch.Tensor | None, passed: torch.Tensor | None) -> torch.Tensor | None:
+    """A weight's gradient: what this backward has computed, and what its other uses passed on. That is more
+    than placeholders if the forward's gradient was differentiable, and is differentiated now."""
+    if passed is None or _is_placeholder(passed):
+        return computed
+    return passed if computed is None else computed + passed
+
+
+def _is_placeholder(grad: torch.Tensor) -> bool:
+    return grad.data_ptr() == _zero(grad.dtype, grad.device).data_ptr()
 
 
 def placeholder_grad(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

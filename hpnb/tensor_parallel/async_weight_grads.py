@@ -18,10 +18,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from hpnb.background import Pending
+from hpnb.gradients import differentiable_once
 from hpnb.tensor_parallel.async_all_reduce import placeholder_grad
+
+NO_SECOND_DERIVATIVE = (
+    "tp_mode 2d, 2.5d or 3d",
+    "its products have no second backward; use tp_mode='1d'",
+)
+"""What `differentiable_once` says of a grid's functions."""
 
 PendingWeightGrads = list[tuple[Sequence[torch.Tensor], Pending]]
 """Gradients of some weights, one tensor each, and what to wait for before they may be used."""
@@ -65,7 +71,7 @@ class _AwaitWeightGrads(torch.autograd.Function):
         return tuple(w.view_as(w) for w in weights)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(*NO_SECOND_DERIVATIVE)
     def backward(ctx: Any, *placeholders: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         totals: list[torch.Tensor | None] = [None] * len(ctx.dtypes)
         while ctx.pending_grads:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import once_differentiable
 
+from hpnb.comm import all_reduce
 from hpnb.mesh import Axis
 from hpnb.record.recorder import communication
 
@@ -75,13 +75,15 @@ class _SumGradients(torch.autograd.Function):
         return tuple(w.view_as(w) for w in weights)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dtype = grads[0].dtype
         for grad in grads:
             dtype = torch.promote_types(dtype, grad.dtype)
         flat = torch.cat([grad.reshape(-1).to(dtype) for grad in grads])
         for axis in ctx.axes:
+            if torch.is_grad_enabled():  # create_graph=True: the sum needs a backward
+                flat = all_reduce(flat, axis)
+                continue
             with communication("all_reduce", axis.name, flat.nbytes, axis.ranks):
                 dist.all_reduce(flat, group=axis.group)
         flat_sums = flat.split([shape.numel() for shape, _ in ctx.shapes])

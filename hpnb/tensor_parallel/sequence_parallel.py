@@ -146,11 +146,12 @@ class SequenceSharding:
         if self.axis.size == 1:
             return None
         if not self.enabled:
-            return RegionExit(self._all_reduce, lambda dz: dz)
+            return RegionExit(self._all_reduce, lambda dz: dz, lambda y: y)
         shape, sizes = self.shape, self.sizes
         return RegionExit(
             lambda z: sum_slices(z.flatten(0, 1).unsqueeze(0), self.axis, TOKENS),
             lambda dz: gather_slices(dz, self.axis, TOKENS, sizes).view(*shape, -1),
+            lambda y: y.flatten(0, 1).unsqueeze(0).split(sizes, TOKENS)[self.axis.rank].clone(),
         )
 
     def _start_all_reduce(self, grad: torch.Tensor) -> StartedCollective:

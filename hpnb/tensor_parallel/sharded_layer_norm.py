@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
+from hpnb.gradients import differentiable_once
 from hpnb.mesh import Axis
 from hpnb.record.recorder import communication
+from hpnb.tensor_parallel.async_weight_grads import NO_SECOND_DERIVATIVE
 from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
 
 
@@ -88,7 +89,7 @@ class _ShardedLayerNorm(torch.autograd.Function):
         return y.to(_output_dtype(x, weight, bias))
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(*NO_SECOND_DERIVATIVE)
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, bias, shift, scale = ctx.saved_tensors
         dy = dy.to(scale.dtype)

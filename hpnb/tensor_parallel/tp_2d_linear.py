@@ -14,10 +14,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from hpnb.background import Pending
-from hpnb.tensor_parallel.async_weight_grads import PendingWeightGrads, finish_or_defer
+from hpnb.gradients import differentiable_once
+from hpnb.tensor_parallel.async_weight_grads import (
+    NO_SECOND_DERIVATIVE,
+    PendingWeightGrads,
+    finish_or_defer,
+)
 from hpnb.tensor_parallel.summa import (
     Panels,
     PanelSums,
@@ -74,7 +78,7 @@ class _Linear2D(torch.autograd.Function):
         return ab(x.flatten(0, -2), w, grid, concat_biases(biases, ctx.sizes, x))
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(*NO_SECOND_DERIVATIVE)
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
         grid, transposed, num_layers = ctx.grid, ctx.transposed, len(weights)
@@ -127,7 +131,7 @@ class _Logits2D(torch.autograd.Function):
         return abt(x.flatten(0, -2), embedding.to(x.dtype), grid, vocab_sizes)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(*NO_SECOND_DERIVATIVE)
     def backward(ctx: Any, dz: torch.Tensor) -> tuple[Any, ...]:
         x, embedding = ctx.saved_tensors
         grid, needs_dx, needs_de = ctx.grid, ctx.needs_input_grad[0], ctx.needs_input_grad[1]

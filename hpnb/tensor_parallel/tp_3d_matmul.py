@@ -31,11 +31,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from hpnb.background import Background, Pending
+from hpnb.gradients import differentiable_once
 from hpnb.mesh import Axis
-from hpnb.tensor_parallel.async_weight_grads import PendingWeightGrads, finish_or_defer
+from hpnb.tensor_parallel.async_weight_grads import (
+    NO_SECOND_DERIVATIVE,
+    PendingWeightGrads,
+    finish_or_defer,
+)
 from hpnb.tensor_parallel.tp_2d_linear import cast_for_autocast, concat_biases, split_outputs
 
 
@@ -100,7 +104,7 @@ class _Linear3D(torch.autograd.Function):
         return y if bias is None else y.add_(bias)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(*NO_SECOND_DERIVATIVE)
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
         cube, blocks, layers = ctx.cube, ctx.blocks, len(weights)

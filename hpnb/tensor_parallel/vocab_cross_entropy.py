@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from hpnb.data.tokenizer import IGNORE_INDEX
+from hpnb.gradients import differentiable_once
 from hpnb.mesh import Axis
 from hpnb.models.in_place_cross_entropy import VocabShard
 from hpnb.models.in_vocabulary import check_in_vocabulary
@@ -147,7 +147,10 @@ class _CrossEntropy(torch.autograd.Function):
         return torch.where(valid, loss, 0.0)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(
+        "the loss of a vocabulary that is sharded",
+        "its logits are never gathered; compute the loss of outputs.logits, or use tp_size=1",
+    )
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         softmax, columns, is_local, valid, log_sum = ctx.saved_tensors
         dtype, vocab_size, smoothing, z_loss = ctx.options

@@ -16,8 +16,12 @@ its value has v. Written as weights of a block, with Q and L for the ranks:
     q down h Q, up Q H d      k, v down h (L + r), up L H (d - r + v)      out H v h
     scores and weighted values     2 T s H (d + v)
 
+A module of multi-token prediction (MTP), for the token after the next, is one more block behind a projection
+of 2 h^2 weights, with three RMS norms. Embedding and outputs are the model's, and work once more.
+
 Ainslie et al. 2023 (arXiv 2305.13245) for grouped queries, Shazeer 2020 (arXiv 2002.05202) for gated MLPs,
-Jiang et al. 2024 (arXiv 2401.04088) for Mixtral, DeepSeek-AI 2024 (arXiv 2405.04434) for latent attention.
+Jiang et al. 2024 (arXiv 2401.04088) for Mixtral, DeepSeek-AI 2024 (arXiv 2405.04434) for latent attention,
+DeepSeek-AI 2024 (arXiv 2412.19437, section 2.2) for MTP.
 """
 
 from __future__ import annotations
@@ -53,6 +57,7 @@ class ModelShape:
         rope_head_size: of a head's values in latent attention, those that rotate.
         value_head_size: of a head's values that are weighted; 0 is head_size.
         shards_attention: False where tensor parallelism leaves a copy of the attention on every rank.
+        mtp_modules: of multi-token prediction, behind the blocks. Every rank of tp has their projections.
     """
 
     name: str
@@ -86,6 +91,7 @@ class ModelShape:
     rope_head_size: int = 0
     value_head_size: int = 0
     shards_attention: bool = True
+    mtp_modules: int = 0
 
     def __post_init__(self) -> None:
         for name in ("hidden", "layers", "heads", "kv_heads", "head_size", "mlp", "outputs", "positions"):
@@ -121,9 +127,14 @@ class ModelShape:
         return max(0, min(stop, self.dense_layers) - start)
 
     @property
+    def blocks(self) -> int:
+        """All of them, those of MTP modules included, which come last."""
+        return self.layers + self.mtp_modules
+
+    @property
     def expert_layers(self) -> int:
         """Blocks with experts."""
-        return self.layers - self.dense_layers if self.experts else 0
+        return self.blocks - self.dense_layers if self.experts else 0
 
     # --- one block: of models with `dense_layers`, one with experts --------------------------------------
 
@@ -254,9 +265,20 @@ class ModelShape:
     # --- the model -------------------------------------------------------------------------------------
 
     @property
+    def mtp_weights(self) -> int:
+        """Parameters of the projections of MTP modules."""
+        return self.mtp_modules * 2 * self.hidden**2
+
+    @property
+    def mtp_parameters(self) -> int:
+        """Of MTP modules, all but their blocks: projections and norms."""
+        return self.mtp_weights + self.mtp_modules * 3 * self.hidden
+
+    @property
     def end_parameters(self) -> int:
         """Of what is in no block; a tied table counts once."""
-        return self.embedding_parameters + self.head_parameters + self.hidden * (1 + self.norm_bias)
+        ends = self.embedding_parameters + self.head_parameters + self.hidden * (1 + self.norm_bias)
+        return ends + self.mtp_parameters
 
     @cached_property
     def parameters(self) -> int:
@@ -265,7 +287,7 @@ class ModelShape:
 
     def over_blocks(self, name: str) -> int:
         """Sum of a property over all blocks."""
-        total: int = (self.layers - self.dense_layers) * getattr(self, name)
+        total: int = (self.blocks - self.dense_layers) * getattr(self, name)
         return total + (self.dense_layers and self.dense_layers * getattr(self.dense_block, name))
 
     @property
@@ -283,6 +305,11 @@ class ModelShape:
     def tied(self) -> bool:
         return self.head_parameters == 0
 
+    @property
+    def shares_table(self) -> bool:
+        """Whether the last stage reads the embedding's table, too."""
+        return self.tied or self.mtp_modules > 0
+
     def output_tokens(self, sequence: int) -> int:
         """Tokens of a sample that have outputs."""
         return sequence if self.causal else 1
@@ -296,7 +323,8 @@ class ModelShape:
     def training_flops(self, samples: float, sequence: int) -> float:
         """Matmul FLOPs of forward and backward, nothing recomputed, the outputs' included."""
         head = 6.0 * samples * self.output_tokens(sequence) * self.hidden * self.outputs
-        blocks = (self.layers - self.dense_layers) * self.block_forward_flops(samples, sequence)
+        head = (1 + self.mtp_modules) * head + 6.0 * samples * sequence * self.mtp_weights
+        blocks = (self.blocks - self.dense_layers) * self.block_forward_flops(samples, sequence)
         if self.dense_layers:
             blocks += self.dense_layers * self.dense_block.block_forward_flops(samples, sequence)
         return 3 * blocks + head

@@ -5,7 +5,7 @@
     cp         keys, values and their gradients around a ring or gathered, or Ulysses' all-to-alls
                (`context`); the class token of an image, and its gradient
     ep         4 all-to-alls of a block's routed tokens, 6 with recomputation, evenly routed (`experts`)
-    pp         activations and their gradients at every stage's border; a tied table's gradient
+    pp         activations and their gradients at every stage's border; the gradient of a table at both ends
     dp, edp    gradients, and weights under ZeRO, over dp x cp; of experts over the ranks that have the same
 
 Losses, counts and norms of gradients are left out. With ZeRO 3 and without stages, a backward begins with the
@@ -28,25 +28,25 @@ def plan_bytes(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
     """{axis: bytes} of a step with 2-byte values."""
     model, p, t, c, m = task.model, layout.pp, layout.tp, layout.cp, task.microbatches(layout)
     again = 2 if layout.recomputation == "full" else 1  # forwards of a block
-    tokens, blocks = task.batch / layout.dp * task.rank_tokens(c), model.layers / p
+    tokens, blocks = task.batch / layout.dp * task.rank_tokens(c), model.blocks / p
     activation = 2 * tokens * model.hidden  # of all microbatches
     attention = m * blocks if c > 1 else 0.0
     of_attention = ulysses_bytes if layout.context_parallel == "ulysses" else ring_bytes  # or all-gather
     sent = of_attention(attention_of(task, layout), c)
-    predicting = task.batch / layout.dp * task.rank_outputs(c)
+    predicting = task.batch / layout.dp * task.rank_outputs(c) * (1 + model.mtp_modules)
     # The class token of an image goes to all ranks of cp, and its gradient back.
     class_tokens = 0.0 if model.causal else 2.0 * task.batch / layout.dp * model.hidden
     v = layout.chunks_per_rank
     borders = p * v - (2 if layout.schedule in V_SHAPED else 1)  # two chunks of a V meet on one rank
     table = 2 * model.outputs * model.hidden / t
-    both_ends = model.tied and last_rank(layout) > 0  # each has the table, and reduces it over dp
+    both_ends = model.shares_table and last_rank(layout) > 0  # each has the table, and reduces it over dp
     passes = 2 * m + 1 if layout.zero_stage == 3 else 2  # every microbatch gathers weights twice
     dense, experts = rank_parameters(task, layout)
     dense += both_ends * table / 2 / p
-    ends = model.end_parameters / p / t  # gathered once a microbatch
+    ends = (model.end_parameters + (t - 1) * model.mtp_weights) / p / t  # gathered once a microbatch
     dense_bytes = 2 * passes * dense - (2 * m * ends if layout.zero_stage == 3 else 0)
-    reduced = 2.0 * model.hidden  # of a token: embedding and outputs
-    kinds = [(model.layers - model.dense_layers, model), (model.dense_layers, model.dense_block)]
+    reduced = (1 + model.mtp_modules) * 2.0 * model.hidden  # of a token: embedding and outputs
+    kinds = [(model.blocks - model.dense_layers, model), (model.dense_layers, model.dense_block)]
     for count, kind in kinds:
         forward, backward = kind.reduced_values
         reduced += count * (again * forward + backward)

@@ -73,6 +73,18 @@ def block_bytes(task: PlanTask, layout: ParallelLayout, compiled: bool = True) -
     return bytes_kept
 
 
+def module_bytes(task: PlanTask, layout: ParallelLayout, compiled: bool = True) -> float:
+    """Bytes that all MTP modules keep of a microbatch, without blocks and outputs.
+
+    They are embeddings and the 2 h values that a projection reads. Three eager norms keep 3 h more in
+    float32; in 16 bits they keep float32 copies, and not the embeddings. The outputs count inputs of last norms.
+    """
+    model, tokens = task.model, task.microbatch_size(layout) * task.rank_tokens(layout.cp)
+    eager = is_eager(task, layout.cp) or not compiled
+    values = 3 if not eager else 11 if task.value_bytes == 2 else 6
+    return float(task.value_bytes * tokens * model.mtp_modules * values * model.hidden)
+
+
 def in_flight(layout: ParallelLayout, microbatches: int, rank: int) -> float:
     """Microbatches whose activations a pipeline rank holds at once; with chunks, in parts."""
     p, v = layout.pp, layout.chunks
@@ -97,7 +109,7 @@ def rank_moments(task: PlanTask, layout: ParallelLayout, rank: int, compiled: bo
             and no matmul has a workspace.
     """
     model, t, m, w = task.model, layout.tp, task.microbatches(layout), task.value_bytes
-    b, blocks = task.microbatch_size(layout), rank_blocks(task.model.layers, layout)[rank]
+    b, blocks = task.microbatch_size(layout), rank_blocks(task.model.blocks, layout)[rank]
     plain = rank_dense_blocks(model, layout)[rank]  # blocks without experts, the first of them
     last, replicas, stage = rank == last_rank(layout), layout.dp * layout.cp, layout.zero_stage
     dense, experts, root = _rank_parameters(task, layout, rank, blocks, plain)
@@ -127,6 +139,7 @@ def rank_moments(task: PlanTask, layout: ParallelLayout, rank: int, compiled: bo
     inner = model.chosen * task.imbalance * model.mlp + model.shared_mlp if model.experts else model.mlp
     flow = inside + w * tokens * (3 * max(inner, plain and model.dense_mlp) / t + 2 * model.hidden)
     head_kept, head_passing = _head_bytes(task, layout, compiled) if last else (0.0, 0.0)
+    head_kept = (1 + model.mtp_modules) * head_kept + module_bytes(task, layout, compiled)
     head_kept *= in_flight(layout, m, rank) if last else 0.0
     bucket = min(BUCKET_BYTES, full)
     sending = 2 * bucket if stage == 2 else one if stage == 3 and replicas > 1 else 0.0
@@ -183,7 +196,9 @@ def _rank_parameters(
     root = model.embedding_parameters / t if first else 0.0
     if last:
         table = model.head_parameters or (0 if first else model.outputs * model.hidden)
-        root += table / t + model.hidden
+        root += table / t + model.hidden + model.mtp_parameters
+        if model.mtp_modules and not (first or model.tied):
+            root += model.embedding_parameters / t
     experts = model.expert_parameters / t / layout.ep
     dense = (blocks - plain) * (_block_parameters(task, layout) - experts)
     if plain:
@@ -225,6 +240,6 @@ def plan_memory(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
     Earlier ranks hold more microbatches, so of ranks with the same blocks the first is the fullest.
     """
     p, model = layout.pp, task.model
-    blocks = list(zip(rank_blocks(model.layers, layout), rank_dense_blocks(model, layout), strict=True))
+    blocks = list(zip(rank_blocks(model.blocks, layout), rank_dense_blocks(model, layout), strict=True))
     likely = {0, min(1, p - 1), p - 1} | {rank for rank in range(1, p) if blocks[rank] != blocks[rank - 1]}
     return max((rank_memory(task, layout, rank) for rank in sorted(likely)), key=lambda m: sum(m.values()))

@@ -56,6 +56,7 @@ LAUNCH_SECONDS = 0.2e-3  # a block's forward takes no less, and its backward no 
 OVERLAP_COST = 0.5  # of hidden communication prolongs the computing beside it
 _ROUTED = (14, 20)  # bytes of a routed value, forward and backward: gather, weight and add up, and back
 _PERMUTED = 4  # where permutations are fused: it is written once and read once, and so is each copy
+_NORM = (4, 6)  # bytes of a value of a norm, forward and backward: read and written
 _EAGER_NORM = (32, 72)  # more bytes of a value of an RMS norm, forward and backward, counted by kernel
 _EAGER_ROTATION, _EAGER_GATE = (24, 24), (4, 6)  # of a value of q or k, and of an inner value
 _ADAM = 28  # bytes a parameter: float32 weight and moments in and out, 16-bit gradient in and weight out
@@ -74,7 +75,7 @@ def rank_dense_blocks(model: ModelShape, layout: ParallelLayout) -> tuple[int, .
     p = layout.pp
     if not model.dense_layers:
         return (0,) * p
-    ends = list(accumulate(stage_blocks(model.layers, p * layout.chunks_per_rank), initial=0))
+    ends = list(accumulate(stage_blocks(model.blocks, p * layout.chunks_per_rank), initial=0))
     dense = [model.dense_blocks(start, stop) for start, stop in pairwise(ends)]
     if layout.schedule in V_SHAPED:
         return tuple(dense[rank] + dense[-1 - rank] for rank in range(p))
@@ -92,7 +93,8 @@ def rank_parameters(task: PlanTask, layout: ParallelLayout) -> tuple[float, floa
     experts = model.model_expert_parameters
     dense = (model.parameters - experts) / inner
     if layout.tp > 1:  # matrices of which each tensor-parallel rank has a copy
-        dense += model.over_blocks("replicated_weights") * (1 - 1 / layout.tp) / layout.pp
+        copied = model.over_blocks("replicated_weights") + model.mtp_weights
+        dense += copied * (1 - 1 / layout.tp) / layout.pp
     return dense, experts / inner / layout.ep
 
 
@@ -196,7 +198,7 @@ def _step_of_block(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
         if layout.schedule == "dualpipe-v":
             computing = sum(forward.values()), sum(block.values()) - sum(forward.values())
             paired = paired_share(layout.pp, task.microbatches(layout))
-            exposed = exposed_messages(*computing, message, model.layers / layout.pp / 2, paired)
+            exposed = exposed_messages(*computing, message, model.blocks / layout.pp / 2, paired)
             beside = 0.0 if soft.message_sms else _overlap_cost(task, link["ep"], block["ep"] - exposed)
             block["ep"] = exposed + beside
     forward_values, backward_values = model.reduced_values
@@ -228,22 +230,43 @@ def _reduce_seconds(task: PlanTask, layout: ParallelLayout) -> float:
 def stage_seconds(task: PlanTask, layout: ParallelLayout) -> list[dict[str, float]]:
     """{part: seconds} of one microbatch on every stage, forward and backward."""
     model, b, t, p, c = task.model, task.microbatch_size(layout), layout.tp, layout.pp, layout.cp
-    block, blocks = _step_of_block(task, layout), rank_blocks(model.layers, layout)
+    both_ways = task.software.bidirectional and layout.schedule == "dualpipe-v"
+    placed = replace(layout, schedule="1f1b") if both_ways else layout
+    block, blocks = _step_of_block(task, layout), rank_blocks(model.blocks, placed)
     stages = [{part: n * value for part, value in block.items()} for n in blocks]
     if model.dense_layers:  # the first blocks have one MLP instead of experts
         dense = _step_of_block(replace(task, model=model.dense_block), layout)
-        for times, n in zip(stages, rank_dense_blocks(model, layout), strict=True):
+        for times, n in zip(stages, rank_dense_blocks(model, placed), strict=True):
             for part in times:
                 times[part] += n * (dense[part] - block[part])
     if p > 1:
         for times in stages:
             times["launches"] += 2 * layout.chunks_per_rank * task.software.action_seconds
-    outputs, last = b * task.rank_outputs(c) * model.outputs / t, last_rank(layout)
+    outputs, last = b * task.rank_outputs(c) * model.outputs / t, last_rank(placed)
+    outputs *= 1 + model.mtp_modules
     stages[last]["matmuls"] += 6 * outputs * model.hidden / task.rate
     stages[last]["memory"] += task.software.loss_bytes * outputs / task.cluster.memory_bandwidth
     for rank in (0, last):
         stages[rank]["tp"] += _reduce_seconds(task, layout)
+    if model.mtp_modules:
+        for part, more in _mtp_seconds(task, layout).items():
+            stages[last][part] += more
+    if both_ways:
+        ends = zip(stages, reversed(stages), strict=True)
+        return [{part: (a[part] + b[part]) / 2 for part in a} for a, b in ends]
     return stages
+
+
+def _mtp_seconds(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
+    """{part: seconds} of one microbatch in all MTP modules, forward and backward, without blocks and outputs:
+    projections in 16 bits, norms, and over tp the embedding and the gradient of what outputs read."""
+    model, tokens = task.model, task.microbatch_size(layout) * task.rank_tokens(layout.cp)
+    norm = sum(_NORM) + is_eager(task, layout.cp) * sum(_EAGER_NORM)
+    return {
+        "matmuls": 6 * tokens * model.mtp_weights / task.rate,
+        "memory": 3 * model.mtp_modules * tokens * model.hidden * norm / task.cluster.memory_bandwidth,
+        "tp": 2 * model.mtp_modules * _reduce_seconds(task, layout),
+    }
 
 
 def plan_parts(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
@@ -261,7 +284,7 @@ def plan_parts(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
     schedule = "1f1b" if layout.schedule == "interleaved" else layout.schedule
     parts = pipeline_parts(stages, m, schedule, layout.chunks, hop if task.software.overlap else 0.0)
     parts["exposed pp"] = 0.0 if task.software.overlap else 2 * m * v * hop
-    if last_rank(layout) and model.tied:  # both ends hold the table, and sum its gradient
+    if last_rank(layout) and model.shares_table:  # both ends hold the table, and sum its gradient
         table = 2.0 * model.outputs * model.hidden / t
         parts["exposed pp"] += seconds("all_reduce", table, 2, link["pp"])
     stage = sum(sum(times.values()) for times in stages) / p
@@ -297,7 +320,7 @@ def _exposed_dp(task: PlanTask, layout: ParallelLayout, stage: float) -> float:
     last = min(layout.pp, m) * (1 - 1 / layout.chunks) if layout.chunks > 1 else 1.0
     backward = 2 / 3 * stage * last
     buckets = max(1, round(soft.gradient_bytes * (dense + experts) / BUCKET_BYTES))
-    blocks = max(1, task.model.layers // layout.pp)
+    blocks = max(1, task.model.blocks // layout.pp)
     if layout.zero_stage == 3:  # every microbatch gathers the weights twice, and the last sends gradients
         gather = over("all_gather", 2, blocks)
         scatter = over("reduce_scatter", soft.gradient_bytes, blocks)

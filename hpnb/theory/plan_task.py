@@ -48,6 +48,9 @@ class Software:
         split_backward: what a backward takes, split into input and weight gradients, over one that is not.
         message_sms: share of a GPU's SMs that do nothing but send messages beside the computing of others.
         recomputes_latent: a backward recomputes norms and latent attention's up projections.
+        bidirectional: dualpipe-v stands for DualPipe, where half of the microbatches enter at the last rank.
+            So ranks i and p-1-i have the stages of both, and work in each for half of the microbatches.
+            Memory is still that of DualPipe-V.
     """
 
     fused: bool = True
@@ -70,6 +73,7 @@ class Software:
     split_backward: float = SPLIT_BACKWARD
     message_sms: float = 0.0
     recomputes_latent: bool = False
+    bidirectional: bool = False
 
 
 HPNB = Software()
@@ -145,15 +149,22 @@ def refusal(task: PlanTask, layout: ParallelLayout) -> tuple[str, str] | None:
             "more tp ranks than key-value heads",
             f"tp={t} is more than {model.kv_heads} key-value heads; use tp={model.kv_heads} or less",
         )
-    if stages > model.layers:
+    if stages > model.blocks:
         return (
             "more pipeline stages than blocks",
-            f"{stages} pipeline stages are more than {model.layers} blocks; use {model.layers} or fewer",
+            f"{stages} pipeline stages are more than {model.blocks} blocks; use {model.blocks} or fewer",
         )
-    if v > 1 and (p == 1 or model.layers % (p * v) or task.microbatches(layout) % p):
+    if model.blocks // stages < model.mtp_modules:
+        return (
+            "MTP modules beyond the last stage",
+            f"{model.mtp_modules} modules of multi-token prediction need one stage, and the last of {stages} "
+            f"pipeline stages has {model.blocks // stages} blocks; use {model.blocks // model.mtp_modules} "
+            "stages or fewer",
+        )
+    if v > 1 and (p == 1 or model.blocks % (p * v) or task.microbatches(layout) % p):
         return (
             "chunks do not divide",
-            f"{v} chunks need blocks ({model.layers}) that divide by {p * v} and microbatches "
+            f"{v} chunks need blocks ({model.blocks}) that divide by {p * v} and microbatches "
             f"({task.microbatches(layout)}) that divide by {p}",
         )
     if layout.zero_stage and d * layout.cp == 1:

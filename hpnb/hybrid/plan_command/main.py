@@ -13,7 +13,7 @@ import os
 import sys
 
 from hpnb.hybrid.plan_command.layout_code import layout_code, parse_layout_code
-from hpnb.hybrid.plan_command.read_model import read_model, read_size
+from hpnb.hybrid.plan_command.read_model import mtp_sentence, read_model, read_size
 from hpnb.hybrid.plan_command.report import as_json, format_report
 from hpnb.hybrid.plan_command.run_lines import LOSS_CHUNK, launch_lines, no_run_file, write_run_file
 from hpnb.hybrid.plan_command.search import (
@@ -45,6 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequence", type=int, help="tokens of a sample; by default at most 4096")
     parser.add_argument("--imbalance", type=float, default=1.0,
                         help="tokens of the fullest rank of ep, over the mean; by default 1")  # fmt: skip
+    parser.add_argument("--mtp", action="store_true", help="count the modules of multi-token prediction that "
+                        "num_nextn_predict_layers names, as DeepSeek-V3 was trained")  # fmt: skip
     parser.add_argument("--top", type=_at_least_one, help="layouts to print, by default 10")
     parser.add_argument("--variants", action="store_true",
                         help="print all variants of the same sizes and ZeRO stage, too")  # fmt: skip
@@ -163,12 +165,14 @@ def _plan(options: argparse.Namespace) -> int:
         draw_plan(task, chosen).savefig(picture := options.picture or "plan.png")
         if not options.json:
             print(f"\nTimeline and memory of {chosen.code}: {picture}")
+    without = [no_run_file(task, gpu, best), mtp_sentence(options.model, task.model)] if size is None else []
+    said = "; ".join(filter(None, without))
     if options.run_file:
         if size is None:
-            raise ValueError(f"{options.run_file} is not written: {no_run_file(task, gpu, best)}")
+            raise ValueError(f"{options.run_file} is not written: {said}")
         write_run_file(options.run_file, task, gpu, best, size)
     if not options.json and size is None:
-        print(f"\n{no_run_file(task, gpu, best)}")
+        print(f"\n{said}")
     elif not options.json:
         print(f"\nTo start {best.code} with its run file, under torchrun on every node, or under Slurm:")
         for line in launch_lines(task, options.run_file or "run.toml"):
@@ -207,6 +211,8 @@ def _plan_rank(options: argparse.Namespace) -> int:
         print(json.dumps(as_json_of_rank(task, layout, options.rank, profile, predicted), indent=1))
     else:
         print(format_rank(task, layout, options.rank, profile, predicted))
+        if sentence := mtp_sentence(options.model, task.model):
+            print(sentence)
     return 0
 
 
@@ -223,7 +229,7 @@ def _task_and_gpu(options: argparse.Namespace) -> tuple[PlanTask, GPU]:
         gpu = measured_gpu()
     else:
         gpu = find_gpu(options.gpu)
-    model = read_model(options.model)
+    model = read_model(options.model, options.mtp)
     gpus = 8 if options.gpus is None else options.gpus
     return make_task(
         model, gpu, gpus, options.batch, options.sequence, options.per_node, options.imbalance

@@ -199,7 +199,12 @@ HAI_LLM = Software(
 # Of arXiv 2412.19437, section 3: matmuls in FP8 except attention, outputs and routers; a token goes to 4
 # nodes at most, dispatched in FP8 with a float32 scale for each 128 values, by 20 of 132 SMs.
 HAI_LLM_FP8 = replace(
-    HAI_LLM, token_copies=4.0, dispatch_bytes=1 + 4 / 128, fp8_matmuls=True, message_sms=20 / 132
+    HAI_LLM,
+    token_copies=4.0,
+    dispatch_bytes=1 + 4 / 128,
+    fp8_matmuls=True,
+    message_sms=20 / 132,
+    bidirectional=True,
 )
 DEEPSEEK_V2 = ModelShape(
     "deepseek-v2", 5120, 60, 128, 128, 192, 1536, 102400, 102400 * 5120, 102400 * 5120, 163840, gated=True,
@@ -223,10 +228,9 @@ def deepseek_v2_row(gpus: int) -> PublishedStep:
 def deepseek_v3_row() -> PublishedStep:
     """15,360 samples of 4,096 tokens on 2,048 GPUs, which took 180,000 GPU hours for 10^12 tokens.
 
-    One more block, and the outputs once more, predict the token after the next. DualPipe is predicted as
-    DualPipe-V, where rank 0 has both ends of the model; in DualPipe the last rank has them too, and half of
-    the microbatches."""
-    trained = replace(DEEPSEEK_V3, layers=62)
+    A module predicts the token after the next (section 4.2). Bubbles and messages of DualPipe are predicted
+    as those of DualPipe-V."""
+    trained = replace(DEEPSEEK_V3, mtp_modules=1)
     layout = ParallelLayout(128, 16, ep=64, zero_stage=1, schedule="dualpipe-v", order=("pp", "dp", "tp"))
     batch, sequence, gpus = 15360, 4096, 2048
     seconds = 180e3 * 3600 * batch * sequence / 1e12 / gpus

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,40 @@ _LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_
 SUPPORTED = (*_LLAMA_LIKE, *_LATENT, "gpt2", "vit")
 
 
-def read_model(name: str) -> ModelShape:
-    """The shape of the model that `name` means."""
+def read_model(name: str, mtp: bool = False) -> ModelShape:
+    """The shape of the model that `name` means; with `mtp`, with its modules of multi-token prediction."""
+    if mtp:
+        shape, modules = read_model(name), read_mtp_modules(name)
+        if not (modules and shape.experts):
+            what = "no blocks with experts, as a module has" if modules else "no num_nextn_predict_layers"
+            raise ValueError(f"{shape.name} has {what}; leave --mtp out")
+        return replace(shape, mtp_modules=modules)
     if name.lower() in GPT2_NAMES:
         return shape_of_gpt2(name.lower(), GPT2_SIZES[GPT2_NAMES[name.lower()]])
     if name.lower() in VIT_NAMES:
         return shape_of_vit(name.lower(), SIZES[VIT_NAMES[name.lower()]])
     return shape_of_config(read_config(name), Path(name).stem if name.endswith(".json") else name)
+
+
+def read_mtp_modules(name: str) -> int:
+    """Modules of multi-token prediction of the model that `name` means; transformers trains without."""
+    if name.lower() in {**GPT2_NAMES, **VIT_NAMES}:
+        return 0
+    return getattr(read_config(name), "num_nextn_predict_layers", None) or 0
+
+
+def mtp_sentence(name: str, shape: ModelShape) -> str:
+    """What a program that trains the model leaves out; empty for a model without modules."""
+    if shape.mtp_modules:
+        return (
+            f"this program trains without num_nextn_predict_layers={shape.mtp_modules}, which --mtp counts: "
+            "transformers builds no such module for training"
+        )
+    modules = read_mtp_modules(name)
+    return (
+        f"num_nextn_predict_layers={modules} is not counted, since transformers builds no such module for "
+        "training; --mtp counts it" if modules else ""
+    )  # fmt: skip
 
 
 def read_size(name: str) -> str | GPT2Size | ViTSize | None:
@@ -101,9 +129,7 @@ def shape_of_config(config: Any, name: str = "") -> ModelShape:
 
 
 def shape_of_deepseek(name: str, config: Any) -> ModelShape:
-    """Latent attention, and experts in all blocks but the first. Modules that predict further tokens are not
-    counted: transformers builds none for training.
-    """
+    """Latent attention, and experts in all blocks but the first; no modules of multi-token prediction."""
     h, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
     dense_layers = min(config.first_k_dense_replace, layers)
     table, biases = config.vocab_size * h, bool(config.attention_bias)

@@ -128,6 +128,7 @@ def as_json(task: PlanTask, gpu: GPU, result: Search, plans: Sequence[Plan]) -> 
         "batch": task.batch,
         "sequence": task.sequence,
         "imbalance": task.imbalance,
+        "mtp_modules": task.model.mtp_modules,
         "usable_bytes": usable_bytes(task),
         "seen": result.seen,
         "refused": dict(result.refused),

@@ -198,7 +198,7 @@ def why_nothing(task: PlanTask, result: Search) -> str:
         near = [n for n in (task.batch // gpus * gpus, (task.batch // gpus + 1) * gpus) if n]
         return (
             f"no layout of {gpus} GPUs can run a batch of {task.batch} of {model.name} "
-            f"({model.layers} blocks, {model.kv_heads} key-value heads); "
+            f"({model.blocks} blocks, {model.kv_heads} key-value heads); "
             f"a batch of {' or '.join(map(str, near))} can be split"
         )
     total, layout = result.smallest

@@ -131,6 +131,61 @@ def test_a_first_stage_that_was_frozen_goes_on_from_a_checkpoint(
     compare(tmp_path, "02")
 
 
+def head_first(booster: Any, model: Any, optimizer: Any, forgets: bool = True) -> None:
+    """Two steps of the head alone, two of all layers, and two of all but the first two."""
+    for step in range(6):
+        if step in (0, 2, 4):
+            freeze(model, "024", requires_grad=True)
+            freeze(model, {0: "02", 2: "", 4: "02"}[step])
+            if booster is not None and forgets:
+                model.forget()
+        train(booster, model, optimizer, step, booster is not None)
+
+
+def head_first_in_stages(options: dict[str, Any], folder: str) -> None:
+    booster, model, optimizer = boost(options, make())
+    head_first(booster, model, optimizer)
+    booster.save_model(model, folder)
+
+
+@pytest.mark.parametrize("style", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("zero_stage", range(4))
+def test_stages_are_frozen_and_thawed_between_steps(
+    pools: RankPools, tmp_path: Path, zero_stage: int, style: str
+) -> None:
+    """After `forget`, without a checkpoint, though outputs of stages begin and cease to need gradients."""
+    options = {"pp_size": 2, "zero_stage": zero_stage, "pp_style": style}
+    options |= {"num_microbatches": 4, "num_model_chunks": 2 if style == "zb-v" else 1}
+    pools[4].run(head_first_in_stages, options, str(tmp_path))
+    expected = make()
+    head_first(None, expected, torch.optim.AdamW(expected.parameters(), lr=0.01))
+    saved = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(saved[name], value, rtol=1e-12, atol=1e-12)
+
+
+def does_not_forget() -> None:
+    head_first(*boost({"pp_size": 2}, make()), forgets=False)
+
+
+def test_without_forget_the_error_names_it() -> None:
+    words = r"stage 0 gave \(1, 6\) .* with gradient for .* call \.forget\(\) on every rank before the next"
+    with pytest.raises(hpnb.RankError, match=words):
+        hpnb.launch(does_not_forget, ranks=2, device="cpu", hang_timeout=30)
+
+
+def forgets_without_stages(executes: bool) -> None:
+    booster, model, optimizer = boost({}, make())
+    model.forget()
+    train(booster, model, optimizer, 0, executes)
+    model.forget()
+
+
+@pytest.mark.parametrize("executes", [False, True])
+def test_forget_is_there_without_stages(executes: bool) -> None:
+    hpnb.launch(forgets_without_stages, executes, ranks=1, device="cpu")
+
+
 def frozen_before_boost(options: dict[str, Any], executes: bool, layers: str) -> str:
     model = make()
     freeze(model, layers)

@@ -18,7 +18,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
@@ -28,6 +27,7 @@ from hpnb.context_parallel import ContextParallel
 from hpnb.data.batch_agreement import check_same_batch
 from hpnb.data_parallel import DataParallel
 from hpnb.expert_parallel import ExpertParallel, SelectionBias
+from hpnb.hybrid.agree_on_microbatches import agree_on_microbatches
 from hpnb.hybrid.global_loss import Weigher, loss_weighted, with_lazy_loss
 from hpnb.hybrid.model_loss import ModelLoss, inputs_of_forward, loss_of_outputs
 from hpnb.hybrid.packed_texts import CacheSwitch, PackingWarning
@@ -238,8 +238,9 @@ class Boosted(nn.Module):
         batch = self._prepare_batch(batch)
         pipe = self._pipe or self._make_single_stage_pipe()
         pipe.split = partial(split_batch, allow_empty=True, multiple=self.plugin.row_multiple)
-        microbatches = self._agree_on_microbatches(self.plugin.microbatches(batch_size(batch)))
-        pipe.schedule = self.plugin.schedule(microbatches)
+        local = self.plugin.microbatches(batch_size(batch))
+        agreed = agree_on_microbatches(self.plugin, self.full_config, local, self._device)
+        pipe.schedule = self.plugin.schedule(agreed)
         criterion = criterion or loss_of_outputs
         pipe.causal = pipe.module.causal if causal is None else causal
         before, now = (getattr(f, "__code__", f) for f in (self._criterion, criterion))
@@ -263,6 +264,12 @@ class Boosted(nn.Module):
                 record=record,
             )
         return self.last_step
+
+    def forget(self) -> None:
+        """Learn anew, in the next step, which outputs of pipeline stages need gradients: all ranks call it
+        after parameters were frozen or thawed between two steps. CUDA graphs are captured anew."""
+        if self._pipe is not None:
+            self._pipe.forget(keeps_gradients=True)
 
     def checks_mean_of(self, criterion: Criterion) -> bool:
         """Whether a training step is to look if scalars of `criterion` are means (`criterion_check.py`): the
@@ -338,18 +345,6 @@ class Boosted(nn.Module):
             model_loss, labels = self._model_loss, inputs["labels"]
             outputs = with_lazy_loss(outputs, lambda lazy: model_loss(lazy, labels))
         return call_criterion(self._criterion, outputs, inputs)
-
-    def _agree_on_microbatches(self, microbatches: int) -> int:
-        """The same number on all replicas where a microbatch sends something: parameters in ZeRO 3, tokens to
-        experts, or what a loss over the routers of all ranks needs."""
-        plugin, axis = self.plugin, self.plugin.mesh.dp_cp
-        sums_routers = getattr(self.full_config, "output_router_logits", False)
-        alone = axis.size == 1 or (plugin.zero_stage < 3 and plugin.ep_size == 1 and not sums_routers)
-        if alone or plugin.num_microbatches is not None:
-            return microbatches
-        most = torch.tensor(microbatches, device=self._device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=axis.group)
-        return int(most)
 
     def _check_filled(self) -> None:
         """Refuse a model that came on the meta device and was not filled, at its first forward."""

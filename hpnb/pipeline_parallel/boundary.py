@@ -96,8 +96,8 @@ class StepBoundaries:
         if known is not None and known != boundary:
             raise ValueError(
                 f"stage {stage} gave {boundary} for a microbatch like one for which it gave {known}; "
-                "where parameters are frozen or thawed between steps, call .forget() of the Pipeline on "
-                "every rank; with a Booster save a checkpoint, make and boost the model anew, and load it"
+                "where parameters were frozen or thawed since the last step, call .forget() on every rank "
+                "before the next one: of the model that boost returned, or of the Pipeline"
             )
         return known is not None
 

@@ -289,16 +289,17 @@ class Pipeline:
         """Whether one of this rank's stages is the last, where the loss is computed and outputs are kept."""
         return self.schedule.stages - 1 in self.stages
 
-    def forget(self) -> None:
+    def forget(self, keeps_gradients: bool = False) -> None:
         """Learn anew what is trained and what passes between stages: after parameters were frozen or thawed,
         on every rank. CUDA graphs are captured anew. `gradients` becomes None: make the reducer of gradients
-        anew as well, and set it."""
+        anew as well, and set it; or keep it, if all that is trained was so when it and this were made."""
         if self._graphs is not None:
             self._graphs.forget()
         self._known_boundaries.clear()
         self._known_signatures.clear()
-        self._grad_ready = self._make_grad_ready()
-        self.gradients = None
+        if not keeps_gradients:
+            self._grad_ready = self._make_grad_ready()
+            self.gradients = None
 
     # --- what may change between steps ----------------------------------------------------------------------
 

@@ -77,7 +77,8 @@ def module_bytes(task: PlanTask, layout: ParallelLayout, compiled: bool = True) 
     """Bytes that all MTP modules keep of a microbatch, without blocks and outputs.
 
     They are embeddings and the 2 h values that a projection reads. Three eager norms keep 3 h more in
-    float32; in 16 bits they keep float32 copies, and not the embeddings. The outputs count inputs of last norms.
+    float32; in 16 bits they keep float32 copies, and not the embeddings. The outputs count the inputs of
+    last norms.
     """
     model, tokens = task.model, task.microbatch_size(layout) * task.rank_tokens(layout.cp)
     eager = is_eager(task, layout.cp) or not compiled

@@ -15,8 +15,9 @@ from torch import nn
 
 import hpnb
 from hpnb import Layout, Mesh, precision
-from hpnb.data_parallel import DataParallel, global_mean
+from hpnb.data_parallel import DataParallel, broadcast, global_mean
 from hpnb.data_parallel.buckets import assign_buckets
+from hpnb.mesh import Axis
 from hpnb.split_sizes import split_sizes
 
 D = torch.float64
@@ -232,6 +233,25 @@ def test_a_static_graph_is_asked_once_and_orders_its_buckets(pools: RankPools) -
         assert in_order
 
 
+def test_a_static_graph_reduces_what_was_frozen_in_its_first_step(pools: RankPools) -> None:
+    def run() -> list[float | None]:
+        axis = Mesh(Layout(dp=2)).dp
+        model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+        replica = DataParallel(model, axis, find_unused_parameters=True, static_graph=True)
+        for p in model.parameters():
+            nn.init.ones_(p)
+        means = []
+        for requires_grad in (False, True, True):
+            model[0].weight.requires_grad_(requires_grad)
+            model.zero_grad()
+            replica(torch.full((1, 1), axis.rank + 1.0)).sum().backward()
+            grad = model[0].weight.grad
+            means.append(None if grad is None else float(grad))
+        return means
+
+    assert pools[2].run(run) == [[None, 1.5, 1.5]] * 2
+
+
 def test_gradients_of_their_own_memory(pools: RankPools) -> None:
     def run() -> bool:
         model = nn.Linear(4, 4)
@@ -346,6 +366,30 @@ def test_buffers_follow_rank_0(pools: RankPools) -> None:
         return float(model.offset.mean())  # type: ignore[arg-type,union-attr]
 
     assert pools[2].run(run) == [5.0, 5.0]
+
+
+class CountsReads(torch.Tensor):
+    """A tensor that counts how often anybody reads the bytes of one like it."""
+
+    reads = 0
+
+    @property
+    def nbytes(self) -> int:
+        CountsReads.reads += 1
+        return self.numel() * self.element_size()
+
+
+@pytest.mark.parametrize("what", ["broadcast", "buckets"])
+def test_many_small_tensors_are_grouped_in_linear_time(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward sends all buffers, so grouping 300 of them must not read 300 x 300 / 2 sizes."""
+    tensors: list[Any] = [torch.ones(4).as_subclass(CountsReads) for _ in range(300)]
+    monkeypatch.setattr(CountsReads, "reads", 0)
+    if what == "buckets":
+        assert len(assign_buckets(tensors, bucket_mb=1.0)) == 1
+    else:
+        monkeypatch.setattr(torch.distributed, "broadcast", lambda *_, **__: None)
+        broadcast(tensors, Axis("dp", 2, 0, None, (0, 1)))  # type: ignore[arg-type]
+    assert CountsReads.reads <= 3 * len(tensors)
 
 
 def test_parameters_are_dealt_into_buckets_in_order() -> None:

@@ -264,3 +264,72 @@ def test_zero_clips_a_weight_that_is_sharded_along_tp(pools: RankPools) -> None:
     for ratio, off in pools[4].run(run):
         assert ratio == pytest.approx(1.0, rel=1e-12)
         assert off < 1e-5  # the 1e-6 beside the norm
+
+
+def test_zero_2_on_a_replica_with_experts_says_how_to_reduce_them(pools: RankPools) -> None:
+    """And in the order that the message advises, both train."""
+
+    def run(stage: int) -> tuple[str, float]:
+        mesh = Mesh(Layout(dp=4, ep=2))
+
+        def wrap(model: nn.Module) -> nn.Module:
+            return DataParallel(
+                model, mesh.dp, average=False, expert_axis=mesh.edp, find_unused_parameters=True
+            )
+
+        def shard(model: nn.Module) -> ZeroOptimizer:
+            return ZeroOptimizer(
+                model.parameters(), torch.optim.SGD, mesh.dp, stage, average=False, expert_axis=mesh.edp,
+                find_unused_parameters=True, lr=0.5,
+            )  # fmt: skip
+
+        first, second = TwoExperts(mesh), TwoExperts(mesh)
+        wrap(first)
+        message = message_of(lambda: shard(first))
+        before = second.expert.detach().clone()
+        optimizer = shard(second)
+        wrap(second)(torch.ones(1, 4, dtype=D)).sum().backward()
+        optimizer.step()
+        return message, float((before - second.expert.detach()).sum()) * second.uses_expert
+
+    for stage in (1, 2):
+        for rank, (message, moved) in enumerate(pools[4].run(run, stage)):
+            assert "the experts among them" in message, message
+            assert "make the ZeroOptimizer before the DataParallel" in message, message
+            assert moved == (4.0, 0.0)[rank % 2]  # 0.5 times 4 elements times 2 ranks with this expert
+
+
+class ExpertWithBuffer(nn.Module):
+    """One of two experts, whose buffer is sharded as its weight is."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        cut = Cut("ep", 0, ((mesh.ep.rank, mesh.ep.rank + 1),))
+        self.weight = nn.Parameter(torch.ones(1, dtype=D))
+        self.scale: torch.Tensor
+        self.register_buffer("scale", torch.full((1,), mesh.ep.rank + 1.0, dtype=D))
+        self.register_buffer("count", torch.full((1,), mesh.dp.rank + 1.0, dtype=D))
+        for name, tensor in (("weight", self.weight), ("scale", self.scale)):
+            set_placement(tensor, Placement(name, (2,), (cut,)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale = self.scale + 0  # a forward may replace a buffer
+        y: torch.Tensor = x * self.weight * self.scale
+        return y
+
+
+@pytest.mark.parametrize("kind", ["replica", "zero 3"])
+def test_the_buffer_of_an_expert_stays_with_that_expert(pools: RankPools, kind: str) -> None:
+    def run() -> tuple[float, float, float]:
+        mesh = Mesh(Layout(dp=4, ep=2))
+        model: Any = ExpertWithBuffer(mesh)
+        if kind == "replica":
+            module: nn.Module = DataParallel(model, mesh.dp, average=False, expert_axis=mesh.edp)
+        else:
+            module = fully_shard(model, mesh.dp, expert_axes=(None, mesh.edp), average=False)
+        for _ in range(2):
+            module(torch.ones(1, dtype=D)).sum().backward()
+        return mesh.ep.rank + 1.0, float(model.scale), float(model.count)
+
+    for wanted, scale, count in pools[4].run(run):
+        assert (scale, count) == (wanted, 1.0)

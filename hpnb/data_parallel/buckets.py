@@ -7,6 +7,7 @@ the link (see `hpnb.theory.knee`) a larger bucket hardly saves latency, and star
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,14 +57,17 @@ def assign_buckets(
         raise ValueError(f"bucket_mb={bucket_mb!r} must be above 0; 25 is a good start")
     buckets: list[Bucket] = []
     open_buckets: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+    open_bytes = Counter[tuple[torch.dtype, torch.device]]()
     for p in parameters:
         kind = (p.dtype, p.device)
         members = open_buckets.setdefault(kind, [])
         limit = (min(first_mb, bucket_mb) if not buckets else bucket_mb) * 2**20
-        if members and sum(q.nbytes for q in members) + p.nbytes > limit:
+        if members and open_bytes[kind] + p.nbytes > limit:
             buckets.append(Bucket(tuple(members)))
             members = open_buckets[kind] = []
+            open_bytes[kind] = 0
         members.append(p)
+        open_bytes[kind] += p.nbytes
     return [*buckets, *(Bucket(tuple(members)) for members in open_buckets.values() if members)]
 
 

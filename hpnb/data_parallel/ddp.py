@@ -122,7 +122,12 @@ class DataParallel(nn.Module):
             expert_axis = _check_expert_axis(expert_axis, axis)
             broadcast(experts, expert_axis)
         # The table and the key of every buffer, because a forward may put another tensor there.
-        self._buffers_to_send = [(m._buffers, key) for m in module.modules() for key in m._buffers]
+        self._buffers_to_send: dict[Axis, list[tuple[dict[str, torch.Tensor | None], str]]] = {}
+        for m in module.modules():
+            for key, buffer in m._buffers.items():
+                is_of_expert = buffer is not None and is_expert(buffer)
+                along = expert_axis if is_of_expert and expert_axis is not None else axis
+                self._buffers_to_send.setdefault(along, []).append((m._buffers, key))
         parameters = dict(module.named_parameters())
         self.sink: GradientSink
         if earlier_sink is not None:
@@ -153,8 +158,9 @@ class DataParallel(nn.Module):
             self._in_backward = False
             self.sink.drop()
         if self.broadcast_buffers and self.training and self._sync:
-            buffers = [b for table, key in self._buffers_to_send if (b := table[key]) is not None]
-            broadcast(list({id(b): b for b in buffers}.values()), self.axis)
+            for axis, tables in self._buffers_to_send.items():
+                buffers = [b for table, key in tables if (b := table[key]) is not None]
+                broadcast(list({id(b): b for b in buffers}.values()), axis)
         return self.module(*args, **kwargs)
 
     @contextmanager

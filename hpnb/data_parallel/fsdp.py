@@ -142,22 +142,21 @@ def fully_shard(
     }
     check_replicas(dict(module.named_parameters()), axis, options, replicas, refusal)
     device = this_device()
-    # Sent over replicas first and then over shards, the values of one rank reach all.
-    axes = [axis] if replicas is None or replicas.size == 1 else [replicas, axis]
 
     def make_policy(replicas: Axis | None) -> FSDPPolicy:
         background = None if replicas is None or replicas.size == 1 else Background(replicas, device)
         return FSDPPolicy(device, dtype, communication_dtype, average, cpu_offload, background)
 
     policy, experts = make_policy(replicas), None
-    if names := [name for name, p in module.named_parameters() if is_expert(p)]:
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    if names := [name for name, tensor in tensors if is_expert(tensor)]:
         if expert_axes is None or average:
             raise ValueError(
-                f"{len(names)} parameters, {names[0]} first, are experts that other ranks do not have: pass "
+                f"{len(names)} tensors, {names[0]} first, are of experts that other ranks do not have: pass "
                 "expert_axes=(None, mesh.edp) and average=False"
             )
         experts = expert_axes[1], make_policy(expert_axes[0])
-    _broadcast_buffers(module, axes, policy.device)
+    _broadcast_buffers(module, (replicas, axis), expert_axes or (), device)
     FSDPState(  # lives in the module's hooks, and `fsdp_state_of` returns it
         module,
         axis,
@@ -225,11 +224,18 @@ def _check_replica_axis(axis: Axis, replicas: Axis | None) -> None:
         )
 
 
-def _broadcast_buffers(module: nn.Module, axes: Sequence[Axis], device: torch.device) -> None:
+def _broadcast_buffers(
+    module: nn.Module, axes: Sequence[Axis | None], expert_axes: Sequence[Axis | None], device: torch.device
+) -> None:
+    """Send buffers over replicas first and then over shards, so that the values of one rank reach all."""
+    experts = {name for name, buffer in module.named_buffers() if is_expert(buffer)}
     fill_buffers(module, device)
     for owner in module.modules():
         for key, buffer in owner._buffers.items():
             if buffer is not None:
                 owner._buffers[key] = buffer.to(device)
-    for axis in axes:
-        broadcast(list(module.buffers()), axis)
+    for of_experts, along in ((False, axes), (True, expert_axes)):
+        buffers = [b for name, b in module.named_buffers() if (name in experts) == of_experts]
+        for axis in along:
+            if axis is not None:
+                broadcast(buffers, axis)

@@ -59,7 +59,7 @@ class Reducer(GradientSink):
         self._summed: set[int] = set()  # numbers of parameters whose .grad is a sum over all ranks already
         self._learned_order = False  # of a static graph
         self._unused_here: frozenset[torch.nn.Parameter] = frozenset()
-        self._unused_anywhere: frozenset[torch.nn.Parameter] = frozenset()
+        self._unused_everywhere: frozenset[torch.nn.Parameter] = frozenset()
         self._make_buckets(list(reversed(self.names)))
 
     def _make_buckets(self, order: Sequence[torch.nn.Parameter]) -> None:
@@ -135,7 +135,7 @@ class Reducer(GradientSink):
                     self.before_accumulation(p)
                 while len(self._sent) < len(self.buckets):
                     self._send(len(self._sent))
-                without_grad = self._find_unused_anywhere(unused_here) | frozen
+                without_grad = self._find_unused_everywhere(unused_here) | frozen
                 wait_all(self._sent)
                 in_place = self._gradient_as_bucket_view and self.average
                 if self._sent_as_zeros or without_grad or not in_place:
@@ -144,7 +144,7 @@ class Reducer(GradientSink):
                 if self._check_reduction:
                     self._compare_ranks()
                 if self._static_graph and not self._learned_order:
-                    self._learn_order(without_grad)
+                    self._learn_order()
             finally:
                 self.drop()
 
@@ -197,7 +197,7 @@ class Reducer(GradientSink):
 
     # --- what the ranks agree on --------------------------------------------------------------
 
-    def _find_unused_anywhere(self, unused: Sequence[torch.nn.Parameter]) -> frozenset[torch.nn.Parameter]:
+    def _find_unused_everywhere(self, unused: Sequence[torch.nn.Parameter]) -> frozenset[torch.nn.Parameter]:
         """Parameters that no rank has a gradient of. It stays None, as on one process."""
         if not self.find_unused_parameters:
             return frozenset()
@@ -207,14 +207,15 @@ class Reducer(GradientSink):
                     f"{self.names[next(iter(changed))]} and {len(changed) - 1} more parameters are used in "
                     "this step and were not in the first, or the other way round: leave static_graph out"
                 )
-            return self._unused_anywhere
+            return self._unused_everywhere
         self._unused_here = frozenset(unused)
-        return agree_on_unused(list(self.names), unused, self.axis)
+        self._unused_everywhere = agree_on_unused(list(self.names), unused, self.axis)
+        return self._unused_everywhere
 
-    def _learn_order(self, without_grad: frozenset[torch.nn.Parameter]) -> None:
+    def _learn_order(self) -> None:
         """Order buckets by rank 0's first step, so that they fill one after the other. Its gradients stay in
-        the old buckets until they are zeroed, so until then gradients exist twice."""
-        self._learned_order, self._unused_anywhere = True, without_grad
+        the old buckets until `zero_grad()` or the next reduction, so until then gradients exist twice."""
+        self._learned_order = True
         arrived = dict.fromkeys([*self._ready, *range(len(self.names))])
         order = torch.tensor(list(arrived), device=self._flat[0].device)
         if self.axis.size > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -98,11 +99,15 @@ def broadcast(tensors: Sequence[torch.Tensor], axis: Axis) -> None:
     if axis.size == 1:
         return
     by_kind: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
+    open_bytes = Counter[tuple[torch.dtype, torch.device]]()  # of the last group of each kind
     for tensor in tensors:
-        groups = by_kind.setdefault((tensor.dtype, tensor.device), [[]])
-        if sum(t.nbytes for t in groups[-1]) > _MESSAGE_BYTES:
+        kind = tensor.dtype, tensor.device
+        groups = by_kind.setdefault(kind, [[]])
+        if open_bytes[kind] > _MESSAGE_BYTES:
             groups.append([])
+            open_bytes[kind] = 0
         groups[-1].append(tensor.detach())
+        open_bytes[kind] += tensor.nbytes
     for group in (group for groups in by_kind.values() for group in groups):
         message = torch.cat([tensor.reshape(-1) for tensor in group])
         dist.broadcast(message, src=axis.ranks[0], group=axis.group)

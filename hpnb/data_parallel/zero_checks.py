@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from hpnb.data_parallel.ddp import DataParallel
 from hpnb.data_parallel.reducer import Reducer
+from hpnb.data_parallel.split_reducer import SplitReducer
 from hpnb.gradients import reduced_by
 from hpnb.mesh import Axis
 from hpnb.placement import placement_of
@@ -35,11 +36,10 @@ def trained_parameter_names(groups: Iterable[Group]) -> dict[nn.Parameter, str]:
     trained: dict[nn.Parameter, str] = {}
     count = 0
     for group in groups:
-        numbers = range(count, count + len(group["params"]))
-        numbered = zip(numbers, group["params"], strict=True)
+        numbered = enumerate(group["params"], count)
         names = group.get("param_names") or [placement_of(p, f"parameter {i}").name for i, p in numbered]
         trained.update({p: n for p, n in zip(group["params"], names, strict=True) if p.requires_grad})
-        count += len(numbers)
+        count += len(group["params"])
     return trained
 
 
@@ -106,6 +106,12 @@ def find_ddp(
             f"average={average} here, and average={ddp.sink.average} in the DataParallel of the same "
             "parameters; give both the same"
         )
+    if isinstance(ddp.sink, SplitReducer):
+        raise ValueError(
+            f"a DataParallel reduces these {len(names)} parameters, and the experts among them along another "
+            "axis, which a ZeroOptimizer cannot take over: make the ZeroOptimizer before the DataParallel, "
+            "with expert_axis=mesh.edp and average=False, or leave the DataParallel out"
+        )
     keeps_reducing = getattr(ddp.sink, "reducing_sink", None) is not None
     if ddp_reduces and (isinstance(ddp.sink, Reducer) or keeps_reducing):
         return ddp
@@ -113,6 +119,6 @@ def find_ddp(
     if ddp_reduces or trained != set(names) or not isinstance(ddp.sink, Reducer):
         raise ValueError(
             f"a DataParallel trains {len(trained)} parameters, and this ZeroOptimizer would take over the "
-            f"reduction of {len(names)}; it needs all of them, from a DataParallel that has no other"
+            f"reduction of {len(names)}; it needs all of them, and no other ZeroOptimizer on the DataParallel"
         )
     return ddp

@@ -175,7 +175,7 @@ class ZeroReduceScatter(GradientSink):
                 self._send()
             without_grad = frozen
             if self.find_unused_parameters:
-                without_grad |= self._find_unused_anywhere(unused)
+                without_grad |= self._find_unused_everywhere(unused)
             for bucket in self.buckets:
                 bucket.wait_for_reduction()
             self._wait_for_copies()
@@ -195,7 +195,7 @@ class ZeroReduceScatter(GradientSink):
             bucket.drop_gradients()
         self._start_backward()
 
-    def _find_unused_anywhere(self, unused: Sequence[nn.Parameter]) -> frozenset[nn.Parameter]:
+    def _find_unused_everywhere(self, unused: Sequence[nn.Parameter]) -> frozenset[nn.Parameter]:
         """Parameters that no rank with a replica of them has used; experts have fewer replicas."""
         replicas: dict[str, tuple[Axis, list[nn.Parameter]]] = {}
         for bucket in self.buckets:

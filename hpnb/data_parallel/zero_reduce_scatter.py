@@ -70,7 +70,7 @@ class ZeroReduceScatter(GradientSink):
         self._start_backward()
 
     def _start_backward(self) -> None:
-        self._in_backward = False  # `finish` is queued, for its end
+        self._in_backward = False  # a gradient has come, and `finish` or `drop` has not been called yet
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._ready: set[int] = set()  # ids of parameters
         self._num_sent = 0
@@ -134,6 +134,7 @@ class ZeroReduceScatter(GradientSink):
         """Count a gradient, and reduce every bucket whose turn has come."""
         if not self._sync:
             return
+        self._in_backward = True
         if self.reducing_sink is not None:
             self.reducing_sink.ready(parameter)
             return
@@ -160,7 +161,7 @@ class ZeroReduceScatter(GradientSink):
         if not self._sync:
             return
         if self.reducing_sink is not None:
-            self._finished = False
+            self._in_backward = self._finished = False
             self.reducing_sink.finish()
             self._finished = True
             self._slice_gradients()

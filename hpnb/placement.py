@@ -184,7 +184,8 @@ def full_state_dict(module: nn.Module, axes: Iterable[Axis]) -> dict[str, torch.
     Every rank of the axes calls it and gets all of it, one parameter gathered after the other.
 
     Raises:
-        ValueError: a parameter is sharded along an axis that is not among `axes`.
+        ValueError: a parameter is sharded along an axis that is not among `axes`, or lies in a stage of a
+            pipeline; `hpnb.pipeline_parallel.full_state_dict` is for that.
     """
     state, gather_tensor = full_tensors(module, axes)
     return {name: gather_tensor(name) for name in state}
@@ -229,12 +230,21 @@ def full_tensors(
     return state, gather_tensor
 
 
+_STAGES = (
+    "the weights of all stages are put together by "
+    "hpnb.pipeline_parallel.full_state_dict(pipe.module, mesh.pp, other_axes)"
+)
+
+
 def _gatherer(
     shards: Mapping[str, torch.Tensor], placements: Mapping[str, Placement], axes: Iterable[Axis]
 ) -> Callable[[str], torch.Tensor]:
     """A function that gathers one of `shards` in full. Every rank of the axes calls this, and then that with
     the same names in the same order."""
     by_name = {axis.name: axis for axis in axes}
+    for name, placement in placements.items():
+        if "pp" in placement.axes and "pp" not in by_name:  # with mesh.pp it would fail below
+            raise ValueError(f"{name} lies in a stage of a pipeline: {_STAGES}")
     _check_axis_names(placements.values(), by_name)
     peers: dict[str, list[dict[str, Placement]]] = {}
     for axis in by_name.values():  # what every rank of an axis holds, in one message
@@ -243,10 +253,7 @@ def _gatherer(
         peers[axis.name] = messages
         for name, placement in placements.items():
             if axis.name in placement.axes and not all(name in message for message in messages):
-                raise ValueError(
-                    f"{name} is not on all ranks of axis {axis.name}: the stages of a pipeline are put "
-                    "together by hpnb.pipeline_parallel.full_state_dict"
-                )
+                raise ValueError(f"{name} is not on all ranks of axis {axis.name}: {_STAGES}")
 
     def gather_tensor(name: str) -> torch.Tensor:
         placement = placements[name]

@@ -793,8 +793,8 @@ def asked_the_wrong_way() -> list[str]:
 
 def test_a_stage_alone_is_not_the_model(four: hpnb.Ranks) -> None:
     for without, along in four.run(asked_the_wrong_way):
-        assert "is sharded along pp, and the axes given are none: pass mesh.pp too" in without
-        assert "is not on all ranks of axis pp: the stages of a pipeline are put together by" in along
+        assert "lies in a stage of a pipeline: the weights of all stages are put together by hpnb" in without
+        assert "is not on all ranks of axis pp: the weights of all stages are put together by hpnb" in along
 
 
 def on_gpus() -> tuple[bool, bool, bool]:

@@ -33,6 +33,7 @@ from hpnb.hybrid.model_loss import ModelLoss, inputs_of_forward, loss_of_outputs
 from hpnb.hybrid.packed_texts import CacheSwitch, PackingWarning
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.refuse_full_model import REDUCED_ALREADY, refuse_of_full_model
+from hpnb.hybrid.sharded_terms import refuse_sharded_terms
 from hpnb.hybrid.torch_clipping import refuse_clipping
 from hpnb.mesh import Axis
 from hpnb.meta_device import Unfilled
@@ -344,7 +345,11 @@ class Boosted(nn.Module):
         if self._model_loss is not None and isinstance(inputs, Mapping) and "labels" in inputs:
             model_loss, labels = self._model_loss, inputs["labels"]
             outputs = with_lazy_loss(outputs, lambda lazy: model_loss(lazy, labels))
-        return call_criterion(self._criterion, outputs, inputs)
+        loss = call_criterion(self._criterion, outputs, inputs)
+        assert self._pipe is not None
+        if self._pipe.checks_mean and self.plugin.zero_stage == 3 and self.plugin.mesh.dp_cp.size > 1:
+            refuse_sharded_terms(loss, outputs)
+        return loss
 
     def _check_filled(self) -> None:
         """Refuse a model that came on the meta device and was not filled, at its first forward."""

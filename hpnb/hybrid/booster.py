@@ -182,7 +182,8 @@ class Booster(BoosterFiles):
                 `(F.cross_entropy(logits, labels, weight=w, reduction="sum"), w[labels].sum())`. The first
                 training step refuses these and sums, and warns of other values that are no such mean, for
                 which it calls the criterion on up to 8 samples of a microbatch again. Two tasks with
-                different counts need a ratio in the batch (docs/library.md, "All of it").
+                different counts need a ratio in the batch (docs/library.md, "All of it"). With ZeRO 3 it may
+                use weights through the outputs alone, and not, say, their norm.
             optimizer: None runs forward alone, for evaluation, without gradients.
             return_outputs: return the outputs of the full batch.
             record: record when each action ran, for `model.last_step.timeline`.
@@ -197,7 +198,8 @@ class Booster(BoosterFiles):
         Raises:
             StopIteration: no batch is left.
             TypeError: a loader or a batch instead of an iterator.
-            ValueError: at the first step, another batch on another rank of the same replica.
+            ValueError: at the first step, another batch on another rank of the same replica, or a criterion
+                that uses weights of which ZeRO 3 leaves a rank a shard.
         """
         boosted = boosted_model(model)
         stepped_by = None if optimizer is None else boosted_optimizer(optimizer)

@@ -1,14 +1,22 @@
-"""The seam between a backward and a reduction of gradients: a backward calls a sink, and the sink reduces.
+"""The interface between a backward and the reduction of gradients: a backward calls a sink, which reduces.
 
 A backward calls `ready(parameter)` when nothing more will be added to that parameter's gradient in this step,
 and `finish()` after the last. Data parallelism implements the sink. A plain backward calls it through
 autograd's hooks (`hook_gradients`). A pipeline calls it explicitly, because a hook does not fire if a weight
 gradient is computed separately, and does not know which microbatch is the last.
+
+    hook owner   has hooks on the parameters and calls the sink: a DataParallel, ZeroOptimizer or FSDPState. A
+                 parameter has at most one (`hook_owner_of`), so that no gradient is summed twice. It has none
+                 once a pipeline calls the sink.
+    sink         sums the gradients: a Reducer, SplitReducer, ZeroOptimizer or FSDPState. The last two are
+                 owner and sink at once if nothing else has hooks. ZeRO 1 on a DataParallel sums nothing: it
+                 passes calls on to its `reducing_sink`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -23,7 +31,7 @@ from hpnb.mesh import Axis
 
 
 class GradientSink:
-    """Reduces gradients over the ranks of an axis. Base class of DDP's, ZeRO's and ZeRO-3's reducers.
+    """Reduces gradients over the ranks of an axis. Base class of all sinks.
 
     A subclass implements `ready`, `finish` and `drop`. The other methods have a default.
 
@@ -66,6 +74,37 @@ class GradientSink:
         return self
 
 
+class HookOwner:
+    """Passes gradients on to a sink. A subclass calls `hook_gradients` with `_on_gradient`, and implements
+    `_call_ready` and `_call_finish`, which call the sink."""
+
+    _sync = True  # False in `no_sync`
+    _in_backward = False  # whether `_call_finish` is queued for the end of the running backward
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate: backwards inside add to this rank's gradients and send nothing."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def _on_gradient(self, parameter: torch.nn.Parameter) -> None:
+        if not self._sync:
+            return
+        if not self._in_backward:
+            self._in_backward = True
+            after_backward(self._call_finish)
+        self._call_ready(parameter)
+
+    def _call_ready(self, parameter: torch.nn.Parameter) -> None:
+        raise NotImplementedError
+
+    def _call_finish(self) -> None:
+        raise NotImplementedError
+
+
 def refuse_second_derivative(what: str, why: str) -> None:
     """Raise in a backward if autograd makes a graph of it (create_graph=True): `what` cannot differentiate
     its gradient again. `why` says why, and what to use instead."""
@@ -103,7 +142,7 @@ def hook_gradients(
     another kind, which the collector sees, holds a strong one: the object lives as long as the parameters.
 
     Args:
-        ready: a function, or a method of the object that is called its owner here.
+        ready: a function, or a method of an object, which is called its owner here.
         keeps_owner_alive: False if something else holds a strong reference to the owner.
     """
     trained = [p for p in parameters if p.requires_grad]
@@ -141,17 +180,17 @@ def in_backward() -> bool:
     return True
 
 
-# What reduces the gradient of each parameter. A table, because a copy of a parameter is not reduced.
-_reducers: MutableMapping[torch.Tensor, ref[object] | None] = WeakIdKeyDictionary()
+# A table, because a copy of a parameter has no hooks.
+_hook_owners: MutableMapping[torch.Tensor, ref[object] | None] = WeakIdKeyDictionary()
 
 
-def reduced_by(parameter: torch.Tensor) -> object | None:
-    """The object that reduces the gradient of `parameter` during backwards, if there is one."""
-    reducer_ref = _reducers.get(parameter)
-    return None if reducer_ref is None else reducer_ref()
+def hook_owner_of(parameter: torch.Tensor) -> object | None:
+    """The object whose hooks have the gradient of `parameter` reduced in backwards, if there is one."""
+    owner_ref = _hook_owners.get(parameter)
+    return None if owner_ref is None else owner_ref()
 
 
-def set_reducer(parameters: Iterable[torch.Tensor], reducer: object | None) -> None:
-    """Note that `reducer` reduces the gradients of `parameters`, so that nothing else does as well."""
+def set_hook_owner(parameters: Iterable[torch.Tensor], owner: object | None) -> None:
+    """Note that the hooks of `owner` have the gradients of `parameters` reduced, so that no others do."""
     for p in parameters:
-        _reducers[p] = None if reducer is None else ref(reducer)
+        _hook_owners[p] = None if owner is None else ref(owner)

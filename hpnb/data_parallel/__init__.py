@@ -1,10 +1,11 @@
 """Data parallelism: replicas that sum their gradients, and ZeRO, which shards what they would replicate.
 
-    stage 0   DataParallel     everything is replicated: ddp.py, reducer.py, buckets.py
-    stage 1   ZeroOptimizer    optimizer state is sharded: zero.py, zero_reduce_scatter.py, zero_bucket.py
+    stage 0   DataParallel     everything is replicated: ddp.py, reducer.py, split_reducer.py, buckets.py
+    stage 1   ZeroOptimizer    optimizer state is sharded: zero.py, zero_checks.py, zero_reduce_scatter.py,
+                               zero_bucket.py, shard_layout.py
     stage 2   ZeroOptimizer    gradients too
     stage 3   fully_shard      parameters too: fsdp.py, fsdp_hooks.py, fsdp_units.py, fsdp_prefetch.py,
-                               fsdp_reductions.py, flat_params.py
+                               fsdp_reductions.py, copied_hooks.py, flat_params.py, shard_layout.py
 
 `replicas.py` makes replicas equal at the start. `compare_replicas` says which parameters and gradients differ
 between them later, when they should not.

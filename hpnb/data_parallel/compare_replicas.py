@@ -32,7 +32,8 @@ def compare_replicas(module: torch.nn.Module, axis: Axis) -> dict[str, float]:
 
     Returns:
         {name: the largest ||a - b|| / ||b|| of any rank, where b is the tensor of the axis's rank 0}; a
-        gradient is "name.grad", and inf if some ranks have it and others do not. Equal tensors are left out.
+        gradient is "name.grad", and inf if some ranks have it and others do not. Equal tensors are left out,
+        except that one with an inf or nan is listed with nan.
 
     >>> def compare():
     ...     model = torch.nn.Linear(2, 1, bias=False)

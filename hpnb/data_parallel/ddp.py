@@ -6,18 +6,15 @@
 Replicas that start equal and apply equal gradients stay equal. So parameters and buffers are sent once, at
 the start, and only buffers (batch statistics) again before each forward.
 
-A sink (`GradientSink`) sums the gradients: a `Reducer`, a `SplitReducer` with experts, or a `ZeroOptimizer`.
-DataParallel hooks the parameters and calls the sink when a gradient is ready. By `set_reducer` it registers
-itself for them, so that nothing else reduces them too.
+DataParallel is the hook owner of the parameters (`hpnb.gradients`), and calls a sink when a gradient is
+ready. The sink sums: a `Reducer`, a `SplitReducer` with experts, or a `ZeroOptimizer`.
 
-A mean of means is not the mean if ranks have unequally many samples. `global_mean` multiplies each rank's sum
-by N / (count over all ranks), and the mean over N ranks is then the mean over all samples.
+A mean of means is not the mean if ranks have different numbers of samples. `global_mean` multiplies each
+rank's sum by N / (count over all ranks), and the mean over N ranks is then the mean over all samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from typing import Any, NoReturn
@@ -29,27 +26,36 @@ from torch import nn
 from hpnb.data_parallel.reducer import Reducer, thawed_message
 from hpnb.data_parallel.replicas import broadcast, check_replicas
 from hpnb.data_parallel.split_reducer import SplitReducer, is_expert
-from hpnb.gradients import GradientSink, after_backward, hook_gradients, in_backward, reduced_by, set_reducer
+from hpnb.gradients import (
+    GradientSink,
+    HookOwner,
+    hook_gradients,
+    hook_owner_of,
+    in_backward,
+    set_hook_owner,
+)
 from hpnb.mesh import Axis, Mesh, axis_of
 
 
-class DataParallel(nn.Module):
+class DataParallel(HookOwner, nn.Module):
     """Wraps `module` so that after a backward .grad is the mean over the ranks of `axis`.
 
     Args:
         module: on its device already. Its parameters and buffers take the values of the axis's rank 0.
         axis: the data axis, `mesh.dp`.
-        bucket_mb: at most so many MB (2^20 bytes) of gradients travel at once.
-        broadcast_buffers: send rank 0's buffers before every forward in training mode.
+        bucket_mb: at most so many MB (2^20 bytes) of gradients are reduced in one message; a larger parameter
+            goes alone.
+        broadcast_buffers: send rank 0's buffers before every forward in training mode, except in no_sync.
         find_unused_parameters: allow parameters that a forward does not use, at the cost of a small
             all-reduce a step, by which the ranks agree on them. The gradient of one that no rank uses stays
             None.
         check_reduction: compare the reduced gradients of all ranks after every backward, which takes time.
         gradient_as_bucket_view: .grad is a view of its bucket. Do not keep one over the next backward. With
             `zero_grad(set_to_none=False)` gradients exist once. After PyTorch's default, which sets them to
-            None, a backward makes new ones beside the buckets, and each stays until its bucket is full: at
-            most one more bucket, or all of them in a pipeline and after `no_sync`, where nothing is sent
-            before the last backward. False copies.
+            None, a backward makes new ones beside the buckets, and each stays until its bucket is sent. That
+            is about one more bucket, or several while an earlier one waits for a gradient. It is all of them
+            where nothing is sent before the end: in a pipeline, after `no_sync`, and without
+            overlap_communication. False copies.
         static_graph: every step uses the same parameters in the same order, which is learned from the first.
         overlap_communication: reduce during the backward; False does it after.
         copy_engines: on GPUs of one node, reduce by their copy engines instead of kernels, which take
@@ -60,13 +66,13 @@ class DataParallel(nn.Module):
             (`hpnb.expert_parallel`). An expert sees the tokens that all ranks of `mesh.ep` have sent to it,
             so its gradient is a sum over them already.
 
-    All ranks wrap the same model with the same options, and run several wrapped models in one order.
-    Parameters that train later are trainable when the model is wrapped, and frozen afterwards. Register a
-    hook that changes gradients before wrapping, or as `register_hook`. Save or copy `.module`, not the
-    wrapper.
+    All ranks wrap the same model with the same options, and run several wrapped models in one order. To train
+    a parameter later, wrap it trainable, and freeze it after wrapping. A post-accumulate hook that changes
+    gradients must be registered before wrapping; `register_hook` may come at any time. Save or copy
+    `.module`, not the wrapper.
 
-    A `ZeroOptimizer` on the same parameters, made before or after, becomes the `sink`. Gradients are reduced
-    with the options of whichever was made first, and both need the same `average`.
+    A `ZeroOptimizer` on the same parameters, made before or after, becomes the `sink`, with the same
+    `average`. Its docstring says which options then apply.
 
     Raises:
         ValueError: a model without trained parameters, on the meta device, wrapped before, or not the same on
@@ -100,8 +106,6 @@ class DataParallel(nn.Module):
         super().__init__()
         axis = axis_of(axis, "dp")
         self.module, self.axis, self.broadcast_buffers = module, axis, broadcast_buffers
-        self._sync = True
-        self._in_backward = False  # `_finish` is queued for the end of the running backward
         _check(module)
         named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         options: dict[str, Any] = {
@@ -136,7 +140,7 @@ class DataParallel(nn.Module):
             self.sink = SplitReducer(parameters, axis, expert_axis, **options)
         else:
             self.sink = Reducer(parameters, axis, **options)
-        set_reducer(module.parameters(), self)
+        set_hook_owner(module.parameters(), self)
         self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
         self._hooks = hook_gradients(module.parameters(), self._on_gradient)
         if average and experts and expert_axis is not None:
@@ -154,7 +158,7 @@ class DataParallel(nn.Module):
                     self._hooks.append(p.register_hook(partial(self._before_accumulation, p)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._in_backward and not in_backward():  # an exception ended it before `_finish`
+        if self._in_backward and not in_backward():  # an exception ended it before `_call_finish`
             self._in_backward = False
             self.sink.drop()
         if self.broadcast_buffers and self.training and self._sync:
@@ -163,21 +167,12 @@ class DataParallel(nn.Module):
                 broadcast(list({id(b): b for b in buffers}.values()), axis)
         return self.module(*args, **kwargs)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate: backwards inside add to this rank's gradients and send nothing."""
-        before, self._sync = self._sync, False
-        try:
-            yield
-        finally:
-            self._sync = before
-
     def detach(self) -> nn.Module:
         """Stop reducing and return the module, which may be wrapped again."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        set_reducer(self.module.parameters(), None)
+        set_hook_owner(self.module.parameters(), None)
         return self.module
 
     def hand_over(self) -> GradientSink:
@@ -192,8 +187,7 @@ class DataParallel(nn.Module):
         memo[id(self)] = copied
         nn.Module.__init__(copied)
         copied.module, copied.axis = deepcopy(self.module, memo), self.axis
-        copied.broadcast_buffers = copied._in_backward = False
-        copied._sync = True
+        copied.broadcast_buffers = False
         copied._hooks = hook_gradients(copied.module.parameters(), _refuse_gradient)
         return copied.train(self.training)
 
@@ -209,12 +203,12 @@ class DataParallel(nn.Module):
 
     def _find_sink(self, average: bool) -> GradientSink | None:
         """The `ZeroOptimizer` that reduces these gradients already, if there is one."""
-        reducers = {id(r): r for p in self.module.parameters() if (r := reduced_by(p)) is not None}
-        if not reducers:
+        owners = {id(o): o for p in self.module.parameters() if (o := hook_owner_of(p)) is not None}
+        if not owners:
             return None
-        other = next(iter(reducers.values()))
-        if len(reducers) > 1 or not isinstance(other, GradientSink) or other.shards_parameters:
-            names = ", ".join(type(reducer).__name__ for reducer in reducers.values())
+        other = next(iter(owners.values()))
+        if len(owners) > 1 or not isinstance(other, GradientSink) or other.shards_parameters:
+            names = ", ".join(type(owner).__name__ for owner in owners.values())
             raise ValueError(
                 f"the gradients of this module are reduced by {names} already; wrap it once, or unwrap it by "
                 "detach() first"
@@ -229,15 +223,10 @@ class DataParallel(nn.Module):
     def _before_accumulation(self, parameter: torch.nn.Parameter, _: torch.Tensor) -> None:
         self.sink.before_accumulation(parameter)
 
-    def _on_gradient(self, parameter: torch.nn.Parameter) -> None:
-        if not self._sync:
-            return
-        if not self._in_backward:
-            self._in_backward = True
-            after_backward(self._finish)
+    def _call_ready(self, parameter: torch.nn.Parameter) -> None:
         self.sink.ready(parameter)
 
-    def _finish(self) -> None:
+    def _call_finish(self) -> None:
         self._in_backward = False
         if thawed := [name for name, p in self._frozen.items() if p.requires_grad]:
             self.sink.drop()

@@ -1,13 +1,16 @@
 """The flat parameter of ZeRO-3: full parameters while their unit computes, and this rank's shard otherwise.
 
-    shard (n/p,)        -- all-gather ----->   flat (n,), of which the unsharded parameters are views
-    shard.grad (n/p,)   <- reduce-scatter --   flat gradient (n,), after the unit's backward
-                        then an all-reduce of (n/p,) over the ranks that hold the same shard, if any do
+    shard (P/N,)        -- all-gather ----->   flat (P,), of which the unsharded parameters are views
+    shard.grad (P/N,)   <- reduce-scatter --   flat gradient (P,), after the unit's backward
+                        then an all-reduce of (P/N,) over the ranks that hold the same shard, if any do
+
+P elements, padding included, are sharded over N ranks.
 
 Every parameter exists twice. The *sharded* one is the module's own Parameter and holds this rank's elements;
 the optimizer knows only this one. The *unsharded* one has the full shape and takes its place during forward
 and backward. Sharded parameters are views of one tensor, and unsharded ones of another, so the all-gather
-needs no copies. Gradients are copied once, by one kernel.
+needs no copies, except that a shard of another dtype or device is converted first. Gradients are copied once
+into the flat gradient, by one kernel; where the backend does not average (gloo), they are scaled as well.
 
 After Rajbhandari et al. 2020, *ZeRO* (arXiv 1910.02054), stage 3. Freeing memory by resizing a storage to
 nothing is from Zhao et al. 2023, *PyTorch FSDP* (arXiv 2304.11277), section 4.
@@ -17,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -88,9 +90,9 @@ class FlatParam:
         compute_dtype, self._reduce_dtype = policy.dtypes(dtype)
         itemsize = min(dtype.itemsize, compute_dtype.itemsize, self._reduce_dtype.itemsize)
         self._layout = ShardLayout(tuple(tuple(p.shape) for p in self.sharded_params), axis.size, itemsize)
-        self._shard = self._shard_parameters(axis)  # (n/p,)
+        self._shard = self._shard_parameters(axis)  # (P/N,)
 
-        flat = torch.empty(self._layout.numel, dtype=compute_dtype, device=policy.device)  # (n,)
+        flat = torch.empty(self._layout.numel, dtype=compute_dtype, device=policy.device)  # (P,)
         # view.data has its own version counter. So the next all-gather into `flat`, which brings the same
         # values back, does not look to autograd like an in-place change of what it saved.
         self.unsharded_params = [
@@ -106,10 +108,10 @@ class FlatParam:
         self.is_unsharded = self.is_gathered = False
 
         copies = policy.replicas.axis.size if policy.replicas is not None else 1
-        averages_here = policy.average and not background.averages and axis.size * copies > 1
+        averages_here = policy.average and not background.averages
         self._scale = 1.0 / (axis.size * copies) if averages_here else 1.0
         self._flat_grad, self._grad_views = torch.empty(0), list[torch.Tensor]()
-        self._reducing: tuple[Pending, torch.Tensor] | None = None  # and what becomes this rank's (n/p,)
+        self._reducing: tuple[Pending, torch.Tensor] | None = None  # and what becomes this rank's (P/N,)
         self.has_gradients = False
         self._hooked: set[nn.Parameter] = set()
         self._count_trained()
@@ -134,8 +136,7 @@ class FlatParam:
             shard = shard.to(home, copy=True)
         if policy.offload and policy.device.type == "cuda":
             shard = shard.pin_memory()
-        self._split_sizes = _split_sizes(layout, axis.rank)
-        values, ranges = self._split_shard(shard), layout.ranges(axis.rank)
+        values, ranges = layout.views_in_shard(shard, axis.rank), layout.ranges(axis.rank)
         for name, p, value, span in zip(self.names, params, values, ranges, strict=True):
             placement = placement_of(p, name).cut(Cut(axis.name, FLAT, (span,)))
             p.grad = None
@@ -146,11 +147,6 @@ class FlatParam:
             set_placement(p, placement)
         self._addresses = [(p, p.data_ptr(), p.dtype) for p in params if p.numel()]
         return shard
-
-    def _split_shard(self, shard: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Of (n/p,) one view for each parameter; without the padding between them."""
-        parts: tuple[torch.Tensor, ...] = shard.split(self._split_sizes)
-        return parts[1::2]
 
     def follow_requires_grad(self) -> None:
         """Freeze or train the unsharded parameters as the sharded ones are by now."""
@@ -281,12 +277,13 @@ class FlatParam:
         (pending, shard), self._reducing = self._reducing, None
         pending.wait()
         _free(self._flat_grad)
-        if self._needs_copy_in or shard.dtype != self._shard.dtype:
+        if self._policy.offload or shard.dtype != self._shard.dtype:
             pinned = self._shard.is_pinned() if self._policy.offload else False
             converted = torch.empty_like(self._shard, pin_memory=pinned)
             shard = converted.copy_(shard, non_blocking=pinned)
         accumulated, added = [], []
-        for i, (p, grad) in enumerate(zip(self.sharded_params, self._split_shard(shard), strict=True)):
+        grads = self._layout.views_in_shard(shard, self.axes[0].rank)
+        for i, (p, grad) in enumerate(zip(self.sharded_params, grads, strict=True)):
             if not p.requires_grad or (used is not None and not used[i]):
                 continue
             if p.grad is None:
@@ -303,13 +300,3 @@ class FlatParam:
 def _free(flat: torch.Tensor) -> None:
     flat.untyped_storage().resize_(0)
     flat.detach()  # for a memory recorder: it looks at what operators return, and learns the new size
-
-
-def _split_sizes(layout: ShardLayout, rank: int) -> list[int]:
-    """Sizes that split a shard into the gap before the first tensor, the first tensor, the next gap, ..."""
-    sizes, position = [], 0
-    for offset, shape, (start, stop) in zip(layout.offsets, layout.shapes, layout.ranges(rank), strict=True):
-        gap = offset + start - rank * layout.shard_numel - position if prod(shape) and stop > start else 0
-        sizes += [gap, stop - start]
-        position += gap + stop - start
-    return [*sizes, layout.shard_numel - position]

@@ -1,24 +1,29 @@
-"""ZeRO stage 3, or fully sharded data parallelism: every rank holds 1/p of each parameter, and gathers a
+"""ZeRO stage 3, or fully sharded data parallelism: every rank holds 1/N of each parameter, and gathers a
 block just before it computes.
 
     compute          [root][ block 0 ][ block 1 ][ block 2 ]   [ block 2' ][ block 1' ][ block 0' ]
     all-gather       root 0 [   1   ]  [   2   ]      [  2  ]   [   1   ]    [   0   ]
     reduce-scatter                                                     [  2  ]     [  1  ]    0  root
 
-While a block computes, the next one is gathered. After it, its full parameters are freed. In the backward (')
-its gradients are summed, and each rank keeps its shard. With p ranks and n bytes of parameters:
+The root is what lies in no block, such as embeddings. It stays unsharded from its forward to the end of the
+backward. While a block computes, the next one is gathered. After it, its full parameters are freed. In the
+backward (') its gradients are summed, and each rank keeps its shard. With N ranks and P parameters, which are
+B bytes in the dtype of the computation:
 
-    memory    16 P/p bytes for P parameters in mixed precision, the full root, and `prefetch` + 1 full blocks
-    traffic   3 (p-1)/p n: two all-gathers and a reduce-scatter, where replicas all-reduce 2 (p-1)/p n
+    memory    16 P/N bytes in mixed precision, the full root, and `prefetch` + 1 full blocks
+    traffic   3 (N-1)/N B: two all-gathers and a reduce-scatter, where replicas all-reduce 2 (N-1)/N B
 
-With `replicas` the ranks are a grid (HSDP): p shard the parameters, usually those of a node, and r nodes hold
-the same. A shard's gradient is then all-reduced over its r ranks, 2 (r-1)/r n/p bytes between nodes.
+With `replicas` the ranks are a grid (HSDP): N shard the parameters, usually those of a node, and R nodes hold
+the same. A shard's gradient is then all-reduced over its R ranks, 2 (R-1)/R B/N bytes between nodes.
 
-The hooks are in `fsdp_hooks.py`, the units in `fsdp_units.py`, and flat storage in `flat_params.py`.
+    fsdp_hooks.py        gathers, frees and reduces around forwards and backwards; copied_hooks.py for copies
+    fsdp_units.py        which parameters are gathered together
+    fsdp_prefetch.py     which unit is gathered ahead
+    flat_params.py       the flat parameter of a unit; shard_layout.py says where each tensor lies in it
+    fsdp_reductions.py   the reductions that are in flight
 
 After Rajbhandari et al. 2020, *ZeRO* (arXiv 1910.02054), sections 5.3 and 7, and Zhao et al. 2023, *PyTorch
-FSDP* (arXiv 2304.11277). The root is what lies in no block. It stays unsharded from its forward to the end of
-the backward.
+FSDP* (arXiv 2304.11277).
 """
 
 from __future__ import annotations
@@ -75,8 +80,11 @@ def fully_shard(
       clip_grad_norm_ and GradScaler decide on each rank separately.
     - Do not use Adafactor or Muon, which need full matrices. `hpnb.ZeroOptimizer` gives them.
     - Make an optimizer's groups by p.dim() before this call.
-    - Call the module and not its parts, return what the loss uses, and step after the backward.
-    - Do not shard blocks one by one before, as FSDP2 asks for. Name them in `units`.
+    - Call the module and not its parts; the loss may use only tensors that its forward returns. Step after
+      the backward.
+    - Name blocks in `units` instead of sharding them one by one before, as FSDP2 asks for. That gives the
+      same gradients, but each block is then a root: it is not prefetched, and stays unsharded from its
+      forward to the end of the backward.
 
     The weights move to any number of ranks, by `hpnb.placement.full_state_dict` and `load_full_state_dict`.
     The state_dict of a plain optimizer does not: it is this rank's shard, to be saved by each rank and loaded

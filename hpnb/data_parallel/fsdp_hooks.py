@@ -36,7 +36,7 @@ from hpnb.data_parallel.fsdp_reductions import Reductions, find_used
 from hpnb.data_parallel.fsdp_units import FSDPUnit, assign_parameters
 from hpnb.data_parallel.reducer import refuse_second_derivative_of_zero3, zero3_unused_message
 from hpnb.data_parallel.split_reducer import is_expert
-from hpnb.gradients import GradientSink, after_backward, in_backward, set_reducer
+from hpnb.gradients import GradientSink, after_backward, in_backward, set_hook_owner
 from hpnb.mesh import Axis
 from hpnb.placement import keep_placements, placement_of
 
@@ -63,7 +63,7 @@ class FSDPState(GradientSink):
         unit.unsharded_registered    the modules have the full parameters
         unit.pending_backwards       for units with frozen parameters: see `_hook_input_gradients`
         _kept                        units that the pipeline's next action begins with: nobody frees them
-        _first_units                 {action: the unit that it began with}, learned from the last one like it
+        _first_units                 {action: the unit that it began with}, learned from the first one like it
         flat.missing                 gradients that the running backward has not brought yet
         flat.has_gradients           full gradients that have not been reduced
     """
@@ -123,12 +123,8 @@ class FSDPState(GradientSink):
             self._register_hooks(module_of[name] if name else module, unit)
         self.root = self.units[0]
         self.flat_params = [flat for unit in self.units for flat in unit.flat_params]
-        set_reducer((p for flat in self.flat_params for p in flat.sharded_params), self)
-        self._unsharded_of = {
-            sharded: (unsharded, flat)
-            for flat in self.flat_params
-            for sharded, unsharded in zip(flat.sharded_params, flat.unsharded_params, strict=True)
-        }
+        set_hook_owner((p for flat in self.flat_params for p in flat.sharded_params), self)
+        self._unsharded_of = dict(pair for unit in self.units for pair in unit.unsharded_of.items())
         module.register_state_dict_pre_hook(HookOfOriginal(lambda *_: self._recover(), in_a_copy=do_nothing))
         keep_placements(module)
         _states[module] = ref(self)
@@ -150,9 +146,9 @@ class FSDPState(GradientSink):
         if unit is self.root:
             self._begin_forward()
         self._running_forward.add(unit)
-        ahead = self._prefetch.next_in_forward(unit) if self._in_forward else []
+        ahead = self._prefetch.visit(unit) if self._in_forward else []
         if unit is not self.root:
-            ahead = [*ahead, *self._next_action_begins_with(unit, self._prefetch.ends_forward(unit))]
+            ahead = [*ahead, *self._keep_first_of_next_action(unit, self._prefetch.is_last_of_forward(unit))]
         self._unshard(unit, self.units if self.find_unused and unit is self.root else ahead)
         if torch.is_grad_enabled() and unit.has_frozen:
             self._hook_input_gradients(unit, (args, kwargs))
@@ -183,7 +179,7 @@ class FSDPState(GradientSink):
             return  # the unit's backward follows at once
         self._running_forward.discard(unit)
         unit.register_sharded()
-        trains, ahead = torch.is_grad_enabled(), self._prefetch.end_forward() if unit is self.root else None
+        trains, ahead = torch.is_grad_enabled(), self._prefetch.learn_order() if unit is self.root else None
         if trains:
             unit.pending_backwards += 1
             for t in tensors_in(output):
@@ -258,7 +254,7 @@ class FSDPState(GradientSink):
         after_backward(self._end_backward)
         ahead = self._prefetch.next_in_backward(unit) if ahead is None else ahead
         if unit is not self.root:
-            ahead = [*ahead, *self._next_action_begins_with(unit, self._prefetch.ends_backward(unit))]
+            ahead = [*ahead, *self._keep_first_of_next_action(unit, self._prefetch.is_last_of_backward(unit))]
         self._unshard(unit, ahead)
 
     def _on_complete(self, unit: FSDPUnit, flat: FlatParam) -> None:
@@ -315,8 +311,9 @@ class FSDPState(GradientSink):
         """From now on the last unit of `action` has the first one of `coming` gathered."""
         self._action, self._coming = action, coming
 
-    def _next_action_begins_with(self, unit: FSDPUnit, is_last: bool) -> list[FSDPUnit]:
-        """The unit that the pipeline's next action begins with, if `unit` is the last one of this action."""
+    def _keep_first_of_next_action(self, unit: FSDPUnit, is_last: bool) -> list[FSDPUnit]:
+        """If `unit` is the last one of this action, keep the unit that the pipeline's next action begins with
+        from being freed. Returns it, to be gathered ahead. Notes the first unit of this action, too."""
         self._kept.discard(unit)
         if self._action is None:
             return []
@@ -337,9 +334,10 @@ class FSDPState(GradientSink):
         return self._unsharded_of.get(parameter, (parameter, None))[0]
 
     def ready(self, parameter: nn.Parameter) -> None:
-        """The full gradient is kept to the end, because a unit's gradients are sent together."""
-        flat = self._unsharded_of[parameter][1]
-        flat.has_gradients = flat.has_gradients or self.gradient_holder(parameter).grad is not None
+        """Note the gradient. `finish` sends it: a unit's gradients are sent together, and only at the end of
+        the step is it known that no other parameter of the unit will get one."""
+        unsharded, flat = self._unsharded_of[parameter]
+        flat.has_gradients |= unsharded.grad is not None
 
     @torch.no_grad()
     def finish(self) -> None:

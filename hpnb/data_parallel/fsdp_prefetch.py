@@ -38,8 +38,8 @@ class PrefetchOrder(Generic[U]):
     def start_forward(self) -> None:
         self._visited = []
 
-    def next_in_forward(self, unit: U) -> list[U]:
-        """The units to gather ahead while `unit` computes, which is the next one that this forward visits."""
+    def visit(self, unit: U) -> list[U]:
+        """Note that this forward visits `unit` now; return what to gather ahead."""
         position = len(self._visited)
         self._visited.append(unit)
         if position:
@@ -54,17 +54,17 @@ class PrefetchOrder(Generic[U]):
         """The units to gather ahead while the backward of `unit` computes, which is not the root."""
         return self._next_in_backward.get(unit, [])
 
-    def ends_forward(self, unit: U) -> bool:
+    def is_last_of_forward(self, unit: U) -> bool:
         """Whether `unit`, which this forward visits now, was the last one of the forward like it."""
         order = self._orders.get(self._visited[1], []) if len(self._visited) > 1 else []
         return len(order) == len(self._visited) and order[-1] is unit
 
-    def ends_backward(self, unit: U) -> bool:
+    def is_last_of_backward(self, unit: U) -> bool:
         """Whether a forward began with `unit`, so that the backward ends with it."""
         return unit in self._orders
 
-    def end_forward(self) -> list[U]:
-        """Learn the order of this forward.
+    def learn_order(self) -> list[U]:
+        """Learn the order of this forward, which has ended.
 
         Returns:
             The last units, to gather ahead while the root's backward computes, which comes first.

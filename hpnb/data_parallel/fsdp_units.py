@@ -24,7 +24,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from hpnb.data_parallel.flat_params import FlatParam
 from hpnb.data_parallel.split_reducer import is_expert
-from hpnb.gradients import reduced_by
+from hpnb.gradients import hook_owner_of
 
 
 class FSDPUnit:
@@ -36,6 +36,9 @@ class FSDPUnit:
         modules: all modules that may have one of the parameters registered under some name.
         make_flat_param: called with parameters, and with what to call when they all have gradients.
         on_complete: called in a backward when all gradients of one FlatParam are there.
+
+    Attributes:
+        unsharded_of: {sharded parameter: (unsharded parameter, its FlatParam)}.
     """
 
     def __init__(
@@ -50,16 +53,16 @@ class FSDPUnit:
             kinds.setdefault((p.dtype, p.requires_grad, is_expert(p)), {})[name] = p
         complete = partial(on_complete, self)
         self.flat_params = tuple(make_flat_param(kind, complete) for kind in kinds.values())
-        unsharded_of = {
-            sharded: unsharded
+        self.unsharded_of = {
+            sharded: (unsharded, flat)
             for flat in self.flat_params
             for sharded, unsharded in zip(flat.sharded_params, flat.unsharded_params, strict=True)
         }
         self._registrations = [
-            (module._parameters, key, p, unsharded_of[p])
+            (module._parameters, key, p, self.unsharded_of[p][0])
             for module in modules
             for key, p in module._parameters.items()
-            if p in unsharded_of
+            if p in self.unsharded_of
         ]
         self.unsharded_registered = False
         # Forwards whose backward has not gone through this unit. Only units with frozen parameters need it.
@@ -165,7 +168,7 @@ def assign_parameters(
     """{name of the unit: {name of the parameter: parameter}}, in the order of the module; the root is "".
 
     A parameter belongs to the innermost unit around it, and one of several units to the root. Parameters of
-    modules in `already_sharded` are left out: None stands for a unit of those here.
+    modules in `already_sharded` are left out; below, the unit of these is None.
     """
     unit_of_module = {m: name for name, m in units.items()} | dict.fromkeys(already_sharded)
     name_of, used_by = dict[nn.Parameter, str](), defaultdict[nn.Parameter, set[str | None]](set)
@@ -191,7 +194,7 @@ def assign_parameters(
                 f"{name} is used inside and outside of a module that is sharded already; "
                 "leave that one to the fully_shard of the full model"
             )
-        if (other := reduced_by(p)) is not None:
+        if (other := hook_owner_of(p)) is not None:
             raise ValueError(
                 f"the gradient of {name} is reduced by {type(other).__name__} already; shard the module "
                 "instead of wrapping it"

@@ -29,8 +29,8 @@ def check_replicas(
     Collectives are matched by their order alone, so ranks that differ would sum unrelated gradients or hang.
 
     Args:
-        replicas: the other direction of a grid of ranks that all have the same. What differs along `axis` in
-            one line of the grid is known there only, so rank 0 of the axis sends it along `replicas`.
+        replicas: HSDP's second axis, whose ranks must have the same too. What differs along one `axis` is
+            known on its ranks only, so rank 0 of it sends that along `replicas`.
         refusal: why this rank cannot go on, perhaps this rank alone.
 
     Raises:

@@ -56,10 +56,13 @@ from hpnb.precision.masters import multiply, parameters_of
 class ZeroOptimizer(ZeroReduceScatter, Optimizer):
     """ZeRO around any optimizer of PyTorch. Use it as an optimizer, and the model as if there were no ranks.
 
-    It inherits `ZeroReduceScatter`, which reduces gradients in the backward. This class shards parameters
-    and steps. From its base it has `buckets` and four attributes that both use: `reducing_sink` is the
-    DataParallel's Reducer if that reduces, `_in_backward` is True during a backward, `_finished` if one was
-    reduced since the last step, and `_replace_gradients` if the next gradients replace those of shards.
+    Its base `ZeroReduceScatter` reduces gradients in the backward. This class shards parameters and steps.
+    Both use `buckets` and:
+
+        reducing_sink         the sink of a DataParallel if that goes on to sum, otherwise None
+        _in_backward          a backward has begun and has not been reduced
+        _finished             the reducing_sink has reduced a backward since the last step
+        _replace_gradients    the next gradients replace those of shards
 
     Args:
         params: what any optimizer takes: parameters, named parameters, or groups with options. They and
@@ -68,7 +71,8 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
         optimizer_class, defaults: e.g. torch.optim.AdamW, and its options.
         axis: the data axis, `mesh.dp`.
         stage: 1 or 2.
-        bucket_mb: at most so many MB (2^20 bytes) are reduced at once.
+        bucket_mb: at most so many MB (2^20 bytes) are reduced in one message; a larger parameter goes alone.
+            ZeRO 2 has at most two such messages in flight.
         average: False sums gradients instead, for losses that are divided by the global count already.
         elementwise: whether the optimizer treats elements alike, so that a tensor may be split anywhere.
             Otherwise each belongs to one rank. None decides: True for PyTorch's optimizers except Adafactor
@@ -84,10 +88,11 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
 
     Attributes:
         shards: {parameter: this rank's elements of it, a Parameter}, for parameters of which it has some.
-        optimizer: an optimizer_class over the shards, whose param_groups and state these are too. The .grad
-            of shards are the reduced gradients, and a parameter's .grad is None after a backward. So clip by
-            `clip_grad_norm_` of this optimizer, or `hpnb.precision.step(zero, [axis], max_norm=...)`:
-            torch's function would see nothing, or the shards of one rank.
+        optimizer: an optimizer_class over the shards, with the same param_groups and state objects as this.
+
+    The .grad of shards are the reduced gradients. A parameter's .grad is None after a backward, except in
+    stage 1 on a DataParallel. So torch's clip_grad_norm_ would see nothing, or the shards of one rank: clip
+    by `clip_grad_norm_` of this optimizer, or by `hpnb.precision.step(zero, [axis], max_norm=...)`.
 
     If shards have gradients already, those of the next backward are added or replace them:
 
@@ -96,9 +101,14 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
                                      reach shards
         stage 1 on a DataParallel    they are added until they are zeroed, as DataParallel's are
 
-    A DataParallel may wrap the same parameters, before or after. Then its no_sync decides when to reduce.
-    Gradients are reduced with the options of whichever was made first, and both need the same `average`.
-    Stage 1 on top of a DataParallel leaves it the reduction, and the full gradients.
+    A DataParallel may wrap the same parameters, before or after. Then its no_sync decides when to reduce, and
+    both need the same `average`. Gradients are reduced with these options:
+
+        DataParallel made after     those of the ZeroOptimizer
+        made before, stage 1        those of the DataParallel, which goes on to reduce and keeps full
+                                    gradients (but as stage 2 with cpu_offload or a communication_dtype)
+        made before, stage 2        overlap_communication and find_unused_parameters of the DataParallel,
+                                    and otherwise those of the ZeroOptimizer
 
     Raises:
         ValueError: a stage other than 1 and 2; an optimizer that needs a closure or sparse gradients; no
@@ -160,7 +170,7 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
             **group_numbers([{**defaults, **group} for group in self._full_groups]),
         }
         check_replicas({name: p for p, name in self.names.items()}, axis, options)
-        # If a DataParallel is around the parameters, it goes on to reduce, and shards take slices.
+        # Whether a DataParallel around the parameters may go on to reduce, while shards take slices.
         ddp_may_reduce = stage == 1 and not cpu_offload and communication_dtype is None
         ddp = find_ddp(self.names, axis, average, ddp_may_reduce)
 
@@ -201,8 +211,7 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
         self.defaults = self.optimizer.defaults
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
         is_16_bit = any(p.dtype.itemsize == 2 for p in self.names)
-        # Hooks before and after self.optimizer.step give float32 masters their gradients, and copy masters
-        # into shards.
+        # Hooks of self.optimizer.step give float32 masters their gradients, and copy masters into shards.
         self.masters = Masters(self.optimizer) if is_16_bit else None
         self._note_versions()
         self._connect(ddp, ddp_may_reduce)

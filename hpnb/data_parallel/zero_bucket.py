@@ -6,19 +6,21 @@
 
 A step writes this rank's shard of the parameters, and an all-gather brings the others', without a copy.
 
-On one of N ranks, for a bucket of n elements with its padding, there is:
+On one of N ranks, for a bucket of P elements with its padding, there is:
 
     tensor            elements  lives
-    flat              n         always; parameters are views of it
-    _shard_in_flat    n/N       always; a view of `flat`
-    _shard            n/N       always; `_shard_in_flat`, or a copy on the CPU with offload
-    shards            n/N       always; views of `_shard`, one for each parameter
-    p.grad            n         from the backward to start_reduction
-    _flat_grad        n         from start_reduction to wait_for_reduction; in ZeRO 1 it is `_kept_grad`
-    _kept_grad        n         from the first reduction on, in ZeRO 1
-    _shard_grad       n/N       from start_reduction to assign_gradients; in ZeRO 1 a view of `_kept_grad`
-    _offloaded_grad   n/N       always, with offload; on the CPU
-    shard.grad        n/N       from assign_gradients until it is zeroed or replaced; a view of `_shard_grad`
+    flat              P         always; parameters are views of it
+    _shard_in_flat    P/N       always; a view of `flat`
+    _shard            P/N       always; `_shard_in_flat`, or a copy on the CPU with offload
+    shards            P/N       always; views of `_shard`, one for each parameter
+    p.grad            P         from the backward to start_reduction
+    _flat_grad        P         from start_reduction to wait_for_reduction; in ZeRO 1 it is `_kept_grad`
+    _kept_grad        P         from the first reduction on, in ZeRO 1
+    _shard_grad       P/N       from start_reduction to assign_gradients; in ZeRO 1 a view of `_kept_grad`.
+                                wait_for_reduction makes it `_offloaded_grad` with offload, and else a copy
+                                if the communication dtype is another
+    _offloaded_grad   P/N       always, with offload; on the CPU
+    shard.grad        P/N       from assign_gradients until it is zeroed or replaced; a view of `_shard_grad`
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class ZeroBucket:
     ) -> None:
         first = parameters[0]
         self.parameters, self.axis = tuple(parameters), axis
-        self.reduce_dtype = first.dtype if communication_dtype is None else communication_dtype
+        self._reduce_dtype = first.dtype if communication_dtype is None else communication_dtype
         shapes = tuple(tuple(p.shape) for p in parameters)
         self.layout = ShardLayout(shapes, axis.size, first.element_size(), elementwise)
         self.flat = torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
@@ -133,7 +135,7 @@ class ZeroBucket:
         scale = 1.0 if background.averages or not average else 1.0 / self.axis.size
         fill_bucket(flat, self.layout.views(flat), [p.grad for p in self.parameters], scale)
         for p in self.parameters:
-            p.grad = None  # so that nobody takes an unreduced gradient for a reduced one
+            p.grad = None  # frees full gradients, and nobody takes an unreduced one for a reduced one
         average_on_the_way = average and background.averages
         self._flat_grad = flat
         self._reducing = background.reduce_scatter(self._shard_grad, flat, average_on_the_way)
@@ -141,10 +143,10 @@ class ZeroBucket:
     def _gradient_buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The flat gradient (numel,), and this rank's shard of the sums (shard_numel,)."""
         if not self._keep_gradients:
-            flat = self.flat.new_empty(self.layout.numel, dtype=self.reduce_dtype)
+            flat = self.flat.new_empty(self.layout.numel, dtype=self._reduce_dtype)
             return flat, flat.new_empty(self.layout.shard_numel)
         if self._kept_grad is None:
-            self._kept_grad = torch.zeros_like(self.flat, dtype=self.reduce_dtype)
+            self._kept_grad = torch.zeros_like(self.flat, dtype=self._reduce_dtype)
         return self._kept_grad, self.layout.shard(self._kept_grad, self.axis.rank)
 
     def wait_for_reduction(self) -> None:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from hpnb.data_parallel.ddp import DataParallel
 from hpnb.data_parallel.reducer import Reducer
 from hpnb.data_parallel.split_reducer import SplitReducer
-from hpnb.gradients import reduced_by
+from hpnb.gradients import hook_owner_of
 from hpnb.mesh import Axis
 from hpnb.placement import placement_of
 
@@ -86,12 +86,12 @@ def find_ddp(
         average: what the ZeroOptimizer is to do with sums; DataParallel must do the same.
         ddp_reduces: DataParallel goes on to reduce. Otherwise it must train exactly these parameters.
     """
-    reducers = {id(reducer): reducer for reducer in map(reduced_by, names)}
-    ddp, *others = reducers.values()
+    owners = {id(owner): owner for owner in map(hook_owner_of, names)}
+    ddp, *others = owners.values()
     if ddp is None and not others:
         return None
     if others or not isinstance(ddp, DataParallel):
-        kinds = ", ".join("nobody" if r is None else type(r).__name__ for r in reducers.values())
+        kinds = ", ".join("nobody" if o is None else type(o).__name__ for o in owners.values())
         raise ValueError(
             f"the gradients of these parameters are reduced by {kinds} already; a ZeroOptimizer needs "
             "parameters that nobody reduces, or that one DataParallel does"

@@ -4,22 +4,23 @@
     reduce-scatter        [ bucket 0 ][ bucket 1  ][ ...    in one order on all ranks
     finish           wait; shard.grad is this rank's part of each sum
 
-Who calls `ready` and `finish`, and who reduces, depends on whether a DataParallel wraps the same parameters:
+Who is the hook owner and which sink sums (`hpnb.gradients`) depends on whether a DataParallel wraps the same
+parameters:
 
-    DataParallel             they are called by     who reduces
-    none                     hooks of this class    this class
-    made after               DataParallel's hooks   this class
-    made before, stage 2     DataParallel's hooks   this class
-    made before, stage 1     DataParallel's hooks   DataParallel's Reducer, which is the `reducing_sink` here
+    DataParallel             hook owner      who sums
+    none                     this class      this class
+    made after               DataParallel    this class
+    made before, stage 2     DataParallel    this class
+    made before, stage 1     DataParallel    the sink that DataParallel had, which is the `reducing_sink` here
 
 In the last case `ready` and `finish` are passed on, and gradients of shards are slices of the reduced ones.
-With cpu_offload or a communication_dtype, stage 1 reduces by itself, as stage 2 does.
+That sink is a Reducer, or an earlier ZeroOptimizer of other parameters, which passes on to it. With
+cpu_offload or a communication_dtype, stage 1 reduces by itself, as stage 2 does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -28,17 +29,17 @@ from hpnb.background import Background
 from hpnb.data_parallel.ddp import DataParallel
 from hpnb.data_parallel.reducer import Reducer, agree_on_unused, unused_message
 from hpnb.data_parallel.zero_bucket import ZeroBucket
-from hpnb.gradients import GradientSink, after_backward, hook_gradients, set_reducer
+from hpnb.gradients import GradientSink, HookOwner, hook_gradients, set_hook_owner
 from hpnb.mesh import Axis
 
 MAX_REDUCING = 2  # buckets of full gradients that ZeRO 2 reduces at once
 
 
-class ZeroReduceScatter(GradientSink):
+class ZeroReduceScatter(HookOwner, GradientSink):
     """Reduces the gradients of `names` into the shards of `buckets`.
 
-    `ZeroOptimizer` inherits it. A step and a zero_grad there set `_replace_gradients` and clear `_finished`,
-    and a step is refused while `_in_backward`.
+    `ZeroOptimizer` inherits it. A step there sets `_replace_gradients`, and zero_grad sets it to its argument
+    set_to_none. Both clear `_finished`. A step is refused while `_in_backward`.
 
     Args:
         buckets: they hold each parameter once, in the order in which they are reduced.
@@ -64,13 +65,12 @@ class ZeroReduceScatter(GradientSink):
         self._bucket_of = {id(p): i for i, b in enumerate(self.buckets) for p in b.parameters}
         kinds = {(b.flat.device, b.axis.name): b.axis for b in self.buckets}
         self._background = {kind: Background(along, kind[0]) for kind, along in kinds.items()}
-        self._sync = True
         self._replace_gradients = True  # the next gradients replace those of shards
-        self._finished = False  # a backward has been reduced since the last step
+        self._finished = False  # whether `reducing_sink` has reduced a backward since the last step
         self._start_backward()
 
     def _start_backward(self) -> None:
-        self._in_backward = False  # a gradient has come, and `finish` or `drop` has not been called yet
+        self._in_backward = False  # `ready` sets it too, whoever is the hook owner
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._ready: set[int] = set()  # ids of parameters
         self._num_sent = 0
@@ -81,7 +81,7 @@ class ZeroReduceScatter(GradientSink):
         """Hook the parameters; or become the sink of `ddp`, and maybe leave the reduction to its Reducer."""
         if ddp is None:
             self._hooks = hook_gradients(self.names, self._on_gradient)
-            set_reducer(self.names, self)
+            set_hook_owner(self.names, self)
             return
         self._hooks = []
         if ddp_reduces:
@@ -102,25 +102,14 @@ class ZeroReduceScatter(GradientSink):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        set_reducer(self.names, None)
+        set_hook_owner(self.names, None)
         return self
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate: backwards inside add to this rank's gradients and send nothing."""
-        before, self._sync = self._sync, False
-        try:
-            yield
-        finally:
-            self._sync = before
-
-    def _on_gradient(self, parameter: nn.Parameter) -> None:
-        if not self._sync:
-            return
-        if not self._in_backward:
-            self._in_backward = True
-            after_backward(self.finish)
+    def _call_ready(self, parameter: nn.Parameter) -> None:
         self.ready(parameter)
+
+    def _call_finish(self) -> None:
+        self.finish()
 
     # --- the sink ---------------------------------------------------------------------------------
 

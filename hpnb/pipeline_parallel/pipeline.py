@@ -21,7 +21,7 @@ from torch import nn
 
 from hpnb.background import Background
 from hpnb.data.batch_agreement import check_same_batch
-from hpnb.gradients import GradientSink, reduced_by
+from hpnb.gradients import GradientSink, hook_owner_of
 from hpnb.mesh import Axis, Mesh, axis_of
 from hpnb.meta_device import Unfilled
 from hpnb.models.compare_parts import first_step_check
@@ -386,10 +386,10 @@ class Pipeline:
         )
 
     def _check_sink(self) -> None:
-        """A reducer with backward hooks would reduce after each microbatch."""
+        """The hooks of a hook owner would have gradients reduced after each microbatch."""
         first = self._grad_ready.parameters[:1]  # all are claimed together
-        if self._gradients is None and first and (reducer := reduced_by(first[0])) is not None:
+        if self._gradients is None and first and (owner := hook_owner_of(first[0])) is not None:
             raise ValueError(
-                f"a {type(reducer).__name__} reduces these gradients after every backward, and there are "
+                f"a {type(owner).__name__} reduces these gradients after every backward, and there are "
                 f"{self.schedule.microbatches} in a step: set pipe.gradients to it"
             )

@@ -60,7 +60,7 @@ class Boosted(nn.Module):
         module: the model, or this rank's `Stages` of it.
         axes: those along which parameters may be sharded: dp, pp, and those of tensor parallelism.
         pipe: the pipeline, if there is one; otherwise `run` makes one with a single stage.
-        replica: the DataParallel that reduces gradients after a plain backward, if there is one.
+        replica: the DataParallel that reduces gradients during a plain backward, if there is one.
         model_loss: the loss that the model computes from labels, where it can be computed outside of it.
         causal: whether its targets are its inputs, shifted by one.
         kind, config, generation_config: of the full model, with which it is saved.
@@ -94,7 +94,7 @@ class Boosted(nn.Module):
         unfilled: Unfilled | None = None,
     ) -> None:
         super().__init__()
-        self.__dict__.update(module=module, _replica=replica)  # no children, whose names would be in front
+        self.__dict__.update(module=module, _replica=replica)  # not as children, which prefix their names
         for table in ("_parameters", "_buffers", "_modules"):
             setattr(self, table, getattr(module, table))
         self.training = module.training
@@ -248,7 +248,7 @@ class Boosted(nn.Module):
         if now is not before:
             pipe.checked_causal = None
         pipe.checks_mean = trains and self.checks_mean_of(criterion)
-        vars(self)["_criterion"] = pipe.loss_key = criterion  # a module, too, is no part of the model
+        vars(self)["_criterion"] = pipe.loss_key = criterion  # by vars(): a criterion is no child
         if self.loss_reduction is not None:
             pipe.loss_reduction = self.loss_reduction
         if self._resumed_per_target is not None:
@@ -330,7 +330,7 @@ class Boosted(nn.Module):
             sink = data_parallel.sink(module)
         elif self._replica is not None:
             sink = self._replica.sink
-        reducer: Any = None if sink is None else SimpleNamespace(sink=sink)  # its hooks stay attached
+        reducer: Any = None if sink is None else SimpleNamespace(sink=sink)  # its hooks stay
         takes = inputs_of_forward(module, self._model_loss)
         no_cache = lambda kwargs: self._cache.arguments(kwargs, self.training)  # noqa: E731
         stage = WholeModel(module, takes, self.causal, no_cache)

@@ -63,10 +63,10 @@ class Booster(BoosterFiles):
     Args:
         plugin: by default `TorchDDPPlugin()`.
         mixed_precision: the precision of the default plugin, and of a TorchDDPPlugin that was given none.
-            Another plugin has one already, which it must be.
+            Another plugin has one already, which mixed_precision must equal.
 
     Raises:
-        TypeError: a plugin that is none.
+        TypeError: `plugin` is not a HybridParallelPlugin.
         ValueError: another precision than that of the plugin.
 
     >>> def step(batch):
@@ -188,8 +188,8 @@ class Booster(BoosterFiles):
             return_outputs: return the outputs of the full batch.
             record: record when each action ran, for `model.last_step.timeline`.
             causal: whether the criterion shifts labels, so that the first of each sequence is no target;
-                False for labels that are shifted already. By default as the model does. A mean over others
-                is refused where microbatches would get wrong weights.
+                False for labels that are shifted already. By default as the model does. A mean over other
+                targets is refused where microbatches would get wrong weights.
 
         Returns:
             {"loss": (), float64, the mean over the targets of all data-parallel ranks, "outputs": ...}; None
@@ -215,7 +215,7 @@ class Booster(BoosterFiles):
         )
         if stepped_by is not None:
             stepped_by.end_backward()
-        loss = result.loss  # all ranks take it, those that do not show it too
+        loss = result.loss  # reading it may wait for other ranks, so every rank does
         here = self.plugin.stage_manager.is_last_stage()
         return {
             "loss": loss if return_loss and here else None,
@@ -248,28 +248,30 @@ class Booster(BoosterFiles):
                 f"with pp_size={self.plugin.pp_size} a backward is part of booster.execute_pipeline"
             )
         scale = 1.0 if boosted.scaler is None else boosted.scaler.scale
-        share = mean_share(self.plugin.mesh.dp_cp)
+        share = mean_share(self.plugin.mesh.dp_cp)  # also for (sum, count): it ends this loss's forwards
         if not isinstance(loss, tuple):
+            # This method stands for all criteria of losses that are passed to it.
             if self.plugin.mesh.dp_cp.size > 1 and boosted.model.checks_mean_of(self.backward):
                 try:
                     check_backward(loss, boosted.model.weigher.take_counts())
                 except ValueError as error:
                     note_raised(error)
                     raise
+            loss = _wide(loss)
             if share is None or self.plugin.zero_stage == 3:  # a term made of shards is on no other rank
-                (_wide(loss) * scale).backward()
+                (loss * scale).backward()
             else:
-                factor = torch.as_tensor(share * scale, dtype=_wide(loss).dtype, device=loss.device)
+                factor = torch.as_tensor(share * scale, dtype=loss.dtype, device=loss.device)
                 with loss_weighted(share):
-                    (_wide(loss) * factor).backward()
+                    (loss * factor).backward()
             boosted.end_backward()
             return
-        total, count = loss
+        total, count = _wide(loss[0]), loss[1]
         count_of_all = torch.as_tensor(count, dtype=torch.float64).to(total.device)
         count_of_all = comm.all_reduce(count_of_all.detach(), self.plugin.mesh.dp_cp)
         with loss_weighted():
             count_of_all = torch.where(count_of_all != 0, count_of_all, 1.0)  # nothing is counted: 0, not nan
-            _wide(total).backward((scale / count_of_all).to(_wide(total).dtype))
+            total.backward((scale / count_of_all).to(total.dtype))
         boosted.end_backward()
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
@@ -284,7 +286,8 @@ class Booster(BoosterFiles):
     # --- inside ------------------------------------------------------------------------------------------
 
     def _warn_if_not_split(self, dataloader: Any) -> None:
-        """Warn about a DataLoader of PyTorch, which gives every rank the same samples."""
+        """Warn about a DataLoader of PyTorch that gives all ranks the same samples, or some twice, and refuse
+        lengths that differ between ranks."""
         if not isinstance(dataloader, DataLoader):
             return
         is_stream = isinstance(dataloader.dataset, IterableDataset)

@@ -10,11 +10,13 @@ n_r / N of the forwards before it, and each tensor of the outputs passes through
 
     forward   y = x          backward   dx = share / (mean share) dy
 
-and any linear combination of means over this rank's targets has the exact gradient. Tensors that need a
-gradient pass through the inverse identity when they enter the model, because another boosted model that made
-them has its factor already: a generator before a discriminator. If all shares are equal, as usual, these
-factors are 1, so second derivatives are exact too: a gradient penalty. `outputs.loss` has the same backward,
-and the value over all ranks. The n_r are summed on the GPUs, so no CPU waits.
+and any linear combination of means over this rank's targets has the exact gradient. With ZeRO 3 the loss is
+not multiplied, and outputs carry their full share. Tensors that need a gradient pass, when they enter a
+model, through an identity whose backward divides by that factor, because another boosted model that made
+them, such as a generator before a discriminator, multiplies by its own. If this rank's share is the same in
+all these forwards, as usual, the factors are 1, so second derivatives are exact too: a gradient penalty.
+`outputs.loss` has the same backward, and the value over all ranks. The n_r are summed on the GPUs, so no CPU
+waits.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class _Backward:
     """What the loss of the backward that runs has been multiplied by; a class, since autograd has threads.
 
     Attributes:
-        share: None if the loss has its factor, or if nobody has multiplied it (`is_weighted`).
+        is_weighted: whether somebody has multiplied it.
+        share: by what; None if the backward starts from total_r / N, which leaves nothing to multiply.
     """
 
     is_weighted = False

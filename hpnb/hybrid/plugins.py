@@ -3,8 +3,8 @@
     plugin = hpnb.HybridParallelPlugin(tp_size=2, pp_size=2, num_microbatches=4, zero_stage=1)
     booster = hpnb.Booster(plugin=plugin)
 
-The ranks form a box, dp x pp x tp, with tp innermost. dp is what is left: with 8 ranks the plugin above has
-dp = 8 / (2 * 2) = 2. The options are plain data (`plugin_options.py`), checked at once and without ranks
+The ranks form a box, dp x pp x cp x tp, with tp innermost. dp is what is left: with 8 ranks the plugin above
+has dp = 8 / (2 * 2) = 2. The options are plain data (`plugin_options.py`), checked at once and without ranks
 (`refused.py`). Process groups are made by `connect`, which is a collective. No property is one.
 """
 
@@ -44,9 +44,9 @@ class HybridParallelPlugin(PluginOptions):
         precision: "fp16", "bf16", "fp32", "fp64", or "amp-fp16", "amp-bf16" for float32 weights
             (`hpnb.precision.policy`); a dtype such as torch.bfloat16 too. "auto", the default, is fp32 on a
             CPU, and on a GPU bf16, or fp16 if it has no bf16; `plugin.policy.name` says which.
-        num_microbatches: of a batch in `execute_pipeline`. It wins over
-        microbatch_size: samples of a microbatch; a batch then has as many microbatches as it needs. With
-            neither there are four for each rank of the pipeline, and at most one a sample.
+        num_microbatches: of a batch in `execute_pipeline`; if given, microbatch_size is ignored.
+        microbatch_size: samples of a microbatch; a batch then has as many microbatches as it needs. Without
+            either there are four for each rank of the pipeline, and at most one a sample.
         pp_style: a schedule's name (`hpnb.pipeline_parallel.schedules`).
         num_model_chunks: pipeline stages on each rank. "zb-v" and "dualpipe-v" always have two.
         tp_mode, tp_depth: "1d", "2d", "2.5d" or "3d", and the depth of "2.5d".
@@ -54,8 +54,8 @@ class HybridParallelPlugin(PluginOptions):
             (`hpnb.context_parallel`).
         ep_size: ranks over which a mixture's experts are sharded, taken from dp x cp
             (`hpnb.expert_parallel`).
-        selection_bias_rate: how far a step moves the routers' selection bias towards equal loads; 0 is not,
-            and DeepSeek-V3 used 0.001 (`hpnb.expert_parallel.SelectionBias`).
+        selection_bias_rate: how far a step moves the routers' selection bias towards equal loads; 0 leaves
+            it, and DeepSeek-V3 used 0.001 (`hpnb.expert_parallel.SelectionBias`).
         enable_sequence_parallelism: split what lies between the matrices along the tokens (1d).
         enable_sequence_overlap: sums of gradients in sequence parallelism overlap the computation of weight
             gradients; False waits for each.
@@ -95,7 +95,7 @@ class HybridParallelPlugin(PluginOptions):
 
     Raises:
         ValueError: sizes and switches that cannot compose, and what would work; from `connect` and `layout`,
-            a number of ranks that is not a multiple of pp_size x tp_size.
+            a number of ranks that is not a multiple of pp_size x tp_size x cp_size.
 
     >>> plugin = hpnb.HybridParallelPlugin(pp_size=2, precision="fp32", num_microbatches=4)
     >>> plugin.schedule(4).simulate().makespan  # forwards of 1 s, backwards of 2 s
@@ -141,7 +141,7 @@ class HybridParallelPlugin(PluginOptions):
         inside running ranks does it already, and so does `hpnb.Booster`.
 
         Raises:
-            ValueError: the number of ranks is not a multiple of pp_size x tp_size.
+            ValueError: the number of ranks is not a multiple of pp_size x tp_size x cp_size.
             RuntimeError: no ranks are running.
         """
         if self._mesh is None:

@@ -75,6 +75,9 @@ def test_a_batch_is_padded_and_its_labels_are_shifted_before_it_is_split() -> No
     assert second["input_ids"].tolist() == [[12, 13, 14, 14]]
     assert second["labels"].tolist() == [[13, 14, -100, -100]]
     assert "attention_mask" not in first
+    without = dict.fromkeys(("attention_mask", "position_ids", "labels"))  # as a collator may leave them
+    alike = shard_batch({"input_ids": ids, **without}, 0, 2, zigzag=True)
+    assert alike["position_ids"].tolist() == [[0, 1, 4, 4]]
 
 
 def test_padding_before_tokens_is_refused() -> None:

@@ -171,6 +171,15 @@ def test_a_scaler_goes_on_where_another_stood() -> None:
         assert second.state_dict() == whole.state_dict()
 
 
+def test_a_scaler_grows_at_its_next_step_where_another_had_waited_longer() -> None:
+    saved, scaler = LossScaler(growth_interval=1000), LossScaler(growth_interval=100)
+    for _ in range(500):
+        saved.update(False)
+    scaler.load_state_dict(saved.state_dict())
+    scaler.update(False)
+    assert scaler.scale == 2 * saved.scale
+
+
 @pytest.mark.parametrize(
     ("knobs", "words"),
     [

@@ -17,7 +17,8 @@ from test_expert_parallel import build, distances
 import hpnb
 from hpnb.data.tokenizer import IGNORE_INDEX
 
-COEFFICIENT, STEPS, LENGTH = 0.5, 2, 7
+COEFFICIENT, STEPS = 0.5, 2
+LENGTHS = (7, 4, 6, 2, 7, 3, 5, 6)  # of the texts
 OPTIONS = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT, "num_hidden_layers": 4}
 KINDS: dict[str, dict[str, Any]] = {"Mixtral": {}, "Qwen3Moe": {"mlp_only_layers": [1]}}
 
@@ -29,11 +30,11 @@ def pools() -> Iterator[RankPools]:
     pools.close()
 
 
-def batch(samples: int) -> dict[str, torch.Tensor]:
-    """Texts of unequal lengths, padded on the right."""
+def batch(samples: int, width: int = 7, lengths: tuple[int, ...] = LENGTHS) -> dict[str, torch.Tensor]:
+    """Texts of these lengths, padded on the right."""
     generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(3, 29, (samples, LENGTH), generator=generator)
-    mask = (torch.arange(LENGTH) < torch.tensor([7, 4, 6, 2, 7, 3, 5, 6])[:samples, None]).long()
+    ids = torch.randint(3, 29, (samples, width), generator=generator)
+    mask = (torch.arange(width) < torch.tensor(lengths)[:samples, None]).long()
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORE_INDEX)}
 
 
@@ -54,9 +55,9 @@ def dense_balance(router_logits: tuple[torch.Tensor, ...], mask: torch.Tensor, k
     return num_experts * (chosen.double().mean(0) * probability.mean(0)).sum()
 
 
-def train_on_one_process(kind: str, samples: int, ranks: int, microbatches: int) -> Any:
+def train_on_one_process(kind: str, samples: int, ranks: int, microbatches: int, *texts: Any) -> Any:
     """(losses, weights after the last step)."""
-    model, data, losses = build(kind, **OPTIONS, **KINDS[kind]), batch(samples), []
+    model, data, losses = build(kind, **OPTIONS, **KINDS[kind]), batch(samples, *texts), []
     optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
     targets = (data["labels"][:, 1:] != IGNORE_INDEX).sum()
     for _ in range(STEPS):
@@ -84,7 +85,9 @@ def train_on_one_process(kind: str, samples: int, ranks: int, microbatches: int)
 # --- ranks -----------------------------------------------------------------------------------------------
 
 
-def train_boosted(kind: str, samples: int, plugin: dict[str, Any], folder: str) -> list[float | None]:
+def train_boosted(
+    kind: str, samples: int, plugin: dict[str, Any], folder: str, *texts: Any
+) -> list[float | None]:
     """The losses, None where they are not known."""
     booster = hpnb.Booster(plugin=hpnb.HybridParallelPlugin(precision="fp64", **plugin))
     model = build(kind, **OPTIONS, **KINDS[kind])
@@ -92,7 +95,7 @@ def train_boosted(kind: str, samples: int, plugin: dict[str, Any], folder: str) 
     boosted, optimizer, *_ = booster.boost(model, optimizer)
     losses: list[float | None] = []
     dp = booster.plugin.mesh.dp
-    here = {name: value.tensor_split(dp.size)[dp.rank] for name, value in batch(samples).items()}
+    here = {name: value.tensor_split(dp.size)[dp.rank] for name, value in batch(samples, *texts).items()}
     for _ in range(STEPS):
         optimizer.zero_grad()
         result = booster.execute_pipeline(iter([here]), boosted, None, optimizer, return_loss=True)
@@ -153,11 +156,23 @@ def test_ranks_and_microbatches_without_samples_take_part(
     check(pools, "Mixtral", 3, 2 * pp.get("pp_size", 1), plugin, losses, weights, tmp_path)
 
 
+@pytest.mark.parametrize("mode", ["ring", "all-gather", "ulysses"])
+@pytest.mark.parametrize(("cp", "width", "length"), [(2, 7, 2), (4, 5, 5)])
+def test_context_ranks_whose_tokens_are_all_padding_take_part(
+    pools: RankPools, mode: str, cp: int, width: int, length: int, tmp_path: Any
+) -> None:
+    """2 tokens of 7 are on one rank of 2. Of 5 tokens 4 ranks of Ulysses have 2, 2, 1 and none."""
+    texts = width, (length,) * 4
+    losses, weights = train_on_one_process("Mixtral", 4, 1, 2, *texts)
+    plugin = {"cp_size": cp, "context_parallel": mode, **TWO}
+    check(pools, "Mixtral", 4, cp, plugin, losses, weights, tmp_path, *texts)
+
+
 def check(
     pools: RankPools, kind: str, samples: int, ranks: int, plugin: dict[str, Any], losses: list[float],
-    weights: dict[str, torch.Tensor], folder: Any,
+    weights: dict[str, torch.Tensor], folder: Any, *texts: Any,
 ) -> None:  # fmt: skip
-    results = pools[ranks].run(train_boosted, kind, samples, plugin, str(folder))
+    results = pools[ranks].run(train_boosted, kind, samples, plugin, str(folder), *texts)
     known = [of_rank for of_rank in results if None not in of_rank]
     assert known
     for of_rank in known:

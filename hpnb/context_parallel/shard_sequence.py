@@ -90,10 +90,8 @@ def shard_batch(batch: Mapping[str, Any], rank: int, ranks: int, zigzag: bool) -
             f"input_ids of shape {tuple(ids.shape)} have no tokens to split over {ranks} ranks; leave empty "
             "sequences out of the batch"
         )
-    length, device = ids.size(1), ids.device
     _check_padding(batch.get("attention_mask"))
-    missing = padded_length(length, ranks, zigzag) - length
-    places = token_places(split_sequence(length + missing, ranks, zigzag)[rank], device)
+    length, missing, _, places = _local_tokens(ids, rank, ranks, zigzag)
     sharded = {}
     for name, value in batch.items():
         along_tokens = isinstance(value, torch.Tensor) and value.dim() >= 2 and value.size(1) == length
@@ -104,7 +102,7 @@ def shard_batch(batch: Mapping[str, Any], rank: int, ranks: int, zigzag: bool) -
         elif along_tokens:
             value = torch.cat([value, value[:, -1:].expand(-1, missing, *value.shape[2:])], 1)
         sharded[name] = value[:, places] if along_tokens else value
-    if "position_ids" not in batch:
+    if batch.get("position_ids") is None:
         sharded["position_ids"] = places.clamp(max=length - 1).expand(ids.size(0), -1)
     return sharded
 
@@ -115,13 +113,20 @@ def token_mask(
     """Of this rank's tokens: which are in the batch, (s / cp,), or None if all are; and which are no padding,
     (B, s / cp)."""
     ids, mask = batch["input_ids"], batch.get("attention_mask")
-    length = ids.size(1)
-    total = padded_length(length, ranks, zigzag)
-    chunks = split_sequence(total, ranks, zigzag)[rank]
-    places = token_places(chunks, ids.device)
+    length, missing, chunks, places = _local_tokens(ids, rank, ranks, zigzag)
     mask = torch.ones_like(ids) if mask is None else mask
     all_in_batch = all(chunk.stop <= length for chunk in chunks)  # of sizes, which the CPU knows
-    return None if all_in_batch else places < length, F.pad(mask, (0, total - length))[:, places]
+    return None if all_in_batch else places < length, F.pad(mask, (0, missing))[:, places]
+
+
+def _local_tokens(
+    ids: torch.Tensor, rank: int, ranks: int, zigzag: bool
+) -> tuple[int, int, tuple[Chunk, ...], torch.Tensor]:
+    """s, how many tokens are added so that it can be split, and this rank's chunks and places (s / cp,)."""
+    length = ids.size(1)
+    missing = padded_length(length, ranks, zigzag) - length
+    chunks = split_sequence(length + missing, ranks, zigzag)[rank]
+    return length, missing, chunks, token_places(chunks, ids.device)
 
 
 def _check_padding(mask: Any) -> None:

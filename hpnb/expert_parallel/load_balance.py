@@ -68,10 +68,21 @@ def share_balancing_loss(model: nn.Module, axis: Axis) -> bool:
     if not adds:
         return False
 
+    masks: list[Any] = [None]  # of the forward that is under way
+
+    def keep_mask(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """The model's own loss is 0 / 0 without a token, so a mask that has none becomes ones: that loss is
+        then finite, and `replace_loss` subtracts it."""
+        masks[0] = mask = kwargs.get("attention_mask")
+        if not isinstance(mask, torch.Tensor):
+            return None
+        return args, kwargs | {"attention_mask": torch.where(mask.any(), mask, torch.ones_like(mask))}
+
     def replace_loss(module: Any, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> Any:
+        attention_mask, masks[0] = masks[0], None
         if getattr(outputs, "aux_loss", None) is None or not outputs.router_logits:
             return None
-        mask = real_tokens(outputs.router_logits[0], kwargs.get("input_ids"), kwargs.get("attention_mask"))
+        mask = real_tokens(outputs.router_logits[0], kwargs.get("input_ids"), attention_mask)
         local = outputs.aux_loss
         shared = balancing_loss(outputs.router_logits, module.num_experts_per_tok, axis, mask)
         if outputs.loss is not None:  # which has the local one in it
@@ -88,6 +99,7 @@ def share_balancing_loss(model: nn.Module, axis: Axis) -> bool:
     if axis.size > 1:
         skip_first_step_check(model)  # one rank alone would run it, and wait for the sums of the others
     model.register_forward_pre_hook(drop_empty_mask, with_kwargs=True)
+    model.register_forward_pre_hook(keep_mask, with_kwargs=True)
     model.register_forward_hook(replace_loss, with_kwargs=True)
     return True
 
@@ -127,8 +139,9 @@ class ExpertLoads:
 
     @property
     def imbalances(self) -> list[float]:
-        """Of each step, the mean over layers of `imbalance`."""
-        return [sum(map(imbalance, by_layer.values())) / len(by_layer) for by_layer in self.steps if by_layer]
+        """Of each step that had tokens, the mean over layers of `imbalance`."""
+        ratios = [[imbalance(load) for load in step.values() if load.any()] for step in self.steps]
+        return [sum(of_layers) / len(of_layers) for of_layers in ratios if of_layers]
 
 
 class SelectionBias:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from hpnb.expert_parallel.dispatch import check_divides, combine_rows, dispatch_
 from hpnb.gradients import in_backward
 from hpnb.mesh import Axis, Mesh, axis_of
 from hpnb.models.compare_parts import skip_first_step_check
+from hpnb.models.registry import anatomy
 from hpnb.placement import Cut, placement_of, set_placement
 
 ExpertsForward = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -68,6 +70,7 @@ def parallelize(model: nn.Module, axis: Axis | Mesh) -> ExpertParallel:
     ALL_EXPERTS_FUNCTIONS.register(registered, experts.compute)
     for module in layers.values():
         module.config._experts_implementation = registered
+    _note_empty_batches(model, experts)
     return experts
 
 
@@ -85,7 +88,7 @@ class ExpertParallel:
     Attributes:
         num_experts: {name of a layer: E}.
         tokens_per_expert: {name of a layer: (E,)}: rows of this rank's tokens since `clear_tokens`, of
-            forwards in training.
+            forwards in training. An empty batch has none, although a block runs on one sample of zeros.
         in_batch: gives (s,), False for tokens of each sequence that do not count, because context parallelism
             has added them; or None if all count.
     """
@@ -99,6 +102,7 @@ class ExpertParallel:
             name: module.config._experts_implementation or "eager" for name, module in layers.items()
         }
         self._name_of = {id(module): name for name, module in layers.items()}
+        self._empty: set[str] = set()  # layers whose block got a batch without samples
 
     def __deepcopy__(self, _: dict[int, object]) -> ExpertParallel:
         """Itself: the copy of a model sends its tokens to the same ranks."""
@@ -116,10 +120,18 @@ class ExpertParallel:
             counts = plan.tokens_per_expert
             if (in_batch := self.in_batch()) is not None:
                 counts = _count_in_batch(chosen, in_batch, num_experts)
+            counts = torch.zeros_like(counts) if name in self._empty else counts
             self.tokens_per_expert[name] = counts if before is None else before + counts
         rows = dispatch_rows(hidden, plan, self.axis)  # (r, h)
         results = self._compute_local(module, rows, plan.experts)
         return combine_rows(results, weights, plan, self.axis).to(hidden.dtype)
+
+    def note_samples(self, name: str, block: nn.Module, args: tuple[Any, ...]) -> None:
+        """Hook before the block that has the layer `name`: whether its batch has samples."""
+        if in_backward():
+            return
+        is_empty = bool(args) and isinstance(args[0], torch.Tensor) and args[0].size(0) == 0
+        (self._empty.add if is_empty else self._empty.discard)(name)
 
     def clear_tokens(self) -> dict[str, torch.Tensor]:
         """{name of a layer: (E,)} of this rank since the last call, which starts the count again."""
@@ -129,11 +141,9 @@ class ExpertParallel:
     def _compute_local(self, module: Any, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """(r, h) -> (r, h), by the implementation that the model had."""
         if len(rows):
-            before = next(iter(self._before.values()))
-            name = self._name_of.get(id(module))
-            before = before if name is None else self._before[name]
+            name = self._name_of.get(id(module)) or next(iter(self._before))  # a copy's layers have no name
             forward: ExpertsForward = ALL_EXPERTS_FUNCTIONS.get_interface(
-                before, type(module).forward.__wrapped__
+                self._before[name], type(module).forward.__wrapped__
             )
             ones = rows.new_ones((len(rows), 1))
             return forward(module, rows, experts.unsqueeze(1), ones)
@@ -150,6 +160,18 @@ def _count_in_batch(chosen: torch.Tensor, in_batch: torch.Tensor, num_experts: i
     ones = in_batch[:, None].expand(len(chosen) // len(in_batch), -1, chosen.size(1))  # (B, s, k)
     counts = chosen.new_zeros(num_experts)
     return counts.scatter_add_(0, chosen.reshape(-1), ones.reshape(-1).to(counts))
+
+
+def _note_empty_batches(model: nn.Module, experts: ExpertParallel) -> None:
+    try:
+        blocks = anatomy(model).blocks
+    except TypeError:  # a model that hpnb does not know gets no placeholder (`hpnb.models.empty_batch`)
+        return
+    for block in blocks:
+        for name in experts.num_experts:
+            if name.startswith(f"{block.name}."):  # first, as the hook that adds the placeholder comes later
+                note = partial(experts.note_samples, name)
+                block.module.register_forward_pre_hook(note, prepend=True)
 
 
 def _check_stacked(name: str, module: Any) -> None:

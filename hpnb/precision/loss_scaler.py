@@ -78,7 +78,7 @@ class LossScaler:
                 self.scale = max(self.scale * self.backoff_factor, self.min_scale)
             return
         self._clean += 1
-        if self._clean == self.growth_interval:
+        if self._clean >= self.growth_interval:  # more, if it was loaded
             self._clean = self._overflows = 0
             self.scale = min(self.scale * self.growth_factor, self.max_scale)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -77,3 +78,49 @@ def test_a_second_backward_of_the_loss_is_refused() -> None:
     loss, _ = cross_entropy(z, torch.tensor([0, 2, 4]), AXIS, 5)
     with pytest.raises(RuntimeError, match="vocabulary that is sharded cannot compute a second"):
         torch.autograd.grad(loss**2, z, create_graph=True)
+
+
+def gradients_after(case: str, pair: list[nn.Linear], x: torch.Tensor) -> list[torch.Tensor]:
+    """Of a column-row pair, when one graph runs backward twice; both hold operands of weight gradients."""
+    layers: Any = pair
+    for layer in layers:
+        layer.transposed, layer.adds_bias = False, True
+    inside, (up, down) = enter_region(x, layers, NO_COMMUNICATION)
+    hidden = linear_deferring_weight_grad(inside, up)
+    loss = linear_deferring_weight_grad(hidden, down).square().sum()
+
+    def to_hidden() -> None:
+        torch.autograd.grad(loss, hidden, retain_graph=True)
+
+    def in_hook(_: torch.Tensor) -> None:
+        hook.remove()
+        if case == "raised":
+            raise KeyboardInterrupt
+        if case == "nested":
+            to_hidden()
+        elif case == "another thread":
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(to_hidden).result()
+
+    if case == "one after the other":
+        to_hidden()
+        assert not down.deferred.operands._items  # which would keep the activations
+    else:
+        hook = hidden.register_hook(in_hook)
+    if case == "raised":
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward(retain_graph=True)
+        assert all(p.grad is None for layer in pair for p in layer.parameters())
+    parameters = [p for layer in pair for p in layer.parameters()]
+    return list(torch.autograd.grad(loss, parameters, retain_graph=True))
+
+
+@pytest.mark.parametrize("case", ["one after the other", "nested", "another thread", "raised"])
+def test_two_backwards_of_one_graph_do_not_share_operands(case: str) -> None:
+    torch.manual_seed(0)
+    pair = [nn.Linear(4, 6).to(D), nn.Linear(6, 4).to(D)]
+    x = torch.randn(2, 3, 4, dtype=D, requires_grad=True)
+    loss = pair[1](pair[0](x)).square().sum()
+    wanted = torch.autograd.grad(loss, [p for layer in pair for p in layer.parameters()])
+    for ours, theirs in zip(gradients_after(case, pair, x), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)

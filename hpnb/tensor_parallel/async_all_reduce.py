@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from hpnb import comm
 from hpnb.background import Pending
 from hpnb.gradients import refuse_second_derivative
+from hpnb.tensor_parallel.per_backward_list import PerBackwardList
 from hpnb.tensor_parallel.split_heads import ShardedLinear
 
 StartedCollective = tuple[torch.Tensor, Pending, torch.Tensor]
@@ -79,19 +80,20 @@ class DeferredWeightGrad:
     """The operands of a layer's weight and bias gradients, kept for the backward of `enter_region`.
 
     Attributes:
-        operands: (input, gradient of the output), as matrices, of each use of the layer in this backward.
+        operands: (input, gradient of the output), as matrices, of each use of the layer in a backward.
     """
 
     transposed: bool
     dtype: torch.dtype
-    operands: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    operands: PerBackwardList[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=PerBackwardList)
 
     def compute(self, for_weight: bool, for_bias: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(weight gradient, bias gradient), None for those that are not needed."""
         d_weight: torch.Tensor | None = None
         d_bias: torch.Tensor | None = None
-        while self.operands:
-            x, dy = self.operands.pop(0)
+        operands = self.operands.take()
+        while operands:
+            x, dy = operands.pop(0)  # which frees them one by one
             if for_weight:
                 product = (x.t() @ dy if self.transposed else dy.t() @ x).to(self.dtype)
                 d_weight = product if d_weight is None else d_weight + product

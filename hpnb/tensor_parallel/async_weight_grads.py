@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
-from hpnb.background import Pending
+from hpnb.background import Pending, wait_all
 from hpnb.gradients import differentiable_once
 from hpnb.tensor_parallel.async_all_reduce import placeholder_grad
+from hpnb.tensor_parallel.per_backward_list import PerBackwardList
 
 NO_SECOND_DERIVATIVE = (
     "tp_mode 2d, 2.5d or 3d",
@@ -29,7 +30,7 @@ NO_SECOND_DERIVATIVE = (
 )
 """What `differentiable_once` says of a grid's functions."""
 
-PendingWeightGrads = list[tuple[Sequence[torch.Tensor], Pending]]
+PendingWeightGrads = PerBackwardList[tuple[Sequence[torch.Tensor], Pending]]
 """Gradients of some weights, one tensor each, and what to wait for before they may be used."""
 
 
@@ -42,7 +43,7 @@ def await_weight_grads(
     """
     if not torch.is_grad_enabled() or not any(w.requires_grad for w in weights):
         return tuple(weights), None
-    pending_grads: PendingWeightGrads = []
+    pending_grads: PendingWeightGrads = PerBackwardList(_wait_for_sums)
     return _AwaitWeightGrads.apply(pending_grads, *weights), pending_grads
 
 
@@ -61,6 +62,11 @@ def finish_or_defer(
     return [grad.to(w.dtype) for grad, w in zip(grads, weights, strict=True)]
 
 
+def _wait_for_sums(pending_grads: list[tuple[Sequence[torch.Tensor], Pending]]) -> None:
+    """Of a backward that did not get to the weights: until then its sums use the memory."""
+    wait_all(pending for _, pending in pending_grads)
+
+
 class _AwaitWeightGrads(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -74,8 +80,9 @@ class _AwaitWeightGrads(torch.autograd.Function):
     @differentiable_once(*NO_SECOND_DERIVATIVE)
     def backward(ctx: Any, *placeholders: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         totals: list[torch.Tensor | None] = [None] * len(ctx.dtypes)
-        while ctx.pending_grads:
-            grads, pending = ctx.pending_grads.pop(0)
+        pending_grads = ctx.pending_grads.take()
+        while pending_grads:
+            grads, pending = pending_grads.pop(0)
             pending.wait()
             for i, (grad, dtype) in enumerate(zip(grads, ctx.dtypes, strict=True)):
                 total = totals[i]

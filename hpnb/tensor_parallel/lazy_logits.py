@@ -7,7 +7,9 @@ outputs.logits        # (b, s, V), gathered now: all ranks of the axis have to r
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -19,7 +21,8 @@ Gather = Callable[[torch.Tensor], torch.Tensor]
 
 
 class LazyLogits(ModelOutput):  # type: ignore[misc]
-    """Mixed into a transformers output: gathers logits once, in whatever way they are read.
+    """Mixed into a transformers output: gathers logits once, when they are read, by name, by index, by `get`,
+    by unpacking or in a copy. Only `vars` and `popitem` give what is there, this rank's shard.
 
     Attributes:
         local_logits: this rank's, as its head gave them.
@@ -43,7 +46,7 @@ class LazyLogits(ModelOutput):  # type: ignore[misc]
     @logits.setter
     def logits(self, logits: torch.Tensor) -> None:
         self.__dict__.update(_gather=None, logits=logits)
-        dict.__setitem__(self, "logits", logits)
+        OrderedDict.__setitem__(self, "logits", logits)
 
     @property
     def loss(self) -> torch.Tensor | None:
@@ -56,7 +59,7 @@ class LazyLogits(ModelOutput):  # type: ignore[misc]
     def loss(self, loss: torch.Tensor | None) -> None:
         self.__dict__.update(_compute_loss=None, loss=loss)
         if loss is not None:
-            dict.__setitem__(self, "loss", loss)
+            OrderedDict.__setitem__(self, "loss", loss)
 
     def add_to_loss(self, term: torch.Tensor) -> None:
         """Add `term` to the loss that will be computed, if labels give one."""
@@ -71,11 +74,21 @@ class LazyLogits(ModelOutput):  # type: ignore[misc]
         names = list(self.keys())[key]
         return getattr(self, names) if isinstance(names, str) else tuple(self[name] for name in names)
 
+    def get(self, key: Any, default: Any = None) -> Any:
+        with suppress(KeyError):
+            return self[key]
+        return default
+
     def values(self) -> Any:
         return [self[name] for name in self.keys()]
 
     def items(self) -> Any:
         return [(name, self[name]) for name in self.keys()]
+
+    def __reduce__(self) -> Any:
+        """A copy, as of pickle, is an output of transformers' class, with gathered logits."""
+        output_class: Any = type(self).__bases__[1]
+        return output_class, tuple(getattr(self, field.name) for field in fields(self))
 
 
 def with_lazy_logits(outputs: Any, gather: Gather, compute_loss: Gather | None = None) -> Any:
@@ -96,6 +109,9 @@ def with_lazy_logits(outputs: Any, gather: Gather, compute_loss: Gather | None =
         **{field.name: getattr(outputs, field.name) for field in fields(outputs)}
     )
     vars(lazy).update(local_logits=outputs.logits, _gather=gather, _compute_loss=compute_loss)
+    if compute_loss is not None:  # its key, which comes first
+        OrderedDict.__setitem__(lazy, "loss", None)
+        lazy.move_to_end("loss", last=False)
     return lazy
 
 

@@ -34,8 +34,8 @@ from hpnb.models import registry
 from hpnb.models.compare_parts import (
     TARGETS,
     arguments_of,
+    compare_outputs,
     draw_weights,
-    find_difference,
     model_forward,
     run_parts,
     tensors_of,
@@ -112,11 +112,12 @@ def check(model: nn.Module, batch: Mapping[str, Any], ranks: int = 2, timeout: f
     draw_weights(copied)
     inputs = {name: _of_float64(value) for name, value in batch.items()}
     problems = list(_check_names(copied))
+    compared, not_compared = "", ""
     if not problems:
-        problems += _check_parts(copied, inputs)
+        problems, compared, not_compared = _check_parts(copied, inputs)
     with_roles = not problems and has_roles(copied)
     names = "names and roles of parameters" if with_roles else "names of parameters"
-    done = [names, "parts against the forward, with gradients"]
+    done = [names, *([compared] if compared else [])]
     refused: list[str] = []
     if not problems and ranks > 1 and not inside_rank():
         copied.eval()
@@ -155,7 +156,7 @@ def check(model: nn.Module, batch: Mapping[str, Any], ranks: int = 2, timeout: f
         )
     taken = arguments_of(copied, inputs, targets=True)
     unused = ", ".join(name for name in inputs if name not in taken and name not in TARGETS)
-    note = f" The forward takes no {unused}." if unused else ""
+    note = not_compared + (f" The forward takes no {unused}." if unused else "")
     if not with_roles:
         note += " It has no roles, so tensor and sequence parallelism are left out."
     return f"{type(model).__name__} is registered well: {'; '.join(done)}.{''.join(refused)}{note}"
@@ -203,16 +204,29 @@ def _check_names(model: nn.Module) -> Iterator[str]:
         yield str(error).removesuffix(SEE_CHECK)
 
 
-def _check_parts(model: nn.Module, inputs: dict[str, Any]) -> Iterator[str]:
+def _check_parts(model: nn.Module, inputs: dict[str, Any]) -> tuple[list[str], str, str]:
+    """Problems; what was compared; and a sentence on the outputs that the forward does not give."""
     with torch.no_grad():
-        difference = find_difference(model, inputs, TOLERANCE)
-    if difference is not None:
-        yield difference
-        return
-    parts = _outputs_and_gradients(lambda: run_parts(anatomy(model), inputs), model)
-    forward = _outputs_and_gradients(lambda: model_forward(model, inputs), model)
-    if {n: t.shape for n, t in parts[0].items()} == {n: t.shape for n, t in forward[0].items()}:
-        yield from _differences("the parts", parts, forward)
+        comparison = compare_outputs(model, inputs, TOLERANCE)
+    if comparison.difference is not None:
+        return [comparison.difference], "", ""
+    pairs, note = comparison.pairs, ""
+    if comparison.unpaired:
+        note = f" The forward gives no {', '.join(comparison.unpaired)}, so that was not compared."
+    if not pairs:
+        return [], "", note
+
+    def of_parts() -> Any:
+        outputs = tensors_of(run_parts(anatomy(model), inputs))
+        return {name: outputs[name] for name in pairs}
+
+    def of_forward() -> Any:
+        outputs = tensors_of(model(**arguments_of(model, inputs, comparison.with_targets)))
+        return {name: outputs[pair] for name, pair in pairs.items()}
+
+    forward = _outputs_and_gradients(of_forward, model)
+    problems = list(_differences("the parts", _outputs_and_gradients(of_parts, model), forward))
+    return problems, "parts against the forward" + (", with gradients" if forward[1] else ""), note
 
 
 Result = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]  # outputs, and gradients by name
@@ -224,7 +238,9 @@ def _outputs_and_gradients(run: Callable[[], Any], model: nn.Module) -> Result:
         torch.manual_seed(0)
         outputs = tensors_of(run())
     model.zero_grad()
-    loss_of(outputs.values()).backward()
+    loss = loss_of(outputs.values())
+    if loss.requires_grad:
+        loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return {name: value.detach() for name, value in outputs.items()}, gradients

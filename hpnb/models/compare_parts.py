@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -95,47 +95,85 @@ def skip_first_step_check(model: nn.Module) -> None:
     _CHECKS[model] = None
 
 
+class Comparison(NamedTuple):
+    """How the outputs of the parts compare with those of the forward.
+
+    Attributes:
+        difference: what differs, in words; None if nothing does.
+        pairs: {an output of the parts: the output of the forward that it equals}, by name.
+        unpaired: outputs of the parts, with their shapes, for which the forward has none of that shape.
+        with_targets: whether the forward of `pairs` gets the targets of the batch.
+    """
+
+    difference: str | None
+    pairs: dict[str, str]
+    unpaired: tuple[str, ...]
+    with_targets: bool
+
+
 def find_difference(model: nn.Module, inputs: Mapping[str, Any], tolerance: float = 1e-3) -> str | None:
     """In which output the parts differ from the forward, and after which part; None if they do not."""
+    return compare_outputs(model, inputs, tolerance).difference
+
+
+def compare_outputs(model: nn.Module, inputs: Mapping[str, Any], tolerance: float) -> Comparison:
+    """Run the parts and the forward, and pair their outputs by shape."""
     parts = anatomy(model)
     state = {name: b.clone() for name, b in model.named_buffers()}
     after_parts: dict[str, torch.Tensor] = {}
-    with _same_numbers(), _outputs_of(parts, after_parts):
+    with _fixed_seed(), _outputs_of(parts, after_parts):
         ours = tensors_of(run_parts(parts, inputs))
     _restore(model, state)
-    closest: str | None = None
-    for with_targets in (False, True):  # some models give all logits only where they get targets
+    pairs: dict[str, str] = {}
+    paired: set[str] = set()
+    differences: dict[str, str] = {}
+    with_targets, others, where = False, [], ""
+    for targets in (False, True):  # some models give all logits only where they get targets
         after_forward: dict[str, torch.Tensor] = {}
         try:
-            with _same_numbers(), _outputs_of(parts, after_forward):
-                theirs = tensors_of(model(**arguments_of(model, inputs, with_targets)))
+            with _fixed_seed(), _outputs_of(parts, after_forward):
+                theirs = tensors_of(model(**arguments_of(model, inputs, targets)))
         except TypeError:  # it must have targets
-            if with_targets:
+            if targets:
                 raise
             continue
         finally:
             _restore(model, state)
-        different = _different(ours, theirs, tolerance)
-        if different is None:
-            return None
-        where = _where(parts, after_parts, after_forward, tolerance)
-        closest = closest or f"{different}, {where}"
-    return closest
+        equal = {}
+        others += [_described(name, value) for name, value in theirs.items() if value.dim()]
+        where = where or _where(parts, after_parts, after_forward, tolerance)
+        for name, value in ours.items():
+            same_shape = {other: x for other, x in theirs.items() if x.shape == value.shape}
+            if not same_shape:
+                continue
+            distances = {other: distance(value, x) for other, x in same_shape.items()}
+            closest = min(distances, key=lambda other: distances[other])
+            if distances[closest] <= tolerance:
+                equal[name] = closest
+            elif value.dim() or not targets:  # a loss is no counterpart of another scalar
+                differences.setdefault(
+                    name,
+                    f"the registered parts are not the model's forward: outputs {_described(name, value)} "
+                    f"differ by {distances[closest]:.1e} in relative norm, "
+                    f"{_where(parts, after_parts, after_forward, tolerance)}",
+                )
+        paired |= equal.keys()
+        if len(equal) > len(pairs):
+            pairs, with_targets = equal, targets
+        if len(equal) == len(ours) or not any(name in TARGETS for name in inputs):
+            break
+    difference = next((text for name, text in differences.items() if name not in paired), None)
+    unpaired = tuple(_described(name, value) for name, value in ours.items() if name not in paired)
+    if difference is None and not pairs and others:
+        difference = (
+            f"the registered parts are not the model's forward: they give {', '.join(unpaired) or 'nothing'} "
+            f"and the forward gives {', '.join(dict.fromkeys(others))}, {where}"
+        )
+    return Comparison(difference, pairs, unpaired, with_targets)
 
 
-def _different(
-    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float
-) -> str | None:
-    """What differs, in words. Tensors of other shapes cannot be compared, and may be meant so."""
-    for name, value in ours.items():
-        same_shape = [other for other in theirs.values() if other.shape == value.shape]
-        if same_shape and not any(distance(value, other) <= tolerance for other in same_shape):
-            off = min(distance(value, other) for other in same_shape)
-            return (
-                f"the registered parts are not the model's forward: outputs {name} of shape "
-                f"{tuple(value.shape)} differ by {off:.1e} in relative norm"
-            )
-    return None
+def _described(name: str, value: torch.Tensor) -> str:
+    return f"{name} of shape {tuple(value.shape)}"
 
 
 def _where(
@@ -282,7 +320,7 @@ def _outputs_of(parts: Anatomy, outputs: dict[str, torch.Tensor]) -> Iterator[No
 
 
 @contextmanager
-def _same_numbers() -> Iterator[None]:
+def _fixed_seed() -> Iterator[None]:
     """Dropout draws the same numbers in every run inside such a block, and the caller's are not used up."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

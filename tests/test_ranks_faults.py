@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import os
+import queue
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import hpnb
-from hpnb.ranks.forkserver import server
+from hpnb.ranks import forkserver_process
+from hpnb.ranks.forkserver import ForkServer, server
+from hpnb.ranks.forkserver_process import ForkedRanks
+from hpnb.ranks.messages import receive_message, send_message
 from hpnb.ranks.worker import Failed
 
 
@@ -128,6 +136,46 @@ def test_what_ranks_have_started_ends_when_the_server_is_killed(tmp_path: Path) 
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert left == []
+
+
+def test_a_fork_that_fails_is_an_error_and_no_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides waited for each other until `start_timeout`, and a disk was blamed."""
+
+    def start() -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    context = SimpleNamespace(Process=lambda **_: SimpleNamespace(start=start))
+    monkeypatch.setattr(torch.multiprocessing, "get_context", lambda kind: context)
+    monkeypatch.setattr(forkserver_process.gc, "freeze", lambda: None)
+    before = open_descriptors()
+    ours, theirs = socket.socketpair()
+    client = object.__new__(ForkServer)
+    client._socket, client._lost, client._stuck = ours, False, False
+    client._requests = queue.SimpleQueue()
+
+    def serve() -> None:
+        request = receive_message(theirs)
+        try:
+            forkserver_process._answer(ForkedRanks(), request, theirs)
+        except OSError as error:
+            send_message(theirs, ("failed", str(error)))
+
+    threads = [threading.Thread(target=run, daemon=True) for run in (client._talk, serve)]
+    for thread in threads:
+        thread.start()
+    read_end, write_end = os.pipe()
+    copies = [[os.dup(read_end)], [os.dup(write_end)]]
+    future = client._ask(("spawn", [{}, {}], []), copies)
+    with pytest.raises(RuntimeError, match=r"could not spawn: .*Resource temporarily unavailable"):
+        client._result(future, 5.0)
+    client._requests.put(None)
+    for thread in threads:
+        thread.join(5)
+    for fd in (read_end, write_end):
+        os.close(fd)
+    ours.close()
+    theirs.close()
+    assert open_descriptors() == before
 
 
 def test_a_lost_connection_does_not_hide_who_was_lost() -> None:

@@ -9,13 +9,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import hpnb
-from hpnb.ranks import hang, last_seen
+from hpnb.ranks import errors, hang, last_seen
 from hpnb.ranks.last_seen import Note
 
 LIMIT = 1.0  # seconds
@@ -215,6 +216,15 @@ def test_a_rank_that_spins_in_a_collective_does_not_compute(
     assert any(said) == hangs
     assert not any(said[:300])
     assert not watch.hangs([0, 1]) or hangs
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_on_a_cpu_a_line_that_asks_for_a_number_computes(on_gpu: bool, tmp_path: Path) -> None:
+    """A comprehension over `.item()` at full load was a hang, and called a wait for other ranks."""
+    (tmp_path / "program.py").write_text("losses = [loss(batch).item() for batch in batches]\nwork.wait()\n")
+    frames = [(str(tmp_path / "program.py"), line, "f") for line in (1, 2)]
+    notes = [Note(0.0, {"MainThread": [frame]}, 100.0, on_gpu=on_gpu) for frame in frames]
+    assert [errors.waits_for_others(note) for note in notes] == [on_gpu, True]
 
 
 def test_workers_of_a_rank_count_as_the_rank() -> None:

@@ -22,7 +22,8 @@ OUT_OF_MEMORY = "OutOfMemoryError"  # of torch, on a GPU
 _STARTS_A_RANK = "worker|cell_syntax|last_seen|forkserver_process"
 _RANK_INTERNALS = re.compile(rf"[/\\]hpnb[/\\]ranks[/\\]({_STARTS_A_RANK})\.py$")
 _PLUMBING = re.compile(r"[/\\](multiprocessing[/\\]\w+|threading)\.py$|^<string>$")
-_WANTS_RESULT = re.compile(r"\.(item|tolist|cpu|numpy|wait)\(|synchronize\(")
+_WAITS = re.compile(r"\.wait\(")
+_WAITS_FOR_GPU = re.compile(r"\.(item|tolist|cpu|numpy|wait)\(|synchronize\(")
 _WAITS_FOR_WORK = re.compile(r"\b(work|handle|req)\w*\.wait\(")  # of a collective that was started before
 _COLLECTIVES = dist.distributed_c10d.__file__
 _DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
@@ -125,7 +126,8 @@ def waits_for_others(note: Note) -> bool:
     main = note.threads.get("MainThread", [])
     if any(f.startswith(_DISTRIBUTED) for f, _, _ in main[-6:]):
         return True
-    return bool(main) and bool(_WANTS_RESULT.search(linecache.getline(main[-1][0], main[-1][1])))
+    pattern = _WAITS_FOR_GPU if note.on_gpu else _WAITS  # on a CPU, `.item()` only computes
+    return bool(main) and bool(pattern.search(linecache.getline(main[-1][0], main[-1][1])))
 
 
 def stands_in_collective(note: Note) -> bool:

@@ -11,6 +11,17 @@ from hpnb.ranks.errors import RankError, RankInterrupt
 from hpnb.ranks.worker import Done, Failed
 
 _AT_ONCE = 0.2  # seconds within which errors of others are put down to a death
+_GRACE = 0.5  # seconds after a first failure in which others may report theirs
+_GRACE_OF_LOST = 5.0  # the same, if a rank has only lost a connection: another one has failed
+
+Replies = dict[int, Done | Failed | None]  # of the ranks that have answered; None for one that died
+
+
+def grace(replies: Replies) -> float:
+    """Seconds after a first failure in which others may report theirs."""
+    failures = [reply for reply in replies.values() if not isinstance(reply, Done)]
+    only_lost = all(reply is not None and errors.tells_of_lost_rank(reply.summary) for reply in failures)
+    return _GRACE_OF_LOST if only_lost else _GRACE
 
 
 @dataclass(frozen=True)
@@ -59,7 +70,7 @@ class FailedCall:
 
     @property
     def all_raised_alike(self) -> bool:
-        """Whether all members raised at one line of code: none of them waits for another."""
+        """Whether all members raised at one line of code, in a loop perhaps at different steps."""
         places = {reply.place for reply in self.raised.values()}
         return not self.dead and len(places) == 1 and len(self.raised) == len(self.members)
 

@@ -186,10 +186,12 @@ class ForkServer:
             future, request, descriptors = entry
             try:
                 send_message(self._socket, request)
-                for fds in descriptors:
-                    receive_message(self._socket)  # one at a time: the server says when it expects the next
-                    socket.send_fds(self._socket, [b"f"], list(fds))
                 kind, reply = receive_message(self._socket)
+                for fds in descriptors:  # one at a time: the server says when it expects the next
+                    if kind != "next":
+                        break
+                    socket.send_fds(self._socket, [b"f"], list(fds))
+                    kind, reply = receive_message(self._socket)
             except (EOFError, OSError):
                 self._lost = True
                 future.set_exception(self._gone())

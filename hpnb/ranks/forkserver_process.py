@@ -121,16 +121,21 @@ class ForkedRanks:
         from hpnb.ranks.worker import main
 
         context = torch.multiprocessing.get_context("fork")
-        pids = []
+        pids: list[int] = []
         gc.freeze()  # else each rank's garbage collections walk, and copy, all that was imported here
         for spec in specs:
-            send_message(connection, "next")
+            send_message(connection, ("next", None))
             _, fds, _, _ = socket.recv_fds(connection, 1, 8)
             process = context.Process(target=main, args=(spec, fds, connection.fileno()))
             self._reap_ended(self.pids)  # `start` would reap them without killing their groups
-            process.start()
-            for fd in fds:
-                os.close(fd)
+            try:
+                process.start()
+            except BaseException:  # no more processes, or no memory for one
+                self.kill(pids)
+                raise
+            finally:
+                for fd in fds:
+                    os.close(fd)
             assert process.pid is not None
             self._processes[process.pid] = process
             self._exit_codes.pop(process.pid, None)  # of an earlier rank with the same id

@@ -49,13 +49,15 @@ class Note:
     """Stacks of a rank's threads, innermost frame last.
 
     `age` in seconds when it was read; for `unchanged` seconds the main thread has been where it is. `raised`
-    is the last error that hpnb has raised there in this call, which the function may have caught.
+    is the last error that hpnb has raised there in this call, which the function may have caught. `on_gpu`
+    says whether the rank has a GPU.
     """
 
     age: float
     threads: dict[str, list[Frame]]
     unchanged: float = 0.0
     raised: str = ""
+    on_gpu: bool = False
 
 
 def new_page() -> int:
@@ -84,7 +86,8 @@ def read(fd: int) -> Note:
         return Note(math.inf, {})
     threads = {name: [(f, n, where) for f, n, where in frames] for name, frames in body["threads"].items()}
     now = time.monotonic()
-    return Note(max(0.0, now - body["time"]), threads, max(0.0, now - body["since"]), body["raised"])
+    age, unchanged = max(0.0, now - body["time"]), max(0.0, now - body["since"])
+    return Note(age, threads, unchanged, body["raised"], body["on_gpu"])
 
 
 def clear_answer(fd: int) -> None:
@@ -128,7 +131,8 @@ class Writer:
         now = time.monotonic()
         if self._main != (main := threads.get("MainThread", [])):
             self._main, self._since = main, now
-        rest = {"time": now, "since": self._since, "raised": current.raised}
+        on_gpu = current.device is not None and current.device.type == "cuda"
+        rest = {"time": now, "since": self._since, "raised": current.raised, "on_gpu": on_gpu}
         body = json.dumps({**rest, "threads": threads}).encode()
         if len(body) > _HALF:  # hundreds of threads: keep the one that runs the call
             only = {name: frames for name, frames in threads.items() if name == "MainThread"}

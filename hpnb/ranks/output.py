@@ -150,8 +150,7 @@ class _Plain:
         self._last: list[str] = []
 
     def lines(self, texts: list[str]) -> None:
-        sys.stdout.write("".join(text + "\n" for text in texts))
-        sys.stdout.flush()
+        _write("".join(text + "\n" for text in texts))
 
     def bars(self, bars: list[str]) -> None:
         self._last = bars
@@ -170,8 +169,7 @@ class _Terminal(_Plain):
     def bars(self, bars: list[str]) -> None:
         super().bars(bars)
         if bars:
-            sys.stdout.write("\r\x1b[2K" + bars[-1])
-            sys.stdout.flush()
+            _write("\r\x1b[2K" + bars[-1])
 
 
 class _Notebook(_Plain):
@@ -194,6 +192,15 @@ class _Notebook(_Plain):
 
     def end(self) -> None:
         pass
+
+
+def _write(text: str) -> None:
+    """Write to the caller's standard output, with escapes for characters that its encoding lacks."""
+    try:
+        sys.stdout.write(text)
+    except UnicodeEncodeError as error:
+        sys.stdout.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+    sys.stdout.flush()
 
 
 def _choose_screen() -> _Plain:

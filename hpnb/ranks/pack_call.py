@@ -12,7 +12,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
@@ -93,8 +93,8 @@ def pack_call(
     if "cell" in content:
         sources[content["filename"]] = content["cell"]
     path = tuple(map(str, sys.path))
-    call = Call(body, sources, tuple(sorted(modules)), cwd, path, dict(os.environ))
-    call = replace(call, entries=tuple(pickled for _, pickled in entries))
+    bodies = tuple(pickled for _, pickled in entries)
+    call = Call(body, sources, tuple(sorted(modules)), cwd, path, dict(os.environ), entries=bodies)
     return call, SentGlobals(frozenset(missing), frozenset(pickler.numbered), missing_entries)
 
 

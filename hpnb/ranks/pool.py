@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from hpnb.ranks import errors, serialize_function
 from hpnb.ranks.call_checks import limit_in_seconds, refuse_limits, warn_under_torchrun, wrong_members
 from hpnb.ranks.caller_globals import (
@@ -36,24 +34,22 @@ from hpnb.ranks.changed_modules import ImportedModules, modules_to_reload, outda
 from hpnb.ranks.current_rank import current, inside_rank
 from hpnb.ranks.devices import DeviceChoice, choose_device, default_ranks
 from hpnb.ranks.errors import RankError, RankInterrupt
-from hpnb.ranks.failed_call import FailedCall, TooLong, did_not_start, hung, timed_out
+from hpnb.ranks.failed_call import FailedCall, Replies, TooLong, did_not_start, grace, hung, timed_out
 from hpnb.ranks.forkserver import START_TIMEOUT
 from hpnb.ranks.hang import HangWatch
+from hpnb.ranks.meeting import are_in_step, finish_begun_work
 from hpnb.ranks.output import Output, show_figures
 from hpnb.ranks.pack_call import SentGlobals, pack_call
 from hpnb.ranks.processes import RankProcesses
-from hpnb.ranks.worker import Done, Failed
+from hpnb.ranks.worker import Call, Done, Failed
 
 T = TypeVar("T")
 
 _NOTHING = SentGlobals()
 
-_GRACE = 0.5  # seconds after a first failure in which others may report theirs
-_GRACE_OF_LOST = 5.0  # the same, if a rank has only lost a connection: another one has failed
 HANG_TIMEOUT = 300.0
-_LONG_GRACE = 5.0  # the same if they still compute, and their state would be lost
+_GRACE_OF_STATE = 5.0  # more seconds for ranks that still compute, and whose state would be lost
 _LOOK_EVERY = 0.1
-_MEETING = 3.0  # seconds in which ranks that are in step meet
 
 
 def launch(
@@ -102,9 +98,10 @@ class Ranks:
             every call.
 
     Globals that a call assigns are there in the next call, also if some ranks have raised and the others have
-    finished. Ranks are stopped if one dies or hangs, or if some raise while others wait for them. Ctrl-C, or
-    a notebook's interrupt, ends the call with a RankInterrupt that says where each rank was, and the ranks
-    with their state: save what must stay, and start new ones.
+    finished within 5 seconds. Ranks are stopped if one dies or hangs, if some raise while others wait for them
+    or compute for longer, or if they have raised after different communications. Ctrl-C, or a notebook's
+    interrupt, ends the call with a RankInterrupt that says where each rank was, and the ranks with their
+    state: save what must stay, and start new ones. So does an exception of a signal handler.
 
     >>> with hpnb.Ranks(2, device="cpu") as ranks:
     ...     ranks.run(lambda: hpnb.rank())
@@ -147,7 +144,7 @@ class Ranks:
         self.sent: dict[str, None] = {}  # names of which ranks have got the caller's value, the latest last
         self._died: dict[int, float] = {}  # rank -> time.monotonic()
         try:
-            self._collect(self.members, start_limit, math.inf, starts=True)
+            self._exchange(self.members, None, start_limit, math.inf)
         except BaseException:
             self._finalizer()  # ranks that failed alike would stay otherwise, with nobody to call them
             raise
@@ -187,11 +184,10 @@ class Ranks:
         code = compile(text, filename, "exec", FLAGS, dont_inherit=True)  # a SyntaxError is the caller's
         if timeout is not None:
             limit_in_seconds("timeout", timeout)
-        content: dict[str, Any] = {"cell": text, "filename": filename, "wanted": wanted}
-        content["draws"] = min(self._checked(members))
-        names = global_names(code)
+        chosen = self._checked(members)
+        content = {"cell": text, "filename": filename, "wanted": wanted, "draws": min(chosen)}
         namespace = sys.modules["__main__"].__dict__
-        return self._send_and_collect(namespace, names, content, self._checked(members), timeout)
+        return self._send_and_collect(namespace, global_names(code), content, chosen, timeout)
 
     def close(self) -> None:
         """Let the ranks leave. They have a few seconds, then they are killed."""
@@ -243,62 +239,76 @@ class Ranks:
             for sentence in outdated_sentences(imported, self._edits_warned_of):
                 print(sentence, file=sys.stderr)
             call = replace(call, reloads=modules_to_reload(imported))
-            begun = time.monotonic()
             self.sent |= dict.fromkeys(sorted(name for _, name in sent.names))
-            try:
-                self._processes.send(members, call, min(limit, self.hang_timeout))
-            except KeyboardInterrupt:
-                raise self._interrupted(members, {}) from None
-            return self._collect(members, limit, self.hang_timeout, namespace, sent, begun=begun)
+            return self._exchange(members, call, limit, self.hang_timeout, namespace, sent)
 
-    def _collect(
+    def _exchange(
         self,
         members: Sequence[int],
+        call: Call | None,
         limit: float,
         hang_limit: float,
         namespace: dict[str, Any] | None = None,
         sent: SentGlobals = _NOTHING,
-        *,
-        begun: float | None = None,
-        starts: bool = False,
     ) -> list[Any]:
-        """Show output and wait until every member has answered; raise if one did not answer well."""
-        processes, output = self._processes, Output(min(members, default=None))
-        deadline = (time.monotonic() if begun is None else begun) + limit
-        watch, hangs = HangWatch(processes, hang_limit), False
+        """Send a call, or none when the ranks start, and return one result per member.
+
+        Whatever else ends it early, such as Ctrl-C or an exception of a signal handler, ends the ranks too:
+        they would go on with a call that nobody waits for, and the next call would wait for it.
+        """
+        begun = time.monotonic()
         # None: died. A rank that is not called counts too, because the process group dies with it.
-        replies: dict[int, Done | Failed | None] = dict.fromkeys(processes.gone)
+        replies: Replies = dict.fromkeys(self._processes.gone)
+        try:
+            if call is not None:
+                self._processes.send(members, call, min(limit, hang_limit))
+            hangs = self._collect(members, replies, begun + limit, hang_limit)
+            self._learn_names(replies, namespace, sent)
+            if not all(isinstance(replies.get(rank), Done) for rank in {*members, *replies}):
+                too_long = did_not_start(limit) if call is None else timed_out(limit)
+                raise self._failure(members, replies, hung(hang_limit) if hangs else too_long)
+        except RankError:
+            raise
+        except BaseException as error:
+            if self._ended is not None or not isinstance(error, KeyboardInterrupt):
+                self._stop(f"{type(error).__name__} ended a call early")
+                raise
+            raise self._interrupted(members, replies) from None
+        done = {rank: reply for rank in members if isinstance(reply := replies[rank], Done)}
+        for rank, reply in done.items():
+            show_figures(rank, reply.figures)
+        return [self._loaded(rank, reply) for rank, reply in done.items()]
+
+    def _collect(self, members: Sequence[int], replies: Replies, deadline: float, hang_limit: float) -> bool:
+        """Show output and add to `replies` until every member has answered, or it is clear that one will not;
+        whether that is because the call hangs."""
+        processes, output = self._processes, Output(min(members, default=None))
+        watch, hangs = HangWatch(processes, hang_limit), False
         failed_at: float | None = time.monotonic() if replies else None
         try:
-            while waiting := [r for r in members if r not in replies]:
+            while waiting := [rank for rank in members if rank not in replies]:
                 now = time.monotonic()
-                until = deadline if failed_at is None else min(deadline, failed_at + _grace(replies))
+                give_up_at = deadline if failed_at is None else min(deadline, failed_at + grace(replies))
                 some_returned = failed_at is None and len(waiting) < len(members)
                 hangs = failed_at is None and watch.hangs(waiting)
                 hangs = hangs or (some_returned and watch.left_waiting(waiting))
-                if hangs or now >= deadline or (now >= until and not self._will_answer(waiting, now - until)):
+                late = now - give_up_at
+                if hangs or now >= deadline or (late >= 0 and not self._will_answer(waiting, late)):
                     break
-                soon = max(until, now + _LOOK_EVERY)
-                for rank, reply in processes.poll(min(soon, watch.next_check(some_returned)) - now, output):
+                wake_at = max(give_up_at, now + _LOOK_EVERY)
+                if failed_at is None:
+                    wake_at = min(wake_at, watch.next_check(some_returned))
+                for rank, reply in processes.poll(wake_at - now, output):
                     watch.note_progress()
                     replies.setdefault(rank, reply)  # a rank that has failed may die of it: the first counts
                     if reply is None:
                         self._died.setdefault(rank, time.monotonic())
                     if reply is None or isinstance(reply, Failed):
                         failed_at = failed_at or time.monotonic()
-            self._learn_names(replies, namespace, sent)
-            if waiting or failed_at is not None:
-                too_long = hung(hang_limit) if hangs else did_not_start(limit) if starts else timed_out(limit)
-                raise self._failure(members, replies, too_long)
-        except KeyboardInterrupt:
-            raise self._interrupted(members, replies) from None
         finally:
             processes.drain(output)
             output.finish()
-        done = {m: reply for m in members if isinstance(reply := replies[m], Done)}
-        for rank, reply in done.items():
-            show_figures(rank, reply.figures)
-        return [self._loaded(rank, reply) for rank, reply in done.items()]
+        return hangs
 
     def _loaded(self, rank: int, reply: Done) -> Any:
         try:
@@ -307,9 +317,7 @@ class Ranks:
             summary = f"the result of rank {rank} cannot be unpickled here ({type(error).__name__}: {error})"
             raise RankError(summary, rank=rank, error=type(error).__name__) from error
 
-    def _learn_names(
-        self, replies: dict[int, Done | Failed | None], namespace: dict[str, Any] | None, sent: SentGlobals
-    ) -> None:
+    def _learn_names(self, replies: Replies, namespace: dict[str, Any] | None, sent: SentGlobals) -> None:
         if namespace is None:
             return
         namespaces = namespaces_by_value(namespace)
@@ -327,51 +335,37 @@ class Ranks:
 
     # --- when it does not end well ------------------------------------------------------------
 
-    def _failure(
-        self, members: Sequence[int], replies: dict[int, Done | Failed | None], too_long: TooLong
-    ) -> RankError:
+    def _failure(self, members: Sequence[int], replies: Replies, too_long: TooLong) -> RankError:
         notes = self._processes.notes()
         died = [rank for rank, reply in replies.items() if reply is None]
         exit_codes = self._processes.exit_codes(died) if died else {}
         failure = FailedCall(self.size, members, replies, notes, self._died, exit_codes)
         error = failure.error(too_long)
-        blocked = failure.dead or failure.waiting
-        if blocked or not (failure.all_raised_alike or self._in_step()):
+        if failure.dead or failure.waiting or not self._may_stay(failure):
             self._stop(error.summary)
             if self.assigned and not self._one_call:
                 error.summary += "; the ranks were stopped, and the variables that they had assigned are gone"
         return error
 
+    def _may_stay(self, failure: FailedCall) -> bool:
+        """Whether ranks that have all answered can take another call, or leave by themselves."""
+        if self._one_call:
+            return failure.all_raised_alike and finish_begun_work(self._processes, self._globals)
+        return are_in_step(self._processes, self._globals)
+
     def _will_answer(self, waiting: Sequence[int], seconds: float) -> bool:
         """Whether ranks may still finish a call that has failed on others, and keep their state."""
-        if self._one_call or seconds > _LONG_GRACE or self._processes.gone:
+        if self._one_call or seconds > _GRACE_OF_STATE or self._processes.gone:
             return False
         notes = self._processes.last_notes()
         return not any(errors.waits_for_others(notes[rank]) for rank in waiting)
 
-    def _in_step(self) -> bool:
-        """Whether the ranks still meet in a collective, though some have raised and others have not.
-
-        The others have finished the call, so nobody waits for anybody. But a rank that has left out a
-        collective that others did not wait for (the source of a broadcast) would miss the next one as well.
-        """
-        if self._one_call or self._processes.gone:
-            return False
-        call, _ = pack_call(self._globals, {}, set(), {"fn": dist.barrier, "args": (), "kwargs": {}})
-        self._processes.send(self.members, call, _MEETING)
-        met: set[int] = set()
-        deadline, output = time.monotonic() + _MEETING, Output()
-        while len(met) < self.size and time.monotonic() < deadline:
-            replies = self._processes.poll(deadline - time.monotonic(), output)
-            met |= {rank for rank, reply in replies if isinstance(reply, Done)}
-            if any(not isinstance(reply, Done) for _, reply in replies):
-                return False
-        return len(met) == self.size
-
-    def _interrupted(self, members: Sequence[int], replies: dict[int, Done | Failed | None]) -> RankInterrupt:
-        error = FailedCall(self.size, members, replies, self._processes.notes()).interrupted()
-        self._stop("it was interrupted")
-        return error
+    def _interrupted(self, members: Sequence[int], replies: Replies) -> RankInterrupt:
+        self._ended = "it was interrupted"  # at once: a second Ctrl-C may be on its way
+        try:
+            return FailedCall(self.size, members, replies, self._processes.notes()).interrupted()
+        finally:
+            self._finalizer()
 
     def _stop(self, why: str) -> None:
         self._ended = why
@@ -382,10 +376,3 @@ class Ranks:
         if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(self.members):
             raise ValueError(wrong_members(chosen, self.size))
         return chosen
-
-
-def _grace(replies: dict[int, Done | Failed | None]) -> float:
-    """Seconds after a first failure in which others may report theirs."""
-    failures = [reply for reply in replies.values() if not isinstance(reply, Done)]
-    only_lost = all(reply is not None and errors.tells_of_lost_rank(reply.summary) for reply in failures)
-    return _GRACE_OF_LOST if only_lost else _GRACE

@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -21,7 +21,7 @@ from hpnb.ranks.devices import DeviceChoice
 from hpnb.ranks.forkserver import ForkServer, server
 from hpnb.ranks.messages import Inbox, send_message
 from hpnb.ranks.output import Output
-from hpnb.ranks.worker import Done, Failed, RankSpec
+from hpnb.ranks.worker import Call, Done, Failed, RankSpec
 
 _GOODBYE = 3.0  # seconds that ranks have to leave on their own
 _ANSWER_LIMIT = 1.0  # seconds that a rank has to say where it is; one that is stopped never does
@@ -61,6 +61,7 @@ class RankProcesses:
     inboxes: list[Inbox] = field(default_factory=list)
     gone: set[int] = field(default_factory=set)
     bytes_printed: int = 0
+    calls: int = 0  # how many were sent
     stopped: bool = False
     started: float = field(default_factory=_seconds_since_boot)
 
@@ -102,7 +103,13 @@ class RankProcesses:
         return processes
 
     def send(self, ranks: Sequence[int], message: object, timeout: float) -> None:
-        """One pickle for all; waits at most `timeout` for the ranks to take it."""
+        """One pickle for all; waits at most `timeout` for the ranks to take it.
+
+        From now on `poll` drops replies to earlier calls.
+        """
+        if isinstance(message, Call):
+            self.calls += 1
+            message = replace(message, number=self.calls)
         body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         deadline = time.monotonic() + timeout
         for rank in ranks:
@@ -124,7 +131,8 @@ class RankProcesses:
             messages, alive = self.inboxes[rank].read(self.controls[rank])
             for message in messages:
                 self._show(rank, output)  # what was printed before the reply belongs before it
-                replies.append((rank, message))
+                if message.call == self.calls:
+                    replies.append((rank, message))
             if not alive:
                 self.selector.unregister(self.controls[rank])
                 self.gone.add(rank)
@@ -164,7 +172,9 @@ class RankProcesses:
         while silent and time.monotonic() < deadline:
             time.sleep(0.02)
             answers = {rank: last_seen.read_answer(self.pages[rank]) for rank in silent}
-            notes |= {rank: answer for rank, answer in answers.items() if answer is not None}
+            for rank, answer in answers.items():
+                if answer is not None:
+                    notes[rank] = replace(notes[rank], age=answer.age, threads=answer.threads)
             silent = [rank for rank in silent if answers[rank] is None]
         return notes
 

@@ -74,6 +74,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, types.CodeType):
             self._add_source(obj.co_filename)
             return _make_code, (obj.co_filename, *self.dispatch_table[types.CodeType](obj))
+        elif isinstance(obj, types.CellType):
+            return types.CellType, (), _contents(obj) or None, None, None, _fill_cell
         elif type(obj) in (torch.Tensor, torch.nn.Parameter) and _is_plain(obj):
             return _reduce_tensor(obj)
         elif isinstance(obj, type):
@@ -152,8 +154,7 @@ def _make_code(filename: str, build: Callable[..., types.CodeType], made: tuple[
 
 
 def _reduce_function(f: types.FunctionType, module: str) -> tuple[Any, ...]:
-    cells = f.__closure__ or ()
-    made = (f.__code__, f.__name__, len(cells), module)
+    made = (f.__code__, f.__name__, f.__closure__, module)
     state = {
         "qualname": f.__qualname__,
         "defaults": f.__defaults__,
@@ -161,9 +162,8 @@ def _reduce_function(f: types.FunctionType, module: str) -> tuple[Any, ...]:
         "doc": f.__doc__,
         "annotations": _annotations(f),
         "dict": f.__dict__,
-        "closure": [_contents(cell) for cell in cells],
     }
-    # The state is filled in after the function exists, so a closure may refer to its own function.
+    # The state is filled in after the function exists, so its defaults may refer to the function.
     return _make_function, made, state, None, None, _fill_function
 
 
@@ -200,8 +200,14 @@ def _contents(cell: types.CellType) -> tuple[Any, ...]:
         return ()
 
 
-def _make_function(code: types.CodeType, name: str, cells: int, module: str) -> types.FunctionType:
-    closure = tuple(types.CellType() for _ in range(cells))
+def _fill_cell(cell: types.CellType, contents: tuple[Any, ...]) -> None:
+    """The cell exists before its contents, because a function may be in its own closure."""
+    (cell.cell_contents,) = contents
+
+
+def _make_function(
+    code: types.CodeType, name: str, closure: tuple[types.CellType, ...] | None, module: str
+) -> types.FunctionType:
     return types.FunctionType(code, namespace_of(module), name, None, closure)
 
 
@@ -211,9 +217,6 @@ def _fill_function(f: types.FunctionType, state: dict[str, Any]) -> None:
     f.__defaults__, f.__kwdefaults__ = state["defaults"], state["kwdefaults"]
     f.__annotations__ = state["annotations"]
     f.__dict__.update(state["dict"])
-    for cell, value in zip(f.__closure__ or (), state["closure"], strict=True):
-        if value:
-            cell.cell_contents = value[0]
 
 
 # A class that a rank got from the caller is sent back as its number alone, so the caller gets the class that
@@ -255,7 +258,9 @@ def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
     data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     raw = data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b""
     keeps_grad = tensor.requires_grad and tensor.is_leaf  # a graph cannot leave its process
-    return _make_tensor, (type(tensor), raw, tensor.dtype, tuple(tensor.shape), keeps_grad)
+    made = type(tensor), raw, tensor.dtype, tuple(tensor.shape), keeps_grad
+    # `vars` is what the caller has set on it, as in `parameter.no_decay = True`.
+    return _make_tensor, made, vars(tensor) or None, None, None, _set_attributes
 
 
 def _make_tensor(
@@ -266,6 +271,10 @@ def _make_tensor(
     if kind is torch.nn.Parameter:
         return torch.nn.Parameter(data, requires_grad=grad)
     return data.requires_grad_() if grad else data
+
+
+def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
+    vars(tensor).update(attributes)
 
 
 class EndOfNames:

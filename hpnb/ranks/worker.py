@@ -62,8 +62,13 @@ class RankSpec:
 
 @dataclass(frozen=True)
 class Call:
-    """One call: `body` pickles {"names", "fn", "args", "kwargs"} or {"names", "cell", "filename", "wanted",
-    "draws"}; the last is the rank whose figures are shown."""
+    """One call.
+
+    Attributes:
+        body: pickles {"names", "end", "fn", "args", "kwargs"} or {"names", "end", "cell", "filename",
+            "wanted", "draws"}; the last is the rank whose figures are shown.
+        number: counts the calls of a pool. Replies repeat it, so that none is taken for another call's.
+    """
 
     body: bytes
     sources: dict[str, str] = field(default_factory=dict)
@@ -73,6 +78,7 @@ class Call:
     environ: dict[str, str] = field(default_factory=dict)
     reloads: tuple[str, ...] = ()  # modules that the caller has reloaded
     entries: tuple[bytes, ...] = ()  # each pickles (_, module, name of a dictionary in it, key, value)
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,11 +90,12 @@ class Done:
     new_names: frozenset[Name] = frozenset()
     imported: dict[str, SourceFile] = field(default_factory=dict)
     figures: tuple[bytes, ...] = ()
+    call: int = 0  # its number; 0 for the start of a rank
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A call has raised. `place` is the type and every (file, line): equal places mean equal steps."""
+    """A call has raised. `place` is the type of the error and every (file, line) of its traceback."""
 
     traceback: str
     summary: str
@@ -98,6 +105,7 @@ class Failed:
     new_names: frozenset[Name] = frozenset()
     took_names: bool = False  # whether the globals that were sent with the call have arrived
     imported: dict[str, SourceFile] = field(default_factory=dict)
+    call: int = 0
 
 
 def main(spec: dict[str, Any], fds: list[int], server_fd: int) -> None:
@@ -199,7 +207,7 @@ class _Rank:
             _flush()
             if os.getpid() != rank_pid:
                 _end_child(reply)
-            send_message(self.control, replace(reply, imported=take_imports()))
+            send_message(self.control, replace(reply, imported=take_imports(), call=call.number))
 
     def _run(self, call: Call) -> tuple[object, types.CodeType | None]:
         """The value, and the code of the function that gave it."""

@@ -14,6 +14,7 @@ import textwrap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import hpnb
-from hpnb.hybrid.checkpoint import atomic, checkpoint, manifest, run_lock, state_files
+from hpnb.hybrid.checkpoint import atomic, checkpoint, gather_weights, manifest, run_lock, state_files
 from hpnb.hybrid.checkpoint.write_files import write_bytes, write_safetensors
 from hpnb.hybrid.training import hooks, resuming
 
@@ -227,6 +228,51 @@ def test_a_file_that_vanishes_during_a_save_fails_the_save(two: hpnb.Ranks, tmp_
     assert os.listdir(tmp_path) == ["step-1"]
 
 
+def fails_on_one_rank(folder: Path, place: str) -> tuple[list[str], list[str]]:
+    """What a save says on this rank where one rank fails, and another save after it; and what is there."""
+    booster, model, optimizer = boosted(torch.optim.Adam, zero_stage=3)
+    rank = hpnb.rank()
+
+    class State:
+        def state_dict(self) -> dict[str, Any]:
+            if place == "scheduler" and rank == 1:
+                raise RuntimeError("no state")
+            return {"value": object() if place == "value" and rank == 1 else 1}
+
+    def no_memory(*_: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    def first_is_too_large(*shape: Any, **how: Any) -> torch.Tensor:
+        gather_weights.torch = torch
+        return no_memory()
+
+    weight_shards, errors = checkpoint.weight_shards, []
+    if place == "weights" and rank == 1:
+        checkpoint.weight_shards = no_memory  # type: ignore[assignment]
+    if place == "memory" and rank == 0:
+        gather_weights.torch = SimpleNamespace(**{**vars(torch), "empty": first_is_too_large})
+    try:
+        errors.append(error_of(booster.save, folder / "step-1", model, optimizer, State()))
+    finally:
+        checkpoint.weight_shards, gather_weights.torch = weight_shards, torch
+    place = ""
+    errors.append(error_of(booster.save, folder / "step-2", model, optimizer, State()))
+    return errors, sorted(os.listdir(folder))
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [("weights", "no memory"), ("memory", "no memory"), ("scheduler", "no state"), ("value", "holds a ob")],
+)
+def test_an_error_on_one_rank_fails_the_save_on_all(
+    two: hpnb.Ranks, tmp_path: Path, place: str, said: str
+) -> None:
+    """None of them waits for the rank that failed, and the next save is sound."""
+    for errors, there in two.run(fails_on_one_rank, tmp_path, place):
+        assert said in errors[0]
+        assert (errors[1], there) == ("no error", ["step-2"])
+
+
 # --- which checkpoint is the newest ------------------------------------------------------------------------
 
 
@@ -290,6 +336,27 @@ def test_folders_of_other_names_are_skipped_when_a_run_resumes(tmp_path: Path) -
         assert [folder.name for folder in resuming.saved(tmp_path)] == ["step-4", "step-8", "step-12.part"]
         assert resuming.step_of(resuming.saved(tmp_path)[-1]) == 12
         assert resuming.find(tmp_path) == tmp_path / "step-12.part"
+
+
+def test_a_save_that_was_killed_before_it_got_its_name_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a manifest and is complete; what follows gives it its name."""
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic.os, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            sealed(tmp_path / "step-4")
+    assert os.listdir(tmp_path) == ["step-4.part"]
+    assert resuming.unfinished(tmp_path) is None
+    for found in (resuming.find(tmp_path), manifest.find(tmp_path), manifest.find(tmp_path / "step-4")):
+        assert found == tmp_path / "step-4.part"
+    sealed(tmp_path / "step-8", keep=2)
+    assert sorted(os.listdir(tmp_path)) == ["step-4", "step-8"]
+    assert manifest.newest(tmp_path) == tmp_path / "step-8"
 
 
 # --- two runs in one folder --------------------------------------------------------------------------------

@@ -987,6 +987,46 @@ def test_a_save_that_fails_stops_the_fit_or_is_a_warning(alone: hpnb.Ranks, tmp_
         alone.run(fit, tmp_path / "other", on_error="ignore")
 
 
+@pytest.mark.parametrize("place", ["hook", "loader"])
+def test_a_state_that_fails_on_one_rank_is_a_warning_on_all(tmp_path: Path, place: str) -> None:
+    """At the save of step 2, on rank 1; rank 0 does not wait for it."""
+
+    def fit(path: Path) -> tuple[int, list[str], int]:
+        class Bad(Hook):
+            step = 0
+
+            def after_step(self, trainer: TrainingState) -> None:
+                self.step = trainer.step
+
+            def fails(self) -> bool:
+                return hpnb.rank() == 1 and self.step == 2
+
+            def state_dict(self) -> dict[str, Any]:
+                if place == "hook" and self.fails():
+                    raise RuntimeError("no state here")
+                return {"step": self.step}
+
+        class Batches(list[Any]):
+            def state_dict(self) -> dict[str, Any]:
+                if place == "loader" and bad.fails():
+                    raise RuntimeError("no state here")
+                return {}
+
+        bad, plugin = Bad(), hpnb.TorchDDPPlugin(precision="fp64")
+        booster, model = hpnb.Booster(plugin=plugin), Net()
+        boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.3))
+        extra = [bad, hooks.CheckpointHook(path, every=2, keep=9, on_error="warn")]
+        trainer = Trainer(booster, boosted, optimizer, hooks=extra, display_progress=False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(Batches(plugin.prepare_dataloader(Points(16), 2)), 1)
+        said = [str(w.message) for w in caught if "no state here" in str(w.message)]
+        return trainer.step, [folder.name for folder in resuming.saved(path)], len(said)
+
+    found = hpnb.launch(fit, tmp_path, ranks=2, device="cpu", timeout=60)
+    assert found == [(4, ["step-00000004"], 1)] * 2
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_one_rank_saves_on_all_and_exits(tmp_path: Path, number: signal.Signals) -> None:
     """Rank 1 gets it in step 3; all ranks leave after step 4, and go on from there."""

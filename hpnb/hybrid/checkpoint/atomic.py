@@ -5,8 +5,8 @@
     step-500           the new one, by a rename, which a file system does completely or not at all
 
     killed while it is written        step-500 is as before; what is half written has no manifest
-    killed between the two renames    there is no step-500, but step-500.part with a manifest: that is read
-    killed after them                 step-500 is the new one, and .old is cleared away by the next save
+    killed before the last rename     without a step-500, step-500.part is read, because it has a manifest
+    killed after it                   step-500 is the new one, and .old is cleared away by the next save
 
 A model that is saved into a folder with other files in it replaces its own files there and no others:
 
@@ -66,8 +66,8 @@ def begin(path: Path, replaces: Collection[str] | None = None) -> Path:
 
 def commit(path: Path, files: WrittenFiles, facts: Mapping[str, Any], keep: int | None = None) -> None:
     """Seal what `begin` began, of these `files` and with these `facts` in the manifest, and give it its name;
-    what had the name before goes. So many of the newest folders of this run stay whose names differ in a
-    number at the end."""
+    what had the name before goes. So many of the newest folders stay whose names differ in a number at the
+    end, whichever run has saved them, and those of other living runs."""
     part, old = part_of(path), old_of(path)
     _sync_files(part, files)
     with run_lock.exclusive(path.parent):
@@ -94,7 +94,7 @@ def _keep_newest(path: Path, count: int) -> None:
         folders = [f.with_name(f.name.removesuffix(suffix)) for f in path.parent.glob(f"*{suffix}")]
         return [folder for folder in folders if _stem(folder.name) == stem]
 
-    for folder in named_like_it(OLD):
+    for folder in [*named_like_it(OLD), *named_like_it(PART)]:
         _recover(folder)
     for folder in named_like_it(PART):
         if not run_lock.is_locked_elsewhere(part_of(folder)):
@@ -121,12 +121,11 @@ def remove(folder: Path) -> None:
 
 
 def _recover(path: Path) -> None:
-    """Clear up after a save that was killed."""
-    old = old_of(path)
-    if old.exists():
-        if not path.exists():
-            os.rename(standing(path), path)
-        delete(old)
+    """Clear up after a save that was killed: what stands for `path` gets its name."""
+    there = standing(path)
+    if there != path:
+        os.rename(there, path)
+    delete(old_of(path))
 
 
 # --- files that are replaced in a folder -------------------------------------------------------------------

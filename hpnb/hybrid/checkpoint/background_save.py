@@ -34,6 +34,8 @@ class HostCopies:
     background keeps the size of its checkpoint in CPU memory."""
 
     def __init__(self, device: torch.device, previous: HostCopies | None = None) -> None:
+        if previous is not None:
+            previous.wait()  # it is done, unless an error has ended its save
         self._free: dict[_Kind, list[torch.Tensor]] = {} if previous is None else previous._used
         self._used: dict[_Kind, list[torch.Tensor]] = {}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None

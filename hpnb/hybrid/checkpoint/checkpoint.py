@@ -74,23 +74,33 @@ def save(
     limit = save_weights.parse_size(size_per_shard) if shard else None
     if keep is not None and keep < 1:
         raise ValueError(f"keep={keep} would keep no checkpoint; use 1 or more")
+    # By itself, because the ranks of a stream exchange their places there.
+    place = None if dataloader is None else attempt(lambda: state_of(dataloader, "dataloader"), group)
 
     def copy(tensor: torch.Tensor, soon: bool = False) -> torch.Tensor:
         return tensor if copies is None else copies.copy(tensor, soon)
 
-    shards = weight_shards(model, copy)
-    shards_of_averages = {name: weight_shards(average, copy) for name, average in (averages or {}).items()}
-    state = pipeline_state(model, copy)
-    state.values[f"random/{group.rank()}"] = pack("a random state", random_state())
-    if optimizer is not None:
-        state.update(optimizer_shards(optimizer, copy, with_masters=False))
-    for name, value in (("lr_scheduler", lr_scheduler), ("dataloader", dataloader)):
-        if value is not None:
-            state.values[name] = pack(f"the {name}", state_of(value, name))
-    state.values["extra"] = pack("extra", extra)
-    boosted = model.optimizer_ref()
-    if copies is not None:
-        copies.finish_before_step_of(None if boosted is None else boosted.inner)
+    def collect() -> tuple[Any, dict[str, Any], ShardedState]:
+        """What this rank will write."""
+        shards = weight_shards(model, copy)
+        of_averages = {name: weight_shards(average, copy) for name, average in (averages or {}).items()}
+        state = pipeline_state(model, copy)
+        state.values[f"random/{group.rank()}"] = pack("a random state", random_state())
+        if optimizer is not None:
+            state.update(optimizer_shards(optimizer, copy, with_masters=False))
+        if lr_scheduler is not None:
+            state.values["lr_scheduler"] = pack("the lr_scheduler", state_of(lr_scheduler, "lr_scheduler"))
+        if place is not None:
+            state.values["dataloader"] = pack("the dataloader", place)
+        state.values["extra"] = pack("extra", extra)
+        return shards, of_averages, state
+
+    try:
+        shards, shards_of_averages, state = attempt(collect, group)
+    finally:  # also after an error, because copies may be under way
+        boosted = model.optimizer_ref()
+        if copies is not None:
+            copies.finish_before_step_of(None if boosted is None else boosted.inner)
     facts = {"layout": saved_layout(model), "torch": torch.__version__}
 
     def work() -> None:

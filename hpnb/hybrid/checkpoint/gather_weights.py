@@ -143,23 +143,35 @@ def exchange_shards(shards: Mapping[str, WeightShard], group: dist.ProcessGroup)
 def gather_weight(
     weight: ShardedWeight, local: WeightShard | None, dtype: torch.dtype, group: dist.ProcessGroup
 ) -> torch.Tensor | None:
-    """The full weight in CPU memory of rank 0, None elsewhere. Rank 0 and the ranks with shards call it."""
-    this_rank = group.rank()
-    full = torch.empty(weight.shape, dtype=dtype) if this_rank == 0 else None
+    """The full weight in CPU memory of rank 0, None elsewhere. Rank 0 and the ranks with shards call it. An
+    error, as of too little memory for it, is raised after all messages, so that no rank waits for one."""
+    this_rank, errors = group.rank(), list[Exception]()
+
+    def attempt(make: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+        try:
+            return make()
+        except Exception as error:
+            errors.append(error)
+            return None
+
+    full = attempt(lambda: torch.empty(weight.shape, dtype=dtype)) if this_rank == 0 else None
     for rank, shard in weight.shards:
         shape = shard.placement.local_shape
         if prod(shape) == 0 or this_rank not in (0, rank):
             continue
+        values = None
         if this_rank == rank:
             assert local is not None
             assert local.tensor is not None
-            values = local.tensor.cpu().contiguous()
-            if rank != 0:
-                dist.send(values, 0, group)
-                continue
-        else:
+            values = attempt(local.tensor.cpu().contiguous)
+        if values is None:
             values = torch.empty(shape, dtype=shard.dtype)
+        if this_rank != rank:
             dist.recv(values, rank, group)
-        assert full is not None
-        shard.placement.put(values.view(shape), full)
+        elif rank != 0:
+            dist.send(values, 0, group)
+        if full is not None:
+            shard.placement.put(values.view(shape), full)
+    if errors:
+        raise errors[0]
     return full

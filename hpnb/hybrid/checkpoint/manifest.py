@@ -140,11 +140,14 @@ def final_name(folder: Path) -> str:
 
 
 def standing(path: Path) -> Path:
-    """Where the contents of `path` are: elsewhere if a save was killed between its two renames."""
+    """Where the contents of `path` are: elsewhere if a save was killed once it had sealed them, before they
+    got that name."""
     part, old = part_of(path), old_of(path)
-    if path.exists() or not old.exists():
+    if path.exists():
         return path
-    return part if is_complete(part) else old
+    if is_complete(part):
+        return part
+    return old if old.exists() else path
 
 
 def is_complete(folder: Path) -> bool:

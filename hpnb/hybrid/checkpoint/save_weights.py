@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ class _FullWeights:
         self.weights = exchange_shards(shards, group)
         every_shard = (shard for weight in self.weights.values() for _, shard in weight.shards)
         self._has_masters = any(shard.is_master for shard in every_shard)
+        self.error: Exception | None = None  # the first on this rank
 
     def dtype(self, name: str) -> torch.dtype:
         dtype = self.weights[name].dtype
@@ -58,9 +60,21 @@ class _FullWeights:
         """Whether it is another name of a weight that has one before."""
         return self.weights[name].first_name != name
 
-    def gather(self, name: str) -> torch.Tensor | None:
-        """The weight on rank 0, None elsewhere. All ranks call it for the same names in the same order."""
-        return gather_weight(self.weights[name], self._shards.get(name), self.dtype(name), self._group)
+    def gather(self, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+        """{key: weight} of {key: name} on rank 0; {} elsewhere, and after an error. All ranks call it for the
+        same names in the same order, also after an error, because others wait for their messages."""
+        gathered: dict[str, torch.Tensor] = {}
+        for key, name in names.items():
+            weight, shard = self.weights[name], self._shards.get(name)
+            try:
+                tensor = gather_weight(weight, shard, self.dtype(name), self._group)
+            except Exception as error:
+                self.error = self.error or error
+            if self.error is not None:
+                gathered.clear()  # there may be too little memory
+            elif tensor is not None:
+                gathered[key] = tensor
+        return gathered
 
 
 def write_weights(
@@ -80,8 +94,8 @@ def write_weights(
     config_dtype = next((full.dtype(name) for name in floating), torch.float32)
     on_disk, generation_file = hf_format(kind, config, config_dtype, group), _generation_file(model)
     if on_disk.names is None:
-        empty = empty_model(kind, config, config_dtype)
-        return _write_by_transformers(full, folder, empty, limit, group, generation_file)
+        make_empty = partial(empty_model, kind, config, config_dtype)
+        return _write_by_transformers(full, folder, make_empty, limit, group, generation_file)
     names = {name: next(n for n in tied if n in full.weights) for name, tied in on_disk.names.items()}
     return _write_files(names, full, folder, limit, group, on_disk.files | generation_file)
 
@@ -97,27 +111,22 @@ def _write_files(
     """Write the weights, by {name on the disk: name in the model}."""
     sizes = {on_disk: full.num_bytes(name) for on_disk, name in names.items()}
     files = assign_files(sizes, limit)
-    error: Exception | None = None
     written: WrittenFiles = {}
     for file, in_file in files.items():
-        tensors: dict[str, torch.Tensor] = {}
-        for on_disk in in_file:  # also after an error, because the other ranks send what they have to send
-            tensor = full.gather(names[on_disk])
-            if tensor is not None and error is None:
-                tensors[on_disk] = tensor
-        if group.rank() == 0 and error is None:
+        tensors = full.gather({on_disk: names[on_disk] for on_disk in in_file})
+        if group.rank() == 0 and full.error is None:
             try:
                 metadata = {"format": "pt", **checksums(tensors)}
                 written[file] = write_safetensors(folder / file, tensors, metadata)
-            except Exception as raised:
-                error = raised
-    if group.rank() == 0 and error is None:
+            except Exception as error:
+                full.error = error
+    if group.rank() == 0 and full.error is None:
         try:
             for file, content in {**other_files, **_index_file(files, sum(sizes.values()))}.items():
                 written[file] = write_bytes(folder / file, content)
-        except OSError as raised:
-            error = raised
-    agree(error, group)
+        except OSError as error:
+            full.error = error
+    agree(full.error, group)
     return written
 
 
@@ -142,29 +151,25 @@ def _index_file(files: Mapping[str, Sequence[str]], size: int) -> dict[str, byte
 def _write_by_transformers(
     full: _FullWeights,
     folder: Path,
-    empty: Any,
+    make_empty: Callable[[], Any],
     limit: int | None,
     group: dist.ProcessGroup,
     other_files: Mapping[str, bytes],
 ) -> WrittenFiles:
     """A model whose weights differ on the disk: rank 0 gathers all of it, and transformers converts it."""
-    tensors: dict[str, torch.Tensor] = {}
-    for name in full.weights:
-        tensor = full.gather(name)
-        if tensor is not None and not full.is_tied(name):
-            tensors[name] = tensor
-    error: Exception | None = None
+    tensors = full.gather({name: name for name in full.weights if not full.is_tied(name)})
     written: WrittenFiles = {}
-    if group.rank() == 0:
+    if group.rank() == 0 and full.error is None:
         try:
+            empty = make_empty()
             with silence_transformers():
                 empty.save_pretrained(folder, state_dict=tensors, max_shard_size=limit or "1000TB")
             for file, content in other_files.items():
                 write_bytes(folder / file, content)
             written = {file.name: file_sum(file) for file in folder.iterdir()}
-        except Exception as raised:
-            error = raised
-    agree(error, group)
+        except Exception as error:
+            full.error = error
+    agree(full.error, group)
     return written
 
 

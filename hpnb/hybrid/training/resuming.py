@@ -25,9 +25,15 @@ from hpnb.hybrid.training.run_state import TrainingState
 def save(trainer: TrainingState, folder: Path, keep: int | None = None, background: bool = False) -> None:
     """Write a checkpoint; `folder` appears when it is complete, and so many of the newest of its kind stay.
     Every rank calls it."""
+    group, loader = files_group(), trainer.loader
+    sums = trainer.sums([metric for metric in trainer.metrics if metric.counts])
+    # By itself, because the ranks of a stream exchange their places there.
+    place = attempt(lambda: loader.state_dict() if hasattr(loader, "state_dict") else None, group)
+    of_hooks, averages = attempt(lambda: (_hook_states(trainer), _averages(trainer)), group)
     trainer.booster.save(
-        folder, trainer.model, trainer.optimizer, trainer.lr_scheduler, extra=_state(trainer), keep=keep,
-        background=background, averages=_averages(trainer),
+        folder, trainer.model, trainer.optimizer, trainer.lr_scheduler,
+        extra={**_state(trainer), "sums": sums, "hooks": of_hooks, "loader": place},
+        keep=keep, background=background, averages=averages,
     )  # fmt: skip
 
 
@@ -84,18 +90,14 @@ def _load_hook_states(trainer: TrainingState, states: Mapping[str, dict[str, Any
 
 
 def _state(trainer: TrainingState) -> dict[str, Any]:
-    """What the booster does not know of, the same on every rank."""
-    loader = trainer.loader
+    """Where the run is, the same on every rank."""
     return {
         "step": trainer.step,
         "epoch": trainer.epoch,
         "done": trainer.done,
         "lr": trainer.lr,
         "history": trainer.history,
-        "sums": trainer.sums([metric for metric in trainer.metrics if metric.counts]),
         "facts": trainer.facts,
-        "hooks": _hook_states(trainer),
-        "loader": loader.state_dict() if hasattr(loader, "state_dict") else None,
     }
 
 
@@ -180,7 +182,8 @@ def unfinished(path: Path) -> str | None:
     """The name of the newest folder in `path` that a killed save has left incomplete, or None."""
     called = re.compile(rf"step-\d+{re.escape(manifest.PART)}")
     parts = [f for f in path.glob(f"*{manifest.PART}") if called.fullmatch(f.name) and f.is_dir()]
-    return max((f for f in parts if not manifest.is_complete(f)), key=step_of).name if parts else None
+    newest = max((f for f in parts if not manifest.is_complete(f)), key=step_of, default=None)
+    return None if newest is None else newest.name
 
 
 def step_of(folder: Path) -> int:

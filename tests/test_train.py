@@ -702,7 +702,7 @@ def test_a_signal_saves_and_a_second_command_goes_on(
     assert code == {signal.SIGINT: train_main.INTERRUPTED, signal.SIGTERM: train_main.TERMINATED}[number]
     assert signal.getsignal(number) is before
     said = capfd.readouterr()
-    assert "stops after this step, with a checkpoint" in said.err
+    assert "stops after this step or evaluation, with a checkpoint" in said.err
     (saved,) = resuming.saved(tmp_path / "run")
     step = resuming.step_of(saved)
     assert f"stopped after {step} of 3000 steps" in said.out
@@ -726,7 +726,7 @@ def test_a_signal_says_whether_the_steps_have_begun(
         on_a_rank.start()
         on_a_rank.join()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert "stops after this step, with a checkpoint" in capsys.readouterr().err
+        assert "stops after this step or evaluation, with a checkpoint" in capsys.readouterr().err
 
 
 def test_what_a_rank_refuses_is_one_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1060,6 +1060,93 @@ def test_a_signal_to_one_rank_saves_on_all_and_exits(tmp_path: Path, number: sig
             assert losses == pytest.approx(expected_losses, rel=1e-12)
 
 
+class Send(Hook):
+    """Sends SIGTERM to rank 1 in an event, once so many steps are done."""
+
+    def __init__(self, event: str, at: int) -> None:
+        self.sends = True
+
+        def send(trainer: TrainingState) -> None:
+            if self.sends and trainer.step == at and hpnb.rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        setattr(self, event, send)
+
+
+def on_two_ranks(*extra: Hook) -> tuple[Trainer, Any, Any]:
+    """A trainer, 6 batches to train on, and others to evaluate on."""
+    plugin = hpnb.TorchDDPPlugin(precision="fp64")
+    booster, model = hpnb.Booster(plugin=plugin), Net()
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.3))
+    trainer = Trainer(booster, boosted, optimizer, hooks=extra, display_progress=False)
+    return trainer, *(plugin.prepare_dataloader(Points(n), 2) for n in (23, 9))
+
+
+@pytest.mark.parametrize(
+    ("event", "at", "rows"), [("before_step", 5, 0), ("before_evaluate", 12, 2), ("after_fit", 12, 2)]
+)
+def test_a_signal_beside_the_steps_ends_the_fit_too(tmp_path: Path, event: str, at: int, rows: int) -> None:
+    """In the last step of an epoch, before its evaluation; in the last evaluation; and at the very end. A
+    run that resumes and another fit of the same Trainer then do what is left."""
+
+    def fit(path: Path) -> tuple[Any, ...]:
+        send = Send(event, at)
+        trainer, train, test = on_two_ranks(send, hooks.CheckpointHook(path, every=100))
+        with contextlib.suppress(stop_hook.Stopped):
+            trainer.fit(train, 2, evaluate=test)
+            return ("it was not stopped",)
+        stopped = trainer.step, len(trainer.history), [folder.name for folder in resuming.saved(path)]
+        resumed, train, test = on_two_ranks()
+        resumed.resume(path)
+        resumed.fit(train, 2, evaluate=test)
+        send.sends = False
+        trainer.fit(train, 3, evaluate=test)
+        return stopped, resumed.history, [row["epoch"] for row in trainer.history]
+
+    def straight() -> list[dict[str, Any]]:
+        trainer, train, test = on_two_ranks()
+        return trainer.fit(train, 2, evaluate=test)
+
+    with hpnb.Ranks(2, device="cpu", timeout=60) as ranks:
+        found, (wanted, _) = ranks.run(fit, tmp_path), ranks.run(straight)
+    step = 6 if event == "before_step" else 12
+    for stopped, resumed, epochs in found:
+        assert stopped == (step, rows, [f"step-{step:08}"])
+        for row, right in zip(resumed, wanted, strict=True):
+            row["seconds"] = right["seconds"]
+            assert row == pytest.approx(right, rel=1e-12)
+        assert epochs == [1, 2, 3]
+
+
+def test_the_first_rank_says_what_is_saved_and_a_stop_saves_after_a_failure(tmp_path: Path) -> None:
+    """Rank 1 does not see the folder of step 6 yet; and an earlier save in the background has failed."""
+
+    def fit(path: Path) -> tuple[Any, ...]:
+        trainer, train, _ = on_two_ranks(Send("after_epoch", 6), hooks.CheckpointHook(path))
+        other, _, _ = on_two_ranks(hooks.CheckpointHook(path))
+        saved = resuming.saved
+        if hpnb.rank() == 1:
+            resuming.saved = lambda *_: []
+        try:
+            with contextlib.suppress(stop_hook.Stopped):
+                trainer.fit(train, 2)
+            resumed = other.resume(path, missing_ok=True)
+        finally:
+            resuming.saved = saved
+
+        def fails() -> None:
+            del other.booster.wait
+            raise OSError("the disk was full")
+
+        other.step, other.booster.wait = 7, fails  # type: ignore[method-assign]
+        stop = next(hook for hook in other.hooks if isinstance(hook, stop_hook.StopHook))
+        with pytest.raises(stop_hook.Stopped), pytest.warns(UserWarning, match="the disk was full"):
+            stop._stop(other)
+        return trainer.step, resumed, [resuming.step_of(folder) for folder in resuming.saved(path)]
+
+    assert hpnb.launch(fit, tmp_path, ranks=2, device="cpu", timeout=60) == [(6, True, [6, 7])] * 2
+
+
 def test_a_generator_does_not_pass_for_three_epochs() -> None:
     def fit() -> None:
         booster, model = hpnb.Booster(plugin=hpnb.TorchDDPPlugin(precision="fp64")), Net()

@@ -110,7 +110,8 @@ def _stop_on_signal(flag: Path) -> Iterator[_Stop]:
         if not flag.exists():
             stop.exit_code = INTERRUPTED if number == signal.SIGINT else TERMINATED
         flag.touch()
-        when, again = "this step" if started_file(flag).exists() else "the first step", ""
+        when = "this step or evaluation" if started_file(flag).exists() else "the first step"
+        again = ""
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             again = "; Ctrl-C again ends it at once"

@@ -169,13 +169,11 @@ class CheckpointHook(Hook):
         self._lock.acquire()
         if self.best is not None:
             self._check_best(trainer, self.best)
-        later = [
-            folder.name for folder in resuming.saved(self.path) if resuming.step_of(folder) > trainer.step
-        ]
-        if later:
+        saved = resuming.first_rank_finds(resuming.saved, self.path)
+        if saved and resuming.step_of(saved[-1]) > trainer.step:
             raise ValueError(
-                f"{self.path} has {later[-1]} already, and this run is at step {trainer.step}: resume from "
-                "it, or save to another folder"
+                f"{self.path} has {saved[-1].name} already, and this run is at step {trainer.step}: resume "
+                "from it, or save to another folder"
             )
         self._saved_step = trainer.step  # nothing is new yet
 

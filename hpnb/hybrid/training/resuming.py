@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hpnb.hybrid.checkpoint import manifest
-from hpnb.hybrid.checkpoint.agreement import attempt, files_group
+from hpnb.hybrid.checkpoint.agreement import attempt, files_group, gather_objects
 from hpnb.hybrid.checkpoint.checkpoint import STATE, random_state, set_random_state
 from hpnb.hybrid.checkpoint.state_files import StateReader
 from hpnb.hybrid.training.run_state import TrainingState
@@ -136,11 +136,9 @@ def take_up(trainer: TrainingState) -> None:
     """At the start of a fit: go to where the run was when it was saved, if it was resumed."""
     state, trainer.resumed = trainer.resumed, None
     trainer.done, trainer.carried = 0, {}
-    if state is None:
-        return
-    if ended_epoch({"history": trainer.history, "epoch": trainer.epoch}):
+    if ended_epoch({"history": trainer.history, "epoch": trainer.epoch}):  # also if a fit was stopped there
         trainer.epoch += 1
-    elif state["done"]:
+    elif state is not None and state["done"]:
         if state["loader"] is None or not hasattr(trainer.loader, "load_state_dict"):
             raise ValueError(
                 f"the run was saved after {state['done']} steps of epoch {trainer.epoch + 1}, and a "
@@ -151,7 +149,8 @@ def take_up(trainer: TrainingState) -> None:
         trainer.done = state["done"]
         names = {metric.name for metric in trainer.metrics}
         trainer.carried = {name: sums for name, sums in state["sums"].items() if name in names}
-    set_random_state(state["random"])
+    if state is not None:
+        set_random_state(state["random"])
 
 
 def saved(path: Path, kind: str = "step") -> list[Path]:
@@ -176,6 +175,13 @@ def find(path: Path) -> Path | None:
         else:
             return folder
     return None
+
+
+def first_rank_finds(look: Callable[[Path], Any], path: Path) -> Any:
+    """What `look` returns for `path` on the first rank. All ranks call it and look, so that all of them warn,
+    but where machines share files they may not see the same at the same time."""
+    group = files_group()
+    return gather_objects(attempt(lambda: look(path), group), group)[0]
 
 
 def unfinished(path: Path) -> str | None:

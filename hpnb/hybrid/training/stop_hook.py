@@ -1,11 +1,12 @@
 """Ctrl-C or SIGTERM in a training run: all ranks end the step, save, and exit. A second Ctrl-C ends it now.
 
     step k       a rank asks, or not: a sum over all ranks begins, among CPUs
-    step k + 1   it is complete long since; more than 0 stops all ranks here
+    step k + 1   the sum has arrived by now; if it is above 0, all ranks stop here
 
 So nobody waits, and no rank is left in a collective that the others never enter. If steps take more than a
-second, all ranks wait for the sum in step k instead: the next step could take too long. Slurm and Kubernetes
-send SIGTERM some seconds before they kill, and torchrun passes it on to its ranks.
+second, all ranks wait for the sum in step k instead: the next step could take too long. They also wait for
+one before an evaluation, which may take long too, after each epoch, and at the end of the fit. Slurm and
+Kubernetes send SIGTERM some seconds before they kill, and torchrun passes it on to its ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+import warnings
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
@@ -57,8 +59,8 @@ class StopVote:
         return asked
 
     def now(self, asks: bool) -> bool:
-        """Whether a rank asks now, for which all ranks wait."""
-        self.begin(asks)
+        """Whether a rank asks now, for which all ranks wait. `slow` stays as it is."""
+        self.begin(asks, self.slow)
         return self.result()
 
 
@@ -99,6 +101,7 @@ class StopHook(Hook):
 
     def before_fit(self, trainer: TrainingState) -> None:
         self._last = time.monotonic()
+        self._asked, self._vote = False, StopVote()  # an earlier fit may have been stopped
         if self.flag is not None:
             started_file(self.flag).touch()
         if self._before or threading.current_thread() is not threading.main_thread():
@@ -114,26 +117,41 @@ class StopHook(Hook):
     def after_step(self, trainer: TrainingState) -> None:
         if self._vote.result():
             self._stop(trainer)
-        asked = self._asked or (self.flag is not None and self.flag.exists())
-        self._vote.begin(asked, slow=time.monotonic() - self._last > SLOW_STEP)
+        self._vote.begin(self._is_asked(), slow=time.monotonic() - self._last > SLOW_STEP)
         if self._vote.slow and self._vote.result():  # slow in the vote before: all ranks do the same
             self._stop(trainer)
         self._last = time.monotonic()
 
+    def stop_if_asked(self, trainer: TrainingState) -> None:
+        """The same between two steps: all ranks call it, and wait for each other."""
+        asked = self._vote.result()
+        if self._vote.now(asked or self._is_asked()):
+            self._stop(trainer)
+        self._last = time.monotonic()
+
+    def after_epoch(self, trainer: TrainingState) -> None:
+        self.stop_if_asked(trainer)
+
+    def after_fit(self, trainer: TrainingState) -> None:
+        self.stop_if_asked(trainer)
+        self.release()
+
+    def _is_asked(self) -> bool:
+        return self._asked or (self.flag is not None and self.flag.exists())
+
     def _stop(self, trainer: TrainingState) -> None:
         self.release()
-        trainer.booster.wait()
+        try:
+            trainer.booster.wait()
+        except Exception as error:  # which all ranks have; this is the last chance to save
+            warnings.warn(f"an earlier checkpoint was not saved: {error}", stacklevel=2)
         if self.path is not None:
-            saved_steps = [resuming.step_of(folder) for folder in resuming.saved(self.path)]
-            if trainer.step not in saved_steps:
+            saved = resuming.first_rank_finds(resuming.saved, self.path)
+            if trainer.step not in map(resuming.step_of, saved):
                 folder = self.path / f"step-{trainer.step:08}"
                 with resuming.disk_errors_of(folder):
                     resuming.save(trainer, folder, self.keep)
         raise Stopped(f"stopped after step {trainer.step}")
-
-    def after_fit(self, trainer: TrainingState) -> None:
-        self._vote.result()
-        self.release()
 
     def release(self) -> None:
         """Signals mean again what they meant before."""

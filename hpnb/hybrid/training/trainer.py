@@ -165,10 +165,13 @@ class Trainer(TrainingState):
                 raise ValueError(f"the loader gave no batch in epoch {self.epoch + 1} of {epochs}; {why}")
             is_last = self.epoch + 1 == epochs or self.should_stop
             if evaluate is not None and ((self.epoch + 1) % evaluate_every == 0 or is_last):
+                for hook in self.hooks:
+                    if isinstance(hook, StopHook):
+                        hook.stop_if_asked(self)
                 row.update({f"eval_{name}": value for name, value in self.evaluate(evaluate).items()})
             self.history.append({**row, "seconds": time.perf_counter() - began})
             self._call_hooks("after_epoch")
-            self.epoch, self.done = self.epoch + 1, 0
+            self.epoch, self.done, self.carried = self.epoch + 1, 0, {}
             self.should_stop = self._vote.now(self.should_stop)
         self._call_hooks("after_fit")
 
@@ -191,7 +194,6 @@ class Trainer(TrainingState):
                     self._vote.begin(self.should_stop)
         self.should_stop = stops or self._vote.result()
         values = self._values(self.metrics)
-        self.carried = {}
         return {"epoch": self.epoch + 1, "step": self.step, "lr": self.lr, **values}
 
     def _step(self, batches: list[Any]) -> None:
@@ -288,11 +290,11 @@ class Trainer(TrainingState):
         Raises:
             FileNotFoundError: there is none.
         """
-        checkpoint = resuming.find(Path(path))
+        checkpoint = resuming.first_rank_finds(resuming.find, Path(path))
         if checkpoint is not None:
             resuming.load(self, checkpoint, restore_data)
             return True
-        unfinished = resuming.unfinished(Path(path))
+        unfinished = resuming.first_rank_finds(resuming.unfinished, Path(path))
         if not missing_ok:
             left = "" if unfinished is None else f"; {unfinished} is from a save that did not finish"
             raise FileNotFoundError(

@@ -275,7 +275,7 @@ def _exchange_rows(
 ) -> torch.Tensor:
     arrived, rows = rows.new_empty((sum(received), *rows.shape[1:])), rows.contiguous()
     leaving = (len(rows) - sent[axis.rank]) * (rows.nbytes // max(1, len(rows)))
-    with communication("all_to_all", axis.name, rows.nbytes, axis.ranks):
+    with communication("all_to_all", axis.name, rows.nbytes, axis.ranks, leaving):
         message = dist.all_to_all_single(
             arrived, rows, list(received), list(sent), group=axis.group, async_op=True
         )

@@ -23,7 +23,7 @@ from itertools import count
 import torch
 
 from hpnb.mesh import Axis
-from hpnb.record.traffic import sent
+from hpnb.record.traffic import count_send
 from hpnb.symmetric_memory import SymmetricMemory, open_symmetric_memory, share_a_node
 
 PLACE = 2**23  # bytes of a part
@@ -74,7 +74,7 @@ class SymmetricAllReduce:
 
     def _write(self, rank: int, slot: int, place: int, part: torch.Tensor) -> None:
         self._place(rank, slot, place, part).copy_(part)
-        sent(self.axis.name, part.nbytes, (self.axis.ranks[self.axis.rank], self.axis.ranks[rank]))
+        count_send(self.axis.name, part.nbytes, (self.axis.ranks[self.axis.rank], self.axis.ranks[rank]))
 
     def _place(self, rank: int, slot: int, place: int, like: torch.Tensor) -> torch.Tensor:
         """A place in a rank's memory, as long as `like`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -10,11 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rank_pools import RankPools
+from torch import nn
 
 import hpnb
 from hpnb import Layout, Mesh, comm
 from hpnb.context_parallel import (
     Chunk,
+    ContextParallel,
     Ring,
     Visibility,
     all_gather_attention,
@@ -31,6 +34,8 @@ from hpnb.context_parallel import fused as fused_module
 from hpnb.context_parallel.blockwise import block_backward
 from hpnb.context_parallel.visibility import Pair, find_pairs, find_pairs_with_all
 from hpnb.mesh import Axis
+
+parallelize_module = importlib.import_module("hpnb.context_parallel.parallelize")  # not the function
 
 
 @pytest.fixture(scope="module")
@@ -285,6 +290,29 @@ def test_ulysses_copies_nothing_where_heads_divide(monkeypatch: pytest.MonkeyPat
     q, k, v = (torch.randn(1, 4, 6, 8) for _ in range(3))
     ulysses_attention(q, k, v, Axis("cp", 1, 0, None, (0,)), Visibility(causal=True), 8**-0.5)
     assert [x.data_ptr() for x in exchanged[:3]] == [x.data_ptr() for x in (q, k, v)]
+
+
+@pytest.mark.parametrize("mode", ["ring", "all-gather"])
+def test_only_narrower_keys_or_values_are_padded(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[torch.Tensor, ...]] = []
+
+    def attention(*args: Any) -> torch.Tensor:
+        seen.append(args[:3])
+        return args[0]
+
+    monkeypatch.setattr(parallelize_module, "ring_attention", attention)
+    monkeypatch.setattr(parallelize_module, "all_gather_attention", attention)
+    q, k, v = (torch.randn(1, 4, 6, d) for d in (8, 8, 5))
+    context = ContextParallel(Axis("cp", 1, 0, None, (0,)), mode)
+    context.attend(nn.Identity(), q, k, v, None)
+    assert [ours is given for ours, given in zip(seen[0], (q, k, v), strict=True)] == [True, True, False]
+    assert torch.equal(seen[0][2], F.pad(v, (0, 3)))
+
+
+def test_the_mean_loss_over_no_target_is_zero() -> None:
+    logits, labels = torch.randn(1, 3, 5), torch.full((1, 3), -100)
+    for count in (None, 0, torch.tensor(0)):
+        assert parallelize_module.next_token_loss(logits, labels, num_items_in_batch=count).item() == 0
 
 
 # --- the mesh --------------------------------------------------------------------------------------------

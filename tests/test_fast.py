@@ -305,6 +305,13 @@ def test_it_compiles_as_it_is() -> None:
     assert len(compiled) <= 4  # two sizes, or any, of both
 
 
+def test_only_a_cpu_takes_chunks_through_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat_adam, "_compiled", lambda backend: backend)
+    chosen = {d: flat_adam._adam_pass(torch.device(d), None) for d in ("cpu", "cuda")}
+    assert chosen == {"cpu": flat_adam._adam_in_chunks, "cuda": flat_adam.adam}
+    assert flat_adam._adam_pass(torch.device("cuda"), "inductor") == "inductor"  # type: ignore[comparison-overlap]
+
+
 def test_states_go_in_and_out() -> None:
     """A state from one pass loads into masters one by one, and the other way round, and training goes on."""
     runs: list[tuple[Net, Any]] = []

@@ -464,13 +464,12 @@ def test_gradients_set_by_hand_are_gradients_and_what_dies_later_is_not_recorded
     assert recorder.profile() == profile
 
 
-@pytest.mark.parametrize("method", ["tensors_by_category", "held"])  # the second is its older name
-def test_tensors_that_an_optimizer_lists_count_in_the_category_that_it_says(method: str) -> None:
+def test_tensors_that_an_optimizer_lists_count_in_the_category_that_it_says() -> None:
     model = nn.Linear(4, 4, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with hpnb.record.memory(model, optimizer) as recorder:
         masters, shard = torch.ones(100), torch.ones(10)
-        vars(optimizer)[method] = lambda: {"optimizer": [masters], "gradients": [shard]}
+        vars(optimizer)["tensors_by_category"] = lambda: {"optimizer": [masters], "gradients": [shard]}
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
     assert recorder.profile().samples[-1].optimizer == masters.nbytes == 400
@@ -632,10 +631,10 @@ def test_what_is_apart_and_what_waits_is_cut_out_of_the_spans_around_it() -> Non
 
 
 def test_traffic_counts_what_torch_distributed_does_not_see() -> None:
-    from hpnb.record.traffic import sent
+    from hpnb.record.traffic import count_send
 
-    sent("pp", 1.0, (0, 1))  # nobody counts
+    count_send("pp", 1.0, (0, 1))  # nobody counts
     with hpnb.record.traffic() as outer, hpnb.record.traffic() as inner:
-        sent("pp", 10.0, (0, 1))
-    sent("pp", 1.0, (0, 1))
+        count_send("pp", 10.0, (0, 1))
+    count_send("pp", 1.0, (0, 1))
     assert (outer.bytes["pp"], inner.calls["pp"], inner.messages[0].peer) == (10.0, 1, 1)

@@ -4,6 +4,7 @@ context = hpnb.context_parallel.parallelize(model, mesh.cp, "ring")
 outputs = model(**context.shard_batch(batch))
 
 shard_patches    the tokens of a ViT, whose class token every rank's classifier gets
+shard_timm_vit   the same for a ViT of timm
 shard_sequence   which tokens a rank has: contiguous, or zigzag for equal causal work
 visibility       which keys a query sees, and which blocks are computed
 blockwise        attention to one block of keys, and how two blocks are merged

@@ -1,17 +1,17 @@
-"""All-gather: every rank gathers the keys and values of all ranks, and computes its own queries.
+r"""All-gather: every rank gathers the keys and values of all ranks, and computes its own queries.
 
     cp = 2, zigzag            all keys, in the order of the sequence
                               0 1    2 3    4 5    6 7
-    queries of rank 0   0 1   \\\\     .      .      .           \\\\ a triangle
-                        6 7   all    all    all    \\\\          .  nothing
-    queries of rank 1   2 3   all    \\\\     .      .
-                        4 5   all    all    \\\\     .
+    queries of rank 0   0 1   \\     .      .      .           \\  a triangle
+                        6 7   all    all    all    \\          .   nothing
+    queries of rank 1   2 3   all    \\     .      .
+                        4 5   all    all    \\     .
 
 A chunk of queries has two blocks at most, whatever cp is: all keys before it, and a triangle. A ring has one
-or two for each of cp steps, and its kernels are shorter. In return nothing is computed while keys and values
-travel, and a rank has those of the whole sequence for the time of one attention. They are not kept: the
-backward gathers them once more, and reduce-scatters their gradients. Each rank sends, for its n bytes of keys
-and values in w bytes a value, what a ring sends:
+or two for each of cp steps, and each of its kernels has less work. In return nothing is computed while keys
+and values travel, and a rank has those of the whole sequence for the time of one attention. They are not
+kept: the backward gathers them once more, and reduce-scatters their gradients. Each rank sends, for its n
+bytes of keys and values in w bytes a value, what a ring sends:
 
     forward     (cp - 1) n
     backward    (cp - 1) n  +  (cp - 1) n max(w, 4) / w of gradients, in float32 or wider

@@ -116,8 +116,8 @@ class ContextParallel:
         token_mask: (B, s / cp) of the batch at hand: 0 for padding.
         keeps_mask: whether a batch that is sharded has this as its attention_mask, for a loss that leaves
             padding out. No attention reads it.
-        count_tokens: of a ViT, which shards its tokens itself: how many an image of a batch has.
-        length: of a ViT: as many, in the batch at hand.
+        count_tokens: of a ViT, which shards its tokens itself: how many tokens an image of a batch has.
+        length: of a ViT: how many tokens an image of the batch at hand has.
         images: of a ViT: what a batch calls its images.
         inputs: what the model's forward takes by name. The first batch with another entry (B, s, ...) gives a
             warning, since that is not shifted as labels are. None warns of nothing.
@@ -247,7 +247,9 @@ class ContextParallel:
         if self.mode == "ulysses":
             return ulysses_attention(query, key, value, self.axis, visible, scale, softcap)
         width = max(key.size(-1), value.size(-1))  # latent attention's differ, and travel as one tensor
-        q, k, v = (F.pad(t, (0, width - t.size(-1))) for t in (query, key, value))
+        q, k, v = (  # a pad by 0 would copy
+            t if t.size(-1) == width else F.pad(t, (0, width - t.size(-1))) for t in (query, key, value)
+        )
         over_ranks = ring_attention if self.mode == "ring" else all_gather_attention
         return over_ranks(q, k, v, ring, visible, scale, softcap)[..., : value.size(-1)]
 
@@ -281,7 +283,7 @@ def next_token_loss(
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.size(-1))
     total = F.cross_entropy(wide, targets, ignore_index=ignore_index, reduction="sum")
     count = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
-    return total / (count.clamp(min=1) if isinstance(count, torch.Tensor) else count)
+    return total / (count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1))
 
 
 class _LossOfShifted:

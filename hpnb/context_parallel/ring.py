@@ -11,9 +11,11 @@ Each rank merges the block of a step into a running output O and log-sum-exp L o
 
     L' = log(exp L + exp L_block)      O' = exp(L - L') O + exp(L_block - L') O_block
 
-After cp steps every query has met every key. A rank holds at most two blocks at a time, beside the keys and
-values of its tokens (Liu et al. 2023, "Ring attention with blockwise transformers", arXiv 2310.01889). It
-sends cp - 1 messages forward and 2 (cp - 1) backward. For n bytes of keys and values, w bytes a value:
+After cp steps every query has met every key. In the forward a rank holds at most two blocks at a time, beside
+the keys and values of its tokens (Liu et al. 2023, "Ring attention with blockwise transformers", arXiv
+2310.01889). In the backward it holds up to four gradients of blocks as well: that of its own block, that of
+this step's block, the one that leaves and the one that arrives. It sends cp - 1 messages forward and
+2 (cp - 1) backward. For n bytes of keys and values, w bytes a value:
 
     forward     (cp - 1) n
     backward    (cp - 1) n                  keys and values once more
@@ -183,8 +185,8 @@ class _RingAttention(torch.autograd.Function):
         local_grad = dblock = torch.empty(0)  # local_grad: of this rank's block, by this rank's queries
         for step in range(ranks):
             arriving = ring.pass_on(block) if step < ranks - 1 else None
-            # Rank r - 1 had this block one step ago, and its sum arrives now. In step 1 the sum is empty:
-            # the rank that has the keys keeps its summand until the end (`local_grad`).
+            # Rank r - 1 had this block one step ago, and its sum arrives now. In step 1 nothing arrives:
+            # rank r - 1 has that block's first summand and keeps it until the end (`local_grad`).
             coming = ring.pass_on(dblock) if step > 1 else None
             block_grad = torch.zeros_like(block, dtype=lse.dtype)
             for pair in ring.pairs((rank - step) % ranks, visible, q.device, fused):
@@ -192,7 +194,7 @@ class _RingAttention(torch.autograd.Function):
             if step == 0:
                 local_grad = block_grad
             else:
-                dblock = block_grad if coming is None else block_grad + coming()
+                dblock = block_grad if coming is None else block_grad.add_(coming())
             if arriving is not None:
                 block = arriving()
         if ranks > 1:

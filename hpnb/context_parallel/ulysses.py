@@ -62,13 +62,18 @@ def ulysses_attention(
     all_tokens = Chunk(0, q.size(TOKENS))
     keys = visible.without_padding(all_tokens)
     k, v = (x[:, :, : keys.size] for x in (k, v))  # queries of padding stay: their outputs are not used
-    if softcap is None and visible.runs is not None:  # packed texts: by the ring's blocks, on one rank
+    is_causal = visible.is_triangle(all_tokens, keys)
+    mask = None if is_causal and softcap is None else visible.mask(all_tokens, keys, slice(None), q.device)
+    if softcap is not None:
+        out = block_forward(q, k, v, scale, mask, softcap)[0].to(q.dtype)
+    elif visible.runs is not None:  # packed texts: by the ring's blocks, on one rank
         out = local_attention(q, k, v, axis, visible, scale)
-    elif softcap is None and visible.is_triangle(all_tokens, keys):
-        out = _attention(q, k, v, scale, is_causal=True)
     else:
-        mask = visible.mask(all_tokens, keys, slice(None), q.device)
-        out = _masked_attention(q, k, v, mask, scale, softcap)
+        mask = None if mask is None else mask[:, 0]  # (B, 1, s, s)
+        grouped = q.size(HEADS) != k.size(HEADS)
+        out = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
+        )
     return comm.all_to_all(out, axis, split_dim=TOKENS, concat_dim=HEADS)[:, :heads]
 
 
@@ -78,28 +83,3 @@ def too_few_heads_message(heads: int, ranks: int) -> str:
         f"Ulysses gives each of {ranks} ranks a head, and an attention has {heads} on a rank; use "
         f"cp_size={heads}{' or less' if heads > 1 else ''}, or context_parallel='ring'"
     )
-
-
-def _masked_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
-) -> torch.Tensor:
-    if softcap is not None:
-        return block_forward(q, k, v, scale, mask, softcap)[0].to(q.dtype)
-    return _attention(q, k, v, scale, None if mask is None else mask[:, 0])  # (B, 1, s, s)
-
-
-def _attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    mask: torch.Tensor | None = None,
-    is_causal: bool = False,
-) -> torch.Tensor:
-    grouped = q.size(HEADS) != k.size(HEADS)
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)

@@ -1,11 +1,11 @@
-"""Which keys a query sees, and so which blocks of queries and keys an attention computes.
+r"""Which keys a query sees, and so which blocks of queries and keys an attention computes.
 
     zigzag, cp = 2, causal            keys of rank 0     keys of rank 1
                                       0 1   6 7          2 3   4 5
-    queries of rank 0     0 1         \\\\   .            .     .          \\\\ a triangle
-                          6 7         all   \\\\          all   all        .   nothing
-    queries of rank 1     2 3         all   .            \\\\   .
-                          4 5         all   .            all   \\\
+    queries of rank 0     0 1         \\    .            .     .          \\  a triangle
+                          6 7         all   \\           all   all        .   nothing
+    queries of rank 1     2 3         all   .            \\    .
+                          4 5         all   .            all   \\
 
 A fused kernel computes a triangle or a block in which all see all. So neighbouring blocks are joined: this
 rank's own four become one triangle, and two that see all become one.

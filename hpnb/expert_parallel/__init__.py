@@ -7,6 +7,7 @@ router         is the model's own: it says which k experts each token goes to, a
 dispatch       a permutation: rows sorted by expert, an uneven all-to-all, and back to be combined
 parallelize    the experts of a model of transformers
 load_balance   the balancing loss over all ranks; a selection bias instead of a loss; the imbalance
+router_sums    the balancing loss of layers on several pipeline stages
 """
 
 from hpnb.expert_parallel.dispatch import Dispatch, combine_rows, dispatch_rows, plan_dispatch

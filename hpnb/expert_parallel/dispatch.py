@@ -9,9 +9,9 @@
 A row is a copy of a token's hidden state, one for each of its k experts. Sorted by expert, rows are sorted by
 rank as well, so one uneven all-to-all (`comm.exchange_rows`) moves them. First the ranks exchange how many
 rows each expert gets. No row is dropped or padded, however uneven the routing is. Results travel back by the
-same all-to-all with its sizes exchanged, and each token adds up its k rows, times the router's weights, which
-never leave their rank. The backward sends the same bytes once more. Lepikhin et al. 2020 (GShard, arXiv
-2006.16668) dispatch so with a capacity; Gale et al. 2022 (arXiv 2211.15841) without.
+same all-to-all with sent and received sizes swapped, and each token adds up its k rows, times the router's
+weights, which never leave their rank. The backward sends the same bytes once more. Lepikhin et al. 2020
+(GShard, arXiv 2006.16668) dispatch so with a capacity; Gale et al. 2022 (arXiv 2211.15841) without.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Dispatch:
 
 @torch.no_grad()
 def plan_dispatch(chosen: torch.Tensor, num_experts: int, axis: Axis) -> Dispatch:
-    """Sort rows by expert and agree on sizes. All ranks of `axis` call it.
+    """Sort rows by expert and agree on sizes. All ranks of `axis` call it, and all raise if one must.
 
     Args:
         chosen: (n, k): the experts of each token, 0 to num_experts - 1.
@@ -63,6 +63,7 @@ def plan_dispatch(chosen: torch.Tensor, num_experts: int, axis: Axis) -> Dispatc
     # Not bincount, whose shape depends on values: on a GPU the CPU would wait for it.
     bounds = torch.searchsorted(by_expert, torch.arange(num_experts + 1, device=flat.device).to(flat))
     counts = bounds.diff()  # (E,)
+    counts = torch.where(counts.sum() == len(flat), counts, -1)  # what tells all ranks of a wrong number
     by_rank = counts.view(axis.size, -1)  # (ep, E / ep)
     received = by_rank
     if axis.size > 1:
@@ -71,11 +72,11 @@ def plan_dispatch(chosen: torch.Tensor, num_experts: int, axis: Axis) -> Dispatc
             message = dist.all_to_all_single(received, by_rank.contiguous(), group=axis.group, async_op=True)
             wait_for(message, counts.nbytes * (axis.size - 1) // axis.size)
     sizes = torch.stack([by_rank.sum(1), received.sum(1)]).tolist()  # the only place where the CPU waits
-    if sum(sizes[0]) != len(flat):
-        wrong = next(expert for expert in flat.tolist() if not 0 <= expert < num_experts)
-        raise ValueError(
-            f"a router chose expert {wrong} of {num_experts}; use numbers from 0 to {num_experts - 1}"
-        )
+    if min(*sizes[0], *sizes[1]) < 0:
+        wrong = [expert for expert in flat.tolist() if not 0 <= expert < num_experts]
+        who = "a router" if wrong else f"a router on rank {sizes[1].index(min(sizes[1]))} of axis {axis.name}"
+        which = f"expert {wrong[0]}" if wrong else "an expert that is none"
+        raise ValueError(f"{who} chose {which} of {num_experts}; use numbers from 0 to {num_experts - 1}")
     local_experts = torch.arange(by_rank.size(1), device=flat.device).repeat(axis.size)
     experts = local_experts.repeat_interleave(received.reshape(-1), output_size=sum(sizes[1]))
     return Dispatch(order, counts, tuple(sizes[0]), tuple(sizes[1]), experts)

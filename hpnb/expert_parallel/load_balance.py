@@ -1,6 +1,6 @@
 """Keep experts equally busy: by a loss over the tokens of all ranks, or by a bias without a loss.
 
-    f_e   share of the tokens that chose expert e, times k          P_e   mean router probability of expert e
+    f_e   share of the tokens that chose expert e          P_e   mean router probability of expert e
 
     balancing loss   E sum_e f_e P_e           Fedus et al. 2021 (Switch, arXiv 2101.03961), section 2.2
     selection bias   b_e += rate sign(mean load - load_e)        Wang et al. 2024 (arXiv 2408.15664)
@@ -61,7 +61,7 @@ def share_balancing_loss(model: nn.Module, axis: Axis) -> bool:
     `aux_loss` too, on its last stage (`router_sums.py`), and leaves it to the loss function to add it.
 
     Returns:
-        Whether it adds one (config.output_router_logits, and router_aux_loss_coef above 0).
+        Whether it adds one: config.output_router_logits, and a router_aux_loss_coef, be it 0.
     """
     config = getattr(model, "config", None)
     adds = getattr(config, "output_router_logits", False) and hasattr(model, "router_aux_loss_coef")
@@ -131,9 +131,10 @@ class ExpertLoads:
             {name of a layer: (E,) on the CPU}.
         """
         counted, by_layer = self.experts.clear_tokens(), {}
-        for name in self.experts.num_experts:
-            if name in counted:  # a stage of a pipeline has some of the layers
-                by_layer[name] = comm.all_reduce(counted[name], self.axis).cpu()
+        names = [name for name in self.experts.num_experts if name in counted]  # of a pipeline stage's layers
+        if names:
+            total = comm.all_reduce(torch.cat([counted[name] for name in names]), self.axis).cpu()
+            by_layer = dict(zip(names, total.split([len(counted[name]) for name in names]), strict=True))
         self.steps.append(by_layer)
         return by_layer
 
@@ -186,11 +187,13 @@ class SelectionBias:
         return {name: module.get_buffer(attribute) for name, (module, attribute) in self._owners.items()}
 
     def widen(self) -> None:
-        """Undo a cast of the biases to 16 bits, where a step of 0.001 is lost once a bias exceeds 0.25."""
+        """Undo a cast of the biases to 16 bits, where a step of 0.001 is lost above 0.5 (bf16) or above 4
+        (fp16). The first call restores them exactly, and a later one leaves what the cast has rounded."""
         for name, bias in self.biases.items():
-            (module, attribute), given = self._owners[name], self._as_given[name]
+            module, attribute = self._owners[name]
             if bias.dtype in (torch.float16, torch.bfloat16) and bias.device.type != "meta":
-                module._buffers[attribute] = given.to(bias.device, torch.float32)
+                exact = self._as_given.get(name, bias)
+                module._buffers[attribute] = exact.to(bias.device, torch.float32)
         self._as_given.clear()
 
     @torch.no_grad()

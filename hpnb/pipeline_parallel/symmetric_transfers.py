@@ -26,7 +26,7 @@ import torch.distributed as dist
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel.transfers import MessageQueue, PendingReceive, Route, TensorSpec
 from hpnb.record.recorder import begin_communication
-from hpnb.record.traffic import sent
+from hpnb.record.traffic import count_send
 from hpnb.symmetric_memory import SymmetricMemory, open_symmetric_memory, share_a_node
 
 SLOTS = 4  # messages of one queue that may lie in the receiver's memory
@@ -107,7 +107,7 @@ class SymmetricQueue:
             for tensor, view in zip(tensors, views, strict=True):
                 ended = begin_communication("send", self.axis.name, tensor.nbytes, self._ranks)
                 view.copy_(tensor, non_blocking=True)
-                sent(self.axis.name, tensor.nbytes, self._ranks)
+                count_send(self.axis.name, tensor.nbytes, self._ranks)
                 if ended is not None:
                     ended()
                 tensor.record_stream(self._stream)

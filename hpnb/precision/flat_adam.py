@@ -17,9 +17,9 @@ nothing.
     masters    |  a  |pad|    b    |  c  |pad        float32, and two more like it: m, v
     weights    |  a  |pad|    b    |  c  |pad        16 bits, if they may move; else 4 bytes more, copied
 
-`adam` is ten lines of PyTorch. On a GPU torch.compile makes one kernel of it. On a CPU it runs as it is, over
-chunks that stay in the cache. Kingma & Ba 2015 (arXiv 1412.6980); Loshchilov & Hutter 2019 (arXiv
-1711.05101).
+`adam` is ten lines of PyTorch. On a GPU torch.compile makes one kernel of it, if `flatten` gets a backend. On
+a CPU it runs as it is, over chunks that stay in the cache. Kingma & Ba 2015 (arXiv 1412.6980); Loshchilov &
+Hutter 2019 (arXiv 1711.05101).
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ def adam(
     coupled: bool,
 ) -> None:
     """One pass, in place. w16, g, w, m, v: (n / ROW, ROW); c: (); numbers: (8,), from `_coefficients`."""
-    step_size, keep, decay, a1, b2, a2, root, eps = numbers.unbind()
+    step_size, keep, decay, one_minus_b1, b2, one_minus_b2, v_correction, eps = numbers.unbind()
     g = g.to(w.dtype) * c
     if coupled:  # Adam's decay; AdamW's leaves gradients alone
         g = g + decay * w
     else:
         w.mul_(keep)
-    m.lerp_(g, a1)
-    v.mul_(b2).add_(a2 * g * g)
-    w.sub_(step_size * m / (v.sqrt() * root + eps))
+    m.lerp_(g, one_minus_b1)
+    v.mul_(b2).add_(one_minus_b2 * g * g)
+    w.sub_(step_size * m / (v.sqrt() * v_correction + eps))
     w16.copy_(w)
 
 
@@ -70,8 +70,8 @@ def _coefficients(group: dict[str, Any], t: float) -> list[float]:
     (b1, b2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
     corrected = group.get("bias_correction", True)
     step_size = lr / (1 - b1**t) if corrected else lr
-    root = 1 / sqrt(1 - b2**t) if corrected else 1.0
-    return [step_size, 1 - lr * decay, decay, 1 - b1, b2, 1 - b2, root, group["eps"]]
+    v_correction = 1 / sqrt(1 - b2**t) if corrected else 1.0
+    return [step_size, 1 - lr * decay, decay, 1 - b1, b2, 1 - b2, v_correction, group["eps"]]
 
 
 @cache
@@ -86,13 +86,19 @@ def _adam_in_chunks(*arguments: Any) -> None:
         adam(*chunks, *scalars)
 
 
+def _adam_pass(device: torch.device, backend: str | None) -> AdamPass:
+    if backend is not None:
+        return _compiled(backend)
+    return _adam_in_chunks if device.type == "cpu" else adam  # a GPU has no cache that chunks would fit
+
+
 class FlatAdam:
     """Steps the parameters whose optimizer is Adam, for `Masters`. Those of one group, dtype and device are a
     `FlatGroup`.
 
     Args:
         kinds: classes of optimizers whose step is Adam's; a subclass may do something else.
-        backend: of torch.compile for parameters on GPUs, such as "inductor"; None compiles nothing.
+        backend: of torch.compile, such as "inductor"; None compiles nothing.
         move_weights: weights move into flat tensors too. Their Parameters stay the same objects.
     """
 
@@ -219,7 +225,7 @@ class FlatGroup:
         self.steps[torch.tensor(indices)] += 1
         counts = self.steps.tolist()
         c = _to_device(torch.as_tensor(coefficient, dtype=dtype), device)
-        adam_pass = _adam_in_chunks if backend is None else _compiled(backend)
+        adam_pass = _adam_pass(device, backend)
         coefficients = {
             count: _to_device(torch.tensor(_coefficients(group, count), dtype=dtype), device)
             for count in {counts[i] for i in indices}

@@ -25,7 +25,7 @@ from hpnb.precision.flat_adam import FlatAdam
 class Masters:
     """Gives an optimizer master weights. It stays the same object, so a scheduler made before stays attached.
 
-    Its groups keep the model's parameters, and its state stays keyed by them. A step runs on a double: the
+    Its groups keep the model's parameters, and its state stays keyed by them. A step runs on a stand-in: the
     same optimizer and state, with masters instead of parameters. So an error in a step leaves the groups as
     they were. A parameter as wide as `dtype` needs no master, and one without a gradient is left alone.
 
@@ -130,7 +130,8 @@ class Masters:
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy weights that others have written (a checkpoint, a broadcast) to masters. A step does so by
-        itself.
+        itself, except for what was written through `.data`, which PyTorch does not count as a change: call
+        this after it, or the next step undoes it.
 
         It goes element by element: a weight that is its master rounded leaves the master, which has more
             digits.
@@ -157,16 +158,16 @@ class Masters:
         self._master[p], self._parameter[master], self._versions[p] = master, p, p._version
         return master
 
-    def _double(self, optimizer: Optimizer, without: Collection[torch.Tensor] = ()) -> Optimizer:
-        """A double of `optimizer` with masters instead of parameters. Both share their states."""
-        double = object.__new__(type(optimizer))
-        vars(double).update(vars(optimizer))
+    def _stand_in(self, optimizer: Optimizer, without: Collection[torch.Tensor] = ()) -> Optimizer:
+        """A stand-in for `optimizer` with masters instead of parameters. Both share their states."""
+        stand_in = object.__new__(type(optimizer))
+        vars(stand_in).update(vars(optimizer))
         groups = optimizer.param_groups
-        double.param_groups = [
+        stand_in.param_groups = [
             {**group, "params": [self.of(p) for p in group["params"] if p not in without]} for group in groups
         ]
-        double.state = defaultdict(dict, {self.of(p): state for p, state in optimizer.state.items()})
-        return double
+        stand_in.state = defaultdict(dict, {self.of(p): state for p, state in optimizer.state.items()})
+        return stand_in
 
     # --- a step ------------------------------------------------------------------------------
 
@@ -174,7 +175,7 @@ class Masters:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if optimizer is not self._optimizer():
-            return None  # the double, in a step that calls its superclass's step
+            return None  # the stand-in, in a step that calls its superclass's step
         if kwargs.get("closure") is not None or any(callable(a) for a in args[1:]):
             raise ValueError(
                 f"{type(optimizer).__name__}.step(closure) cannot step masters: gradients must be there "
@@ -187,7 +188,7 @@ class Masters:
             self._flatten_new(optimizer)
             stepped = self._flat.step(optimizer, self.coefficient)
         self._take_gradients(optimizer, stepped)
-        return (self._double(optimizer, stepped), *args[1:]), kwargs
+        return (self._stand_in(optimizer, stepped), *args[1:]), kwargs
 
     @torch.no_grad()
     def _take_gradients(self, optimizer: Optimizer, stepped: Collection[torch.Tensor]) -> None:
@@ -216,13 +217,13 @@ class Masters:
         for _, master in stepped:
             master.grad = None
         self.note()
-        # What the step has noted on the double, in its groups and in its state belongs to the optimizer.
-        double: Optimizer = args[0]
-        noted = {k: v for k, v in vars(double).items() if k not in ("param_groups", "state")}
+        # What the step has noted on the stand-in, in its groups and in its state belongs to the optimizer.
+        stand_in: Optimizer = args[0]
+        noted = {k: v for k, v in vars(stand_in).items() if k not in ("param_groups", "state")}
         vars(optimizer).update(noted)
-        for group, new in zip(optimizer.param_groups, double.param_groups, strict=True):
+        for group, new in zip(optimizer.param_groups, stand_in.param_groups, strict=True):
             group.update({k: v for k, v in new.items() if k != "params"})
-        optimizer.state.update({self._parameter.get(k, k): state for k, state in double.state.items()})
+        optimizer.state.update({self._parameter.get(k, k): state for k, state in stand_in.state.items()})
 
     # --- saving and loading ------------------------------------------------------------------
 
@@ -239,10 +240,10 @@ class Masters:
         saved = {p: masters[i] for i, p in _numbered(optimizer, state_dict) if i in masters}
         for p in saved:
             self._make_master(p)
-        # PyTorch casts state to the dtype of its parameter, so it is loaded into the double.
-        double = self._double(optimizer)
-        Optimizer.load_state_dict(double, state_dict)
-        self._loaded = saved, dict(double.state)
+        # PyTorch casts state to the dtype of its parameter, so it is loaded into the stand-in.
+        stand_in = self._stand_in(optimizer)
+        Optimizer.load_state_dict(stand_in, state_dict)
+        self._loaded = saved, dict(stand_in.state)
         return {**state_dict, "state": {}}
 
     @torch.no_grad()

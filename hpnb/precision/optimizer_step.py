@@ -31,8 +31,8 @@ class OptimizerStepResult:
 
     Attributes:
         stepped: False if a gradient had overflowed on any rank of the axes.
-        norm: (), of all gradients before clipping, unscaled; None without clipping. It stays on the device,
-            so that the CPU need not wait for it.
+        norm: (), of all gradients before clipping, unscaled; None without clipping and after a skipped step.
+            It stays on the device, so that the CPU need not wait for it.
         scale: what the loss had been multiplied by.
     """
 

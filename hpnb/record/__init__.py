@@ -2,12 +2,10 @@
 
 from hpnb.record.memory_budget import OutOfBudget, Survivors
 from hpnb.record.memory_profile import CATEGORIES, MemoryProfile, MemorySample
+from hpnb.record.memory_recorder import MemoryRecorder, memory
 from hpnb.record.recorder import Recorder, timeline
 from hpnb.record.timeline import Event, Timeline
 from hpnb.record.traffic import Message, Traffic, ring_bytes, traffic
-
-# Last, for the name of a recorder is also the name of its file.
-from hpnb.record.memory_recorder import MemoryRecorder, memory  # isort: skip
 
 __all__ = [
     "CATEGORIES",

@@ -96,8 +96,8 @@ def memory(
     if device is not None:
         device = _checked_device(device)
     first = next((p for module in modules for p in module.parameters()), None)
-    models = this_device() if first is None else first.device
-    where = models if device is None else torch.device(device)
+    device_of_model = this_device() if first is None else first.device
+    where = device_of_model if device is None else torch.device(device)
     recorder = MemoryRecorder(modules, optimizer, where, budget)
     with recorder._watching():
         yield recorder
@@ -347,8 +347,7 @@ class MemoryRecorder(TorchDispatchMode):
         if optimizer is None:
             return
         by_category: list[dict[str, Iterable[Any]]] = [{"optimizer": tree_leaves(dict(optimizer.state))}]
-        # An optimizer from outside may still call its method by the older name, held().
-        list_tensors = getattr(optimizer, "tensors_by_category", None) or getattr(optimizer, "held", None)
+        list_tensors = getattr(optimizer, "tensors_by_category", None)
         if callable(list_tensors):
             by_category.append(list_tensors())
         for tensors in by_category:

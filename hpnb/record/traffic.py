@@ -4,9 +4,9 @@
         step()
     t.bytes["tp"], t.calls["tp"]
 
-Every call of torch.distributed that is made inside is counted, whoever makes it: hpnb, PyTorch, or you; and
-what hpnb's pipelines write straight into another GPU's memory. Only hpnb's comparisons of the first batches
-and of optimizers, which are made once, are left out.
+Every call of torch.distributed that this thread and its backward passes make inside is counted, be it hpnb's,
+PyTorch's or yours; and what hpnb's pipelines write straight into another GPU's memory. Only hpnb's
+comparisons of the first batches and of optimizers, which are made once, are left out.
 Bytes are counted as a ring would move them, whatever algorithm the backend picks, so a count is the same
 on every machine. With p ranks in the group and n bytes of the full tensor (the gathered result of a gather,
 the input of a scatter),
@@ -60,7 +60,8 @@ class _Tally(dict[str, float]):
 class Traffic:
     """What left this rank: bytes and calls by axis, and the messages in order.
 
-    The group of all ranks, which belongs to no axis, is counted under "world".
+    The group of all ranks, which belongs to no axis, is counted under "world", and so is every group that was
+    made without a description.
     """
 
     bytes: dict[str, float] = field(default_factory=_Tally)
@@ -95,7 +96,7 @@ def traffic() -> Iterator[Traffic]:
     counted = Traffic()
 
     def observe(group: dist.ProcessGroup, op: str, nbytes: int, peer: int, leaving: float | None) -> None:
-        if _checks:
+        if _uncounted:
             return
         ranks = tuple(dist.get_process_group_ranks(group))
         sent = ring_bytes(op, nbytes, len(ranks)) if leaving is None else leaving
@@ -112,20 +113,20 @@ def traffic() -> Iterator[Traffic]:
 
 
 _counting: list[Traffic] = []
-_checks: list[bool] = []  # of hpnb, that are under way
+_uncounted: list[bool] = []  # of hpnb, that are under way
 
 
 @contextmanager
 def uncounted() -> Iterator[None]:
     """What this process sends inside is a check that hpnb makes once, and no part of anybody's traffic."""
-    _checks.append(True)
+    _uncounted.append(True)
     try:
         yield
     finally:
-        _checks.pop()
+        _uncounted.pop()
 
 
-def sent(axis: str, nbytes: float, group: tuple[int, int]) -> None:
+def count_send(axis: str, nbytes: float, group: tuple[int, int]) -> None:
     """Count a send that torch.distributed does not see, from the first rank of `group` to the second."""
     for counted in _counting:
         counted.add(Message(axis, "send", nbytes, group, group[1]))
@@ -233,7 +234,7 @@ class _Counter(TorchDispatchMode):
         if any(is_traceable_wrapper_subclass_type(t) for t in types):
             return NotImplemented  # a DTensor's operator comes again, as those that it is made of
         # Read before the call: some backends resize or release arguments.
-        if not _checks and func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
+        if not _uncounted and func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
             name = func._schema.name
             if name in _OPERATORS:
                 self._count(name, (*args, *(kwargs or {}).values()))
@@ -277,6 +278,7 @@ def _group(name: str, args: tuple[Any, ...]) -> dist.ProcessGroup:
 
 
 def _axis(group: dist.ProcessGroup) -> str:
-    # A mesh gives its groups the name of their axis. The group of everybody has a name of PyTorch's.
+    # A mesh gives its groups the name of their axis. PyTorch calls the group of all ranks "default_pg", and a
+    # group that somebody made without a description "undefined".
     name = group.group_desc
     return "world" if name in ("default_pg", "undefined", "") else name

@@ -14,13 +14,19 @@ from typing import Any
 import pytest
 import torch
 from tensor_cases import gpt2, text
+from torch import nn
 from torch.utils._pytree import tree_leaves
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
 import hpnb
 from hpnb import Layout, Mesh
 from hpnb.tensor_parallel import full_gradients, parallelize
+from hpnb.tensor_parallel.activation_layout import ActivationLayout
+from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
 from hpnb.tensor_parallel.lazy_logits import with_lazy_logits
+from hpnb.tensor_parallel.mode import check_ranks
+from hpnb.tensor_parallel.tp_grid import GridMode
+from hpnb.tensor_parallel.tp_grid_layers import GridLinear, SharedInputLinears
 
 
 @pytest.fixture(scope="module")
@@ -110,10 +116,10 @@ def logits_of_all_reads() -> dict[str, float]:
     model, batch = parallelize(gpt2(), tensor_axis()), text(0)
     with torch.no_grad():
         plain = gpt2()(**batch).logits
-        found = {name: read(model(**batch)) for name, read in READS.items()}
+        by_read = {name: read(model(**batch)) for name, read in READS.items()}
     return {
         name: float((z - plain).abs().max()) if z.shape == plain.shape else torch.inf
-        for name, z in found.items()
+        for name, z in by_read.items()
     }
 
 
@@ -130,3 +136,99 @@ def test_a_loss_that_is_computed_when_read_comes_first() -> None:
         outputs = with_lazy_logits(plain, lambda z: z, lambda z: z.sum())
         assert read(outputs) == 24
         assert outputs.to_tuple()[1] is plain.logits
+
+
+# --- what is refused changes nothing, and values are those of the first rank ---
+
+
+def refused_and_tried_again(what: str) -> tuple[str, bool, tuple[int, ...]]:
+    """(message, whether the model is as before, the shape of a shard after what is wrong is mended)."""
+    model: Any = gpt2()
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    if what == "gradient":
+        if hpnb.rank() == 1:
+            model.transformer.ln_f.weight.grad = torch.ones(48, dtype=torch.float64)
+    else:
+        model.transformer.wte.max_norm = 1.0
+    with pytest.raises(ValueError) as error:
+        parallelize(model, tensor_axis())
+    after = dict(model.named_parameters())
+    same = before.keys() == after.keys() and all(torch.equal(p, after[n]) for n, p in before.items())
+    model.zero_grad()
+    model.transformer.wte.max_norm = None
+    shape = parallelize(model, tensor_axis()).transformer.h[0].mlp.c_fc.weight.shape  # type: ignore
+    return str(error.value), same, tuple(shape)
+
+
+@pytest.mark.parametrize("what", ["gradient", "max_norm"])
+def test_a_refused_model_is_as_before_on_all_ranks(two: hpnb.Ranks, what: str) -> None:
+    results = two.run(refused_and_tried_again, what)
+    assert [result[1:] for result in results] == [(True, (48, 96))] * 2
+    if what == "gradient":
+        assert "on another rank of tp, a parameter has a gradient" in results[0][0]
+        assert "transformer.ln_f.weight has a gradient" in results[1][0]
+    else:
+        assert all("max_norm" in message for message, *_ in results)
+
+
+def buffers_of_each_rank() -> dict[str, list[float]]:
+    model: Any = gpt2()
+    block, rank = model.transformer.h[0], float(hpnb.rank())
+    block.register_buffer("mean", torch.full((3,), rank))
+    block.register_buffer("float64", torch.full((2,), rank, dtype=torch.float64))
+    block.register_buffer("num_batches", torch.tensor(int(rank)))
+    block.register_buffer("not_saved", torch.full((1,), rank), persistent=False)
+    parallelize(model, tensor_axis())
+    names = ("mean", "float64", "num_batches", "not_saved")
+    return {name: getattr(block, name).reshape(-1).tolist() for name in names}
+
+
+def test_buffers_of_the_state_dict_are_those_of_the_first_rank(two: hpnb.Ranks) -> None:
+    first, second = two.run(buffers_of_each_rank)
+    assert first.pop("not_saved") == [0]
+    assert second.pop("not_saved") == [1]  # what a constructor computes, and no checkpoint has
+    assert first == second == {"mean": [0, 0, 0], "float64": [0, 0], "num_batches": [0]}
+
+
+# --- grids ---
+
+
+def test_linears_share_an_input_only_as_it_was() -> None:
+    def multiply(x: torch.Tensor, weights: Any, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(x @ w.t() for w in weights)
+
+    group = SharedInputLinears(multiply, ReplicatedGradSum([]), False, False)
+    q, k = (GridLinear(nn.Linear(4, 4, bias=False), group) for _ in range(2))
+    x = torch.randn(2, 4)
+    q(x)
+    x.add_(1)
+    assert torch.equal(k(x), x @ k.weight.t())
+    with torch.no_grad():
+        q(x)
+    assert k(x).requires_grad
+
+
+def test_only_arguments_with_an_entry_per_sample_are_narrowed() -> None:
+    axis: Any = SimpleNamespace(size=2, rank=1)
+    mode: Any = SimpleNamespace(inner_layout=ActivationLayout((axis,), axis))
+    hidden = torch.zeros(2, 6, 4)  # of 4 samples
+
+    def narrow(mask: torch.Tensor, ids: torch.Tensor) -> tuple[tuple[int, ...], ...]:
+        named = {"attention_mask": mask, "position_ids": ids}
+        (_, positional), by_name = GridMode._narrow_mask(mode, nn.Identity(), (hidden, mask), named)
+        by_keyword = GridMode._narrow_mask(mode, nn.Identity(), (), {"hidden": hidden, **named})[1]
+        assert by_keyword["attention_mask"].shape == by_name["attention_mask"].shape
+        return tuple(tuple(t.shape) for t in (positional, by_name["attention_mask"], by_name["position_ids"]))
+
+    masks, ids = torch.zeros(4, 1, 6, 6), torch.zeros(4, 6)
+    assert narrow(masks, ids) == ((2, 1, 6, 6), (2, 1, 6, 6), (2, 6))
+    assert narrow(torch.zeros(6, 6), torch.zeros(6)) == ((6, 6), (6, 6), (6,))
+    assert narrow(torch.zeros(1, 1, 6, 6), torch.zeros(1, 6)) == ((1, 1, 6, 6), (1, 1, 6, 6), (1, 6))
+    assert narrow(masks, torch.zeros(4))[2] == (4,)
+
+
+@pytest.mark.parametrize(("ranks", "depth"), [(8, 2), (12, 3), (18, 2), (32, 2)])
+def test_25d_names_the_depth_that_it_needs(ranks: int, depth: int) -> None:
+    with pytest.raises(ValueError, match=f"use depth={depth}, a grid of {depth} x"):
+        check_ranks("2.5d", ranks)
+    check_ranks("2.5d", ranks, depth)

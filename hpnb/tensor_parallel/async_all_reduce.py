@@ -34,7 +34,7 @@ from hpnb import comm
 from hpnb.background import Pending
 from hpnb.gradients import refuse_second_derivative
 from hpnb.tensor_parallel.per_backward_list import PerBackwardList
-from hpnb.tensor_parallel.split_heads import ShardedLinear
+from hpnb.tensor_parallel.sharded_linear import ShardedLinear
 
 StartedCollective = tuple[torch.Tensor, Pending, torch.Tensor]
 """A collective under way: its result, what to wait for, and the tensor being sent, which must live on."""
@@ -184,9 +184,14 @@ class _Linear(torch.autograd.Function):
         deferred: DeferredWeightGrad,
         region_exit: RegionExit | None,
     ) -> torch.Tensor:
-        ctx.deferred, ctx.region_exit, ctx.dtype, ctx.casts = deferred, region_exit, x.dtype, False
-        if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):  # as nn.Linear
-            dtype, ctx.casts = torch.get_autocast_dtype(x.device.type), True
+        dtype = autocast_dtype(x)
+        ctx.deferred, ctx.region_exit, ctx.dtype, ctx.casts = (
+            deferred,
+            region_exit,
+            x.dtype,
+            dtype is not None,
+        )
+        if dtype is not None:
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         ctx.save_for_backward(x, weight)
         y = apply_linear(x, weight, bias if adds_bias else None, deferred.transposed)
@@ -254,6 +259,12 @@ def _ones(n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 @lru_cache(maxsize=64)
 def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.zeros((), dtype=dtype, device=device)
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """To what autocast casts the operands of a matmul with x; None if it is off. It leaves float64 alone."""
+    is_on = x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
+    return torch.get_autocast_dtype(x.device.type) if is_on else None
 
 
 def apply_linear(

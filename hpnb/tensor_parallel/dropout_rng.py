@@ -1,7 +1,8 @@
 """Random states of dropout: masks agree on replicated activations and differ on sharded ones.
 
     replicated    every rank of the axis drops the same elements, or the ranks' copies of a token diverge
-    sharded       every rank drops elements independently, or heads 0, 4, 8, ... would share one mask
+    sharded       every rank drops elements independently, or the first heads of all ranks (0, 4, 8 and 12 of
+                  16 heads over 4 ranks) would share one mask
 
 All ranks of an axis start from one seed (`torch.manual_seed(seed)` on each) and draw alike, which is right
 for replicated activations. `DropoutRng.use_rank_state` gives PyTorch's generator a state of this rank alone.

@@ -18,12 +18,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from hpnb.comm import all_reduce
 from hpnb.mesh import Axis
-from hpnb.record.recorder import communication
+from hpnb.tensor_parallel.all_reduce_in_place import all_reduce_in_place
 
 
 class ReplicatedGradSum:
@@ -83,9 +82,8 @@ class _SumGradients(torch.autograd.Function):
         for axis in ctx.axes:
             if torch.is_grad_enabled():  # create_graph=True: the sum needs a backward
                 flat = all_reduce(flat, axis)
-                continue
-            with communication("all_reduce", axis.name, flat.nbytes, axis.ranks):
-                dist.all_reduce(flat, group=axis.group)
+            else:
+                all_reduce_in_place(flat, axis)
         flat_sums = flat.split([shape.numel() for shape, _ in ctx.shapes])
         sums = [s.view(shape).to(dtype) for s, (shape, dtype) in zip(flat_sums, ctx.shapes, strict=True)]
         return None, *sums

@@ -8,8 +8,9 @@
 `parallelize.py` does the rest for all of them: it reads the model's table of roles, shards each weight, and
 replaces the layers. The model's own forward stays unchanged.
 
-Between the first block and the head, hidden states (b, s, h) are sharded as the mode likes. Before and after
-them everything is replicated: ids, masks and labels are equal on all ranks.
+Between the first block and the head, hidden states (b, s, h) are sharded as the mode likes. What a model gets
+is replicated: ids, masks and labels are equal on all ranks. Embeddings are replicated in 1D; those of a grid
+give each rank a shard of the hidden size.
 
     1d      t              any number of ranks
     2d      q x q          1, 4, 9, 16, ...
@@ -52,11 +53,25 @@ def check_ranks(mode: str, ranks: int, depth: int = 1) -> None:
         square, rest = divmod(ranks, depth)
         if rest or isqrt(square) ** 2 != square:
             name = "q x q" if depth == 1 else f"{depth} x q x q"
+            if mode == "2.5d" and (works := _largest_grid(ranks)) is not None:
+                d, q = works
+                raise ValueError(
+                    f"2.5d with depth={depth} needs {name} ranks, and {ranks} is not of that form; use "
+                    f"depth={d}, a grid of {d} x {q} x {q}, or mode='1d'"
+                )
             low = max(1, isqrt(ranks // depth))
             raise ValueError(
                 f"{mode} needs {name} ranks, and {ranks} is not of that form; {depth * low**2} would do, or "
                 f"{depth * (low + 1) ** 2}, or mode='1d' on all {ranks}"
             )
+
+
+def _largest_grid(ranks: int) -> tuple[int, int] | None:
+    """(d, q) of d x q x q = ranks with the largest q; None if that is 1."""
+    return next(
+        ((ranks // q**2, q) for q in range(isqrt(ranks), 1, -1) if ranks % q**2 == 0),
+        None,
+    )
 
 
 @dataclass(frozen=True)

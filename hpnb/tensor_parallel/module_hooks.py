@@ -42,7 +42,8 @@ def after_forward(module: nn.Module, call: Callable[[], None]) -> None:
 
 
 def around_forward(module: nn.Module, begin: Callable[[], None], end: Callable[[], None]) -> None:
-    """Call `begin` before all other hooks of a forward, and `end` after it, also if it raised."""
+    """Call `begin` before the hooks of a forward that are registered so far, and `end` after it, also if it
+    raised."""
     module.register_forward_pre_hook(partial(_call, begin), prepend=True)
     module.register_forward_hook(partial(_call, end), always_call=True)
 

@@ -6,10 +6,10 @@
     x --> q ----+                    cross attention: the backward sums dx, and dm
     m --> k, v -+--> attention --> o
 
-Each rank computes a summand of the gradient of what a column reads, so it must be summed over the ranks. The
-sum belongs to the tensor, whichever module has made it. The first column that reads x arranges the sum, by an
-autograd node of `enter_region`; columns that get the same tensor object afterwards read the output of that
-node too. Another tensor gets another node and another sum, even if it is a copy with the same values.
+Each rank computes a summand of the gradient of what a column reads, and the ranks' summands must be added.
+The sum belongs to the tensor, whichever module has made it. The first column that reads x arranges the sum,
+by an autograd node of `enter_region`; columns that get the same tensor object afterwards read the output of
+that node too. Another tensor gets another node and another sum, even if it is a copy with the same values.
 
 With sequence parallelism, x is this rank's tokens and the node gathers those of all ranks. The forward of an
 attention reads the shape of its input, so there the module's arguments are gathered before its forward.
@@ -30,8 +30,8 @@ from hpnb.tensor_parallel.async_all_reduce import (
     WeightsWithDeferredGrads,
     enter_region,
 )
-from hpnb.tensor_parallel.sequence_parallel import SequenceSharding
-from hpnb.tensor_parallel.split_heads import ShardedLinear
+from hpnb.tensor_parallel.sequence_parallel import WITHOUT_IT, SequenceSharding
+from hpnb.tensor_parallel.sharded_linear import ShardedLinear
 
 
 class ParallelLinear(ShardedLinear):
@@ -54,6 +54,7 @@ class _Input:
     Attributes:
         x: the tensor, as a column got it.
         version: how often it had been changed in place by then.
+        with_grad: whether gradients were enabled then. Without them `inside` has no node.
         inside: the output of `enter_region`, which the columns multiply.
         weights: of all layers of the region. Their gradients come from the node that made `inside`.
     """
@@ -134,7 +135,7 @@ class ParallelRegion:
                 raise ValueError(
                     f"{self.path} gets a tensor of shape {tuple(value.shape)} that needs a gradient, beside "
                     f"this rank's tokens {tuple(first.shape)}: with sequence parallelism each rank would "
-                    f"compute only a summand of that gradient; {_WITHOUT}"
+                    f"compute only a summand of that gradient; {WITHOUT_IT}"
                 )
             return value
 
@@ -151,7 +152,7 @@ class ParallelRegion:
             raise ValueError(
                 f"{self.path} returns {tuple(first.shape)}, the tokens of all ranks, instead of this rank's, "
                 "which its row-parallel layer gives: with sequence parallelism its input may go into its "
-                f"column-parallel layers alone; {_WITHOUT}"
+                f"column-parallel layers alone; {WITHOUT_IT}"
             )
 
     def end(self, *_: Any) -> None:
@@ -162,7 +163,7 @@ class ParallelRegion:
     # --- the inputs ---------------------------------------------------------------------------------------
 
     def _find(self, x: torch.Tensor) -> _Input | None:
-        with_grad, version = torch.is_grad_enabled(), _version(x)
+        with_grad, version = torch.is_grad_enabled(), version_of(x)
         for known in self._inputs:
             same = known.inside is x or (known.x is x and known.version == version)
             if same and known.with_grad == with_grad:
@@ -172,7 +173,7 @@ class ParallelRegion:
     def _add(self, x: torch.Tensor) -> _Input:
         inside, weights = enter_region(x, self.layers, self.sharding.region_entry())
         of_layer = dict(zip(self.layers, weights, strict=True))
-        self._inputs.append(_Input(x, _version(x), torch.is_grad_enabled(), inside, of_layer))
+        self._inputs.append(_Input(x, version_of(x), torch.is_grad_enabled(), inside, of_layer))
         return self._inputs[-1]
 
     def _last(self) -> _Input | None:
@@ -196,7 +197,7 @@ class ParallelRegion:
             raise ValueError(
                 f"a column-parallel layer of {self.path} gets a tensor of shape {tuple(x.shape)}: with "
                 f"sequence parallelism it takes this rank's tokens, (1, {self.sharding.tokens}, in); "
-                f"{_WITHOUT}"
+                f"{WITHOUT_IT}"
             )
         if (last := self._last()) is not None:
             return x, last.weights[column]
@@ -204,8 +205,6 @@ class ParallelRegion:
         return x, weights
 
 
-_WITHOUT = "use enable_sequence_parallelism=False, which is sequence_parallel=False of parallelize"
-
-
-def _version(x: torch.Tensor) -> int:
+def version_of(x: torch.Tensor) -> int:
+    """How often x has been changed in place."""
     return 0 if x.is_inference() else x._version

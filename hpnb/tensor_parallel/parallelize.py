@@ -8,8 +8,8 @@
 
 The model's class and its forward stay unchanged. What changes is read off one table, the role of each weight
 (`hpnb.models.roles`): a weight keeps this rank's shard under its old name, a linear layer is replaced by one
-that computes with shards, and hooks shard the hidden states before the first block and gather them at the
-head. The same table serves every mode.
+that computes with shards. On a grid, and with sequence parallelism, hooks also shard the hidden states before
+the first block and gather them at the head. The same table serves every mode.
 """
 
 from __future__ import annotations
@@ -25,15 +25,25 @@ import torch.distributed as dist
 from torch import nn
 
 from hpnb import placement
+from hpnb.data_parallel.replicas import broadcast
 from hpnb.mesh import Axis, Mesh, axis_of
 from hpnb.meta_device import move_module
 from hpnb.models import Role, anatomy, attentions, roles
 from hpnb.models.compare_parts import FirstStepCheck, first_step_check
-from hpnb.models.model_anatomy import Anatomy, Inputs, Part, WrappedAnatomy, wrap_anatomy
+from hpnb.models.model_anatomy import Inputs, Part, WrappedAnatomy, wrap_anatomy
 from hpnb.models.registry import explain_alias, registration_of
 from hpnb.placement import Placement
 from hpnb.ranks.current_rank import device as this_device
 from hpnb.tensor_parallel.mode import NAMES, ModelToShard, Section, TensorParallelMode, check_ranks
+from hpnb.tensor_parallel.model_checks import (
+    check_embeddings,
+    check_fused_attentions,
+    check_has_blocks,
+    check_no_gradients,
+    check_repeated,
+    check_sections,
+    places_of_blocks,
+)
 from hpnb.tensor_parallel.module_hooks import explain_first_failure
 from hpnb.tensor_parallel.sharded_logits import keep_logits_sharded
 from hpnb.tensor_parallel.tp_1d import TensorParallel1D
@@ -54,11 +64,11 @@ def parallelize(
 ) -> nn.Module:
     """Shard `model` along `axis`, in place, and return it.
 
-    Every rank of the axis passes the same batch and reads the same loss. Values are those of the axis's first
-    rank. A model on the meta device stays there, until `load_full_state_dict` fills it; any other goes to
-    `hpnb.device()`, one parameter after the other. A parameter stays the same object and holds this rank's
-    shard afterwards. An optimizer may therefore be made before, but not have stepped: its state would have
-    the old shapes.
+    Every rank of the axis passes the same batch and reads the same loss. Parameters, and the buffers of the
+    state dict, get the values of the axis's first rank. A model on the meta device stays there, until
+    `load_full_state_dict` fills it; any other goes to `hpnb.device()`, one parameter after the other. A
+    parameter stays the same object and holds this rank's shard afterwards. An optimizer may therefore be made
+    before, but not have stepped: its state would have the old shapes.
 
     Two things happen in the first forward only. If the class was given to `hpnb.models.register`, rank 0
     checks that its parts, one after the other, are its forward. If the model has no registered
@@ -78,7 +88,8 @@ def parallelize(
     Raises:
         TypeError: a model of another kind, or a wrapped one.
         ValueError: a mode that this many ranks cannot serve, sizes that do not divide where they must, more
-            ranks than heads, a model that has been sharded before, or trained parameters with a gradient.
+            ranks than heads, a model that has been sharded before, or a parameter with a gradient, on
+            any rank. The model has not been changed then.
 
     >>> def forward(batch):
     ...     model = hpnb.models.vit("laptop", classes=3)
@@ -94,11 +105,12 @@ def parallelize(
         registration_of(model).check_sharding(model, mode, sequence_parallel)
     to_shard = _describe(model)
     if axis.size > 1:
-        _check_sections(to_shard.anatomy)
-        _check_fused_attentions(to_shard)
+        check_sections(to_shard.anatomy)
+        check_fused_attentions(to_shard)
+        check_embeddings(to_shard)
         if mode != "1d" or sequence_parallel:
-            _check_has_blocks(to_shard)
-            _check_repeated(model)
+            check_has_blocks(to_shard)
+            check_repeated(model)
     first_forward_check = first_step_check(model) if dist.get_rank() == 0 else None  # of the full model
     tp_mode = make_mode(mode, axis, sequence_parallel, depth, overlap)
     tp_mode.check(to_shard)
@@ -126,6 +138,7 @@ def parallelize(
             explain_first_failure(block, axis.size, to_shard, sequence_parallel, is_grid=mode != "1d")
     if not any(p.is_meta for p in model.parameters()):
         model.to(this_device())
+        broadcast([b for name, b in model.named_buffers() if name in model.state_dict()], axis)
     return model
 
 
@@ -243,7 +256,7 @@ def _check_axes(model: nn.Module) -> None:
 def _describe(model: nn.Module) -> ModelToShard:
     """What to shard. A block that runs at several places is one module, and stands here once."""
     parts, table = anatomy(model), roles(model)
-    places = _places_of_blocks(parts)
+    places = places_of_blocks(parts)
     again = tuple(f"{name}." for names in places.values() for name in names[1:] if name != names[0])
     parts = parts.with_parts(
         parts.embedding, tuple(Part(names[0], block) for block, names in places.items()), parts.head
@@ -280,62 +293,6 @@ def _describe(model: nn.Module) -> ModelToShard:
     )
 
 
-def _places_of_blocks(parts: Anatomy) -> dict[nn.Module, list[str]]:
-    """{block: the names under which it is listed}, in order."""
-    places: dict[nn.Module, list[str]] = {}
-    for block in parts.blocks:
-        places.setdefault(block.module, []).append(block.name)
-    return places
-
-
-def _check_sections(parts: Anatomy) -> None:
-    """A module becomes a layer of one section, so it cannot serve two."""
-    sections = {"the embedding": parts.embedding, "the blocks": parts.blocks, "the head": parts.head}
-    place: dict[nn.Module, str] = {}
-    for section, of_section in sections.items():
-        for part in of_section:
-            if place.setdefault(part.module, section) != section:
-                raise ValueError(
-                    f"the module {part.name} is a Part of {place[part.module]} and of {section}, and tensor "
-                    "parallelism makes it a layer of one of them: give each a module of its own with the "
-                    f"same Parameter, as in net.output.weight = net.{part.name}.weight, and a Part"
-                )
-
-
-def _check_fused_attentions(model: ModelToShard) -> None:
-    """PyTorch's attention gives its weights to a function of all heads, and does not call its out_proj."""
-    sharded = [name for name, role in model.roles.items() if role.cut_dim is not None]
-    for path, module in model.module.named_modules():
-        if isinstance(module, nn.MultiheadAttention) and any(n.startswith(f"{path}.") for n in sharded):
-            raise ValueError(
-                f"{path} is an nn.MultiheadAttention, which computes all heads in one function of PyTorch, "
-                "so tensor parallelism cannot give a rank some of them: write it with an nn.Linear for each "
-                "of q, k, v and the output and F.scaled_dot_product_attention, or use a pipeline or ZeRO, "
-                "which take it as it is"
-            )
-
-
-def _check_has_blocks(model: ModelToShard) -> None:
-    if not model.anatomy.blocks:
-        raise ValueError(
-            f"a {type(model.module).__name__} is registered without blocks, and sequence parallelism, 2D, "
-            "2.5D and 3D split hidden states in front of the first block: use mode '1d' without sequence "
-            "parallelism, a pipeline or ZeRO, or register what lies between embedding and head as blocks"
-        )
-
-
-def _check_repeated(model: nn.Module) -> None:
-    """What splits activations is a hook on the first block, which must not run at its other places."""
-    for names in _places_of_blocks(anatomy(model)).values():
-        if len(names) > 1:
-            where = " and ".join(dict.fromkeys(names)) + " twice" * (len(set(names)) == 1)
-            raise ValueError(
-                f"the same block stands at {where}, and sequence parallelism, 2D, 2.5D and 3D need another "
-                "module at each place: use mode '1d' without sequence parallelism, which takes it, or a "
-                "pipeline or ZeRO"
-            )
-
-
 def _check_first_forward(model: nn.Module, check: FirstStepCheck) -> None:
     signature = inspect.signature(model.forward)
 
@@ -348,18 +305,19 @@ def _check_first_forward(model: nn.Module, check: FirstStepCheck) -> None:
 
 
 def _shard_weights(model: ModelToShard, axis: Axis, mode: TensorParallelMode) -> None:
-    """Replace the data of each parameter by this rank's shard, on this rank's device unless it is on meta."""
+    """Replace the data of each parameter by this rank's shard, on this rank's device unless it is on meta.
+    What cannot be sharded is refused before, on all ranks."""
+    check_no_gradients(model.module, axis)
+    places = {
+        name: Placement(name, tuple(p.shape), mode.weight_cuts(model.roles[name], p.shape))
+        for name, p in model.module.named_parameters()
+    }
     for name, p in model.module.named_parameters():
-        if p.grad is not None:
-            raise ValueError(
-                f"{name} has a gradient, which would not fit its shard; shard the model before a backward"
-            )
-        full = p.detach()
+        full, place = p.detach(), places[name]
         if not p.is_meta:
             full = full.to(this_device(), copy=True).contiguous()
             if axis.size > 1:
                 dist.broadcast(full, axis.ranks[0], axis.group)
-        place = Placement(name, tuple(p.shape), mode.weight_cuts(model.roles[name], p.shape))
         shard = place.take(full)
         p.data = shard.clone() if place.cuts else shard  # a clone, or the view would keep `full` alive
         if place.cuts:

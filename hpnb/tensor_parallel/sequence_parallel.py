@@ -8,10 +8,13 @@ region splits into its two halves:
     backward    all-gather dz -> dy_r -> reduce-scatter dx_r -> n/t tokens of dx
 
 (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2.) The bytes stay the same as without it,
-4 * 2 (t-1)/t b s h a block, while activations between the regions shrink to a t-th. The n = b s tokens of a
-batch are numbered through and split evenly, (1, n/t, h) on each rank, so that slices travel without being
-rearranged. Where t does not divide n the first ranks have one token more, and messages are padded to
-t ceil(n/t) tokens.
+4 * 2 (t-1)/t b s h a block, while activations between the regions shrink to a t-th. Each rank keeps the
+gathered x of a region for dA. Korthikanti et al. keep x_r alone and gather x again in the backward, which
+takes less memory and one more all-gather.
+
+The n = b s tokens of a batch are numbered through and split evenly, (1, n/t, h) on each rank, so that slices
+travel without being rearranged. Where t does not divide n the first ranks have one token more, and messages
+are padded to t ceil(n/t) tokens.
 
 Without sequence parallelism x and z are replicated: nothing to do at the start of a region, an all-reduce
 at its end, and the other way round in the backward. `SequenceSharding` does both.
@@ -23,7 +26,6 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from hpnb import comm
@@ -31,8 +33,8 @@ from hpnb.background import Background
 from hpnb.comm import gather_slices, sum_slices
 from hpnb.gradients import in_backward
 from hpnb.mesh import Axis
-from hpnb.record.recorder import communication
 from hpnb.split_sizes import split_sizes
+from hpnb.tensor_parallel.all_reduce_in_place import all_reduce_in_place
 from hpnb.tensor_parallel.async_all_reduce import (
     NO_COMMUNICATION,
     RegionEntry,
@@ -41,6 +43,7 @@ from hpnb.tensor_parallel.async_all_reduce import (
 )
 
 TOKENS = 1  # the dim of (1, b s, h) that sequence parallelism shards
+WITHOUT_IT = "use enable_sequence_parallelism=False, which is sequence_parallel=False of parallelize"
 _SHAPE_KEY = "hpnb_batch_shape"  # in the metadata of the autograd node that made a block's input
 
 
@@ -171,6 +174,4 @@ class SequenceSharding:
 
     def _all_reduce(self, z: torch.Tensor) -> torch.Tensor:
         z = z.contiguous()
-        with communication("all_reduce", self.axis.name, z.nbytes, self.axis.ranks):
-            dist.all_reduce(z, group=self.axis.group)  # in place: z is a temporary of the caller
-        return z
+        return all_reduce_in_place(z, self.axis)  # z is a temporary of the caller

@@ -20,13 +20,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from hpnb.gradients import differentiable_once
 from hpnb.mesh import Axis
-from hpnb.record.recorder import communication
+from hpnb.tensor_parallel.all_reduce_in_place import all_reduce_in_place
 from hpnb.tensor_parallel.async_weight_grads import NO_SECOND_DERIVATIVE
 from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
 
@@ -110,8 +109,7 @@ class _ShardedLayerNorm(torch.autograd.Function):
 def _average(numbers: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Over the ranks of `axis`, in place."""
     if numbers.numel():
-        with communication("all_reduce", axis.name, numbers.nbytes, axis.ranks):
-            dist.all_reduce(numbers, group=axis.group)
+        all_reduce_in_place(numbers, axis)
     return numbers.div_(axis.size)
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import nn
-
 from hpnb.mesh import Axis
 from hpnb.models import Role
 from hpnb.placement import Cut
@@ -40,35 +38,3 @@ def split_evenly(axis: Axis, dim: int, size: int) -> Cut:
 def is_transposed(roles: Mapping[str, Role]) -> bool:
     """Whether a layer's weight is (in, out), as in transformers' Conv1D."""
     return roles["weight"].in_dim == 0
-
-
-class ShardedLayer(nn.Module):
-    """Replaces an nn.Linear or a Conv1D and takes over its Parameters, of which this rank has a shard."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
-    def __init__(self, old: nn.Module) -> None:
-        super().__init__()
-        self.register_parameter("weight", old.get_parameter("weight"))
-        self.register_parameter("bias", getattr(old, "bias", None))
-        self.train(old.training)
-
-    def extra_repr(self) -> str:
-        return f"shard={tuple(self.weight.shape)}, bias={self.bias is not None}"
-
-
-class ShardedLinear(ShardedLayer):
-    """A linear layer whose weight is (out, in), or (in, out) if `transposed`.
-
-    Attributes:
-        adds_bias: whether this rank adds the bias. If not, another rank does; all compute its gradient.
-    """
-
-    def __init__(self, old: nn.Module, transposed: bool, adds_bias: bool = True) -> None:
-        super().__init__(old)
-        self.transposed, self.adds_bias = transposed, adds_bias
-
-    def extra_repr(self) -> str:
-        shape = tuple(self.weight.shape) if self.transposed else tuple(self.weight.shape[::-1])
-        return f"in={shape[0]}, out={shape[1]}, bias={self.bias is not None}"

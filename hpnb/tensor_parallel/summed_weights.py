@@ -3,7 +3,7 @@
     block's forward begins   `ReplicatedGradSum.begin` makes the node of its replicated weights
     layer's forward          the node's output stands for norm.weight, and in the forward of the module around
                              it for what is in an nn.ParameterList, which has no forward
-    block's forward ends     so does the node's
+    block's forward ends     the node is dropped
 
 A weight that no forward has used is watched in the first backward: a gradient that it gets was not summed.
 """
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
+from hpnb.tensor_parallel.sequence_parallel import WITHOUT_IT
 
 
 def reader_of(path: str, model: nn.Module) -> str:
@@ -79,8 +80,7 @@ class SummedWeights:
         if not self._was_replaced and bool(grad.any()):
             raise ValueError(
                 f"{self.path}.{name} is used without a call of {self.path}, and ranks sum the gradients of "
-                "layers that are called; call the layer, or use "
-                "enable_sequence_parallelism=False, which is sequence_parallel=False of parallelize"
+                f"layers that are called; call the layer, or {WITHOUT_IT}"
             )
 
 

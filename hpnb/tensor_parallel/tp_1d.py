@@ -42,7 +42,7 @@ from hpnb.tensor_parallel.module_hooks import (
     change_output,
 )
 from hpnb.tensor_parallel.parallel_region import ParallelRegion
-from hpnb.tensor_parallel.sequence_parallel import SequenceSharding
+from hpnb.tensor_parallel.sequence_parallel import WITHOUT_IT, SequenceSharding
 from hpnb.tensor_parallel.split_heads import is_transposed, split_evenly, split_units
 from hpnb.tensor_parallel.summed_weights import EndOfForward, SummedWeights, reader_of
 from hpnb.tensor_parallel.tp_1d_linear import ColumnParallelLinear, RowParallelLinear
@@ -81,6 +81,7 @@ class TensorParallel1D(TensorParallelMode):
 
         if self.sharding.enabled:
             self._check_convolutions(model)
+            self._last_norm(_head_paths(model), model)
 
     def _check_convolutions(self, model: ModelToShard) -> None:
         """A convolution in a block would see this rank's tokens alone, without their neighbours."""
@@ -89,8 +90,7 @@ class TensorParallel1D(TensorParallelMode):
             if section == "block" and isinstance(module, _ConvNd) and max(module.kernel_size) > 1:
                 raise ValueError(
                     f"{path} is a {type(module).__name__} with kernel_size={module.kernel_size}, and with "
-                    "sequence parallelism a rank has some of the tokens that it looks at; use "
-                    "enable_sequence_parallelism=False, which is sequence_parallel=False of parallelize"
+                    f"sequence parallelism a rank has some of the tokens that it looks at; {WITHOUT_IT}"
                 )
 
     def _check_units(self, units: int, what: str, path: str) -> None:
@@ -148,10 +148,8 @@ class TensorParallel1D(TensorParallelMode):
             for path in heads[: heads.index(norm) + 1]:
                 self._sum_replicated_grads(path, [path], model)
             head_is_replicated = vocab_size is None
-            change_output(
-                model.module.get_submodule(norm),
-                lambda x: self.sharding.gather_tokens(x, head_is_replicated),
-            )
+            gather_tokens = partial(self.sharding.gather_tokens, head_is_replicated=head_is_replicated)
+            change_output(model.module.get_submodule(norm), gather_tokens)
         for path, (section, _) in model.layers.items():
             head = model.module.get_submodule(path)
             if section == "head" and isinstance(head, ColumnParallelLinear):
@@ -160,7 +158,7 @@ class TensorParallel1D(TensorParallelMode):
                     change_input(head, region.begin)
                     head.register_forward_hook(region.end, always_call=True)
                 if not model.lazy_logits:
-                    change_output(head, lambda z: comm.gather(z, self.axis, -1, vocab_size))
+                    change_output(head, partial(comm.gather, axis=self.axis, dim=-1, total=vocab_size))
 
     def _connect_block(self, name: str, block: nn.Module, model: ModelToShard, draws: bool) -> None:
         paths = [path for path in model.layers if path == name or path.startswith(name + ".")]

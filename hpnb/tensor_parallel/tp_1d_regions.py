@@ -4,6 +4,7 @@
     latent attention        q_a, kv_a | q_b, kv_b .. o    replicated before the columns
     experts                 hidden states and routing weights in, a sum over ranks out
 
+`|` is the start of a region, and `q_b, kv_b .. o` are all layers from its columns to its row.
 At a region's start the forward changes nothing and the backward sums over the ranks; at its end the other way
 round. So replicated weights before a region get complete gradients, and those inside get partial gradients.
 """

@@ -1,7 +1,7 @@
 """2.5D tensor parallelism of a whole model, on d x q x q ranks: d 2D grids with their own samples.
 
     hidden states (b, s, h)     batch over depth and down, hidden size across: (b / (d q), s, h / q)
-    matrix (in, out)            in down, out across: (in / q, out / q), equal on all layers
+    matrix (in, out)            in down, out across: (in / q, out / q), equal on all d grids
 
 (Wang et al. 2021, "Tesseract", arXiv 2105.14500.) Everything else is as in 2D (`tp_2d.py`), on a batch d
 times smaller: a rank sends a d-th of the activations, and in addition, for gradients of weights, norms and
@@ -15,7 +15,6 @@ a p-th, p = d q^2; parameters and gradients are a q^2-th.
 
 from __future__ import annotations
 
-from hpnb.mesh import Axis
 from hpnb.tensor_parallel.tp_2d import TensorParallel2D
 
 
@@ -24,9 +23,6 @@ class TensorParallel25D(TensorParallel2D):
 
     name = "2.5d"
     defers_weight_grads = True
-
-    def __init__(self, axis: Axis, depth: int) -> None:
-        super().__init__(axis, depth)
 
     def describe(self) -> str:
         return f"2.5d grid (depth {self.axes[0].size} x {self.down.size} x {self.across.size})"

@@ -51,8 +51,8 @@ class TensorParallel2D(GridMode):
         super().__init__(axis)
         q = isqrt(axis.size // depth)
         self.axes = axis.split(q, q) if depth == 1 else axis.split(depth, q, q)
-        *layers, self.down, self.across = self.axes
-        self.grid = SummaGrid(self.down, self.across, self.device, layers[0] if layers else None)
+        *depth_axis, self.down, self.across = self.axes
+        self.grid = SummaGrid(self.down, self.across, self.device, *depth_axis)
         layout = ActivationLayout(self.axes[:-1], self.across)
         self.hidden_layout = self.inner_layout = self.logits_layout = layout
 

@@ -17,6 +17,7 @@ import torch
 
 from hpnb.background import Pending
 from hpnb.gradients import differentiable_once
+from hpnb.tensor_parallel.async_all_reduce import autocast_dtype
 from hpnb.tensor_parallel.async_weight_grads import (
     NO_SECOND_DERIVATIVE,
     PendingWeightGrads,
@@ -166,9 +167,8 @@ def _start_depth_sum(
 
 def cast_for_autocast(x: torch.Tensor) -> torch.Tensor:
     """x in the dtype of autocast's matmuls, if that is on."""
-    device = x.device.type
-    casts = x.dtype != torch.float64 and torch.is_autocast_enabled(device)  # autocast leaves float64 alone
-    return x.to(torch.get_autocast_dtype(device)) if casts else x
+    dtype = autocast_dtype(x)
+    return x if dtype is None else x.to(dtype)
 
 
 def split_outputs(y: torch.Tensor, x: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:

@@ -68,8 +68,9 @@ class GridMode(TensorParallelMode):
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self.device = this_device()
-        # By path: of a block, norm or head; of a row, or of the module with columns.
+        # By the path of a block, norm or head.
         self._grad_sums_by_part: dict[str, _PartGradSums] = {}
+        # By the path of a row, or of the module that has the columns.
         self._shared_input_linears: dict[str, SharedInputLinears] = {}
 
     # --- what a subclass says --------------------------------------------------------------------------
@@ -208,7 +209,8 @@ class GridMode(TensorParallelMode):
             module.register_forward_hook(self._gather_hidden)
         elif (vocab_size := model.vocab_size) is not None and not model.lazy_logits:
             *_, head = (path for path, (section, _) in model.layers.items() if section == "head")
-            change_output(module.get_submodule(head), lambda logits: self.gather_logits(logits, vocab_size))
+            gather_logits = partial(self.gather_logits, vocab_size=vocab_size)
+            change_output(module.get_submodule(head), gather_logits)
 
     def _split_batch(self, hidden: torch.Tensor) -> torch.Tensor:
         """Before the first block: (b, s, h / w) -> (b / r, s, h / w)."""
@@ -230,12 +232,14 @@ class GridMode(TensorParallelMode):
     def _narrow_mask(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Narrow an attention's arguments that have an entry per sample to its samples.
 
-        By position, that is a tensor of 4 dims, a mask (b, 1, s, s); by name, `_BATCHED_ARGUMENTS`. A mask
-        (1, 1, s, s) is for all samples and stays.
+        By position, that is a tensor of 4 dims, a mask (b, 1, s, s); by name, `_BATCHED_ARGUMENTS`. What has
+        no entry per sample stays: a mask (1, 1, s, s) or (s, s), position ids (1, s) or (s,).
         """
+        hidden = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)), None)
+        batch_size = 0 if hidden is None else hidden.size(0) * self.inner_layout.batch_shards
 
         def narrow(value: Any) -> Any:
-            batched = isinstance(value, torch.Tensor) and value.dim() > 0 and value.size(0) > 1
+            batched = isinstance(value, torch.Tensor) and value.dim() > 1 and value.size(0) == batch_size
             return self.inner_layout.narrow_batch(value) if batched else value
 
         others = [narrow(v) if isinstance(v, torch.Tensor) and v.dim() == 4 else v for v in args[1:]]

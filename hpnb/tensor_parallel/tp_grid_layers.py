@@ -21,7 +21,8 @@ from hpnb.tensor_parallel.activation_layout import ActivationLayout
 from hpnb.tensor_parallel.async_all_reduce import apply_linear
 from hpnb.tensor_parallel.async_weight_grads import PendingWeightGrads, await_weight_grads
 from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
-from hpnb.tensor_parallel.split_heads import ShardedLayer
+from hpnb.tensor_parallel.parallel_region import version_of
+from hpnb.tensor_parallel.sharded_linear import ShardedLayer
 
 MatrixProduct = Callable[..., tuple[torch.Tensor, ...]]
 """X W + b for some layers: (x, weights, biases, transposed=, pending_grads=) -> a y each."""
@@ -62,7 +63,7 @@ class SharedInputLinears:
         self._defers_weight_grads = defers_weight_grads
         self._weights: tuple[torch.Tensor, ...] = ()
         self._pending_grads: PendingWeightGrads | None = None
-        self._x: torch.Tensor | None = None
+        self._x: tuple[torch.Tensor, int, bool] | None = None  # with its version, and whether with gradients
         self._results: dict[GridLinear, torch.Tensor] = {}
 
     def begin(self) -> None:
@@ -75,13 +76,15 @@ class SharedInputLinears:
         self._weights, self._pending_grads, self._x, self._results = (), None, None, {}
 
     def __call__(self, layer: GridLinear, x: torch.Tensor) -> torch.Tensor:
-        if self._x is not x or layer not in self._results:
+        version, with_grad = version_of(x), torch.is_grad_enabled()
+        is_known = self._x is not None and self._x[0] is x and self._x[1:] == (version, with_grad)
+        if not is_known or layer not in self._results:
             weights = self._weights or [member.weight for member in self.layers]
             biases = [self.grad_sum.weight(member.bias) for member in self.layers]
             ys = self._multiply(
                 x, weights, biases, transposed=self._transposed, pending_grads=self._pending_grads
             )
-            self._x, self._results = x, dict(zip(self.layers, ys, strict=True))
+            self._x, self._results = (x, version, with_grad), dict(zip(self.layers, ys, strict=True))
         y = self._results.pop(layer)
         if not self._results:
             self._x = None

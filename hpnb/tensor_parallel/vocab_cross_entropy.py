@@ -31,8 +31,8 @@ from hpnb.gradients import differentiable_once
 from hpnb.mesh import Axis
 from hpnb.models.in_place_cross_entropy import VocabShard
 from hpnb.models.in_vocabulary import check_in_vocabulary
-from hpnb.record.recorder import communication
 from hpnb.split_sizes import split_range
+from hpnb.tensor_parallel.all_reduce_in_place import all_reduce_in_place
 
 
 def cross_entropy(
@@ -97,9 +97,9 @@ def vocab_shard(axis: Axis, vocab_size: int) -> VocabShard | None:
         largest: torch.Tensor, total: torch.Tensor, target_logit: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         local_largest = largest.clone()
-        _all_reduce(largest, axis, dist.ReduceOp.MAX)
+        all_reduce_in_place(largest, axis, dist.ReduceOp.MAX)
         sums = torch.stack([total * (local_largest - largest).exp(), target_logit])  # (2, n)
-        _all_reduce(sums, axis, dist.ReduceOp.SUM)
+        all_reduce_in_place(sums, axis)
         return largest, sums[0], sums[1]
 
     return VocabShard(split_range(vocab_size, axis.size, axis.rank)[0], vocab_size, combine)
@@ -125,7 +125,7 @@ class _CrossEntropy(torch.autograd.Function):
         is_local = valid & (columns >= 0) & (columns < local_size)
         columns = columns.clamp(0, max(local_size - 1, 0))
         largest = logits.amax(-1).to(dtype) if local_size else logits.new_full((n,), -torch.inf, dtype=dtype)
-        _all_reduce(largest, axis, dist.ReduceOp.MAX)
+        all_reduce_in_place(largest, axis, dist.ReduceOp.MAX)
         softmax = (logits.to(dtype) - largest.unsqueeze(-1)).exp_()  # (n, V / t)
         sums = softmax.new_zeros((3 if smoothing else 2, n))
         sums[0] = softmax.sum(-1)
@@ -134,7 +134,7 @@ class _CrossEntropy(torch.autograd.Function):
             sums[1] = torch.where(is_local, target_logit, 0.0)
         if smoothing:
             sums[2] = logits.sum(-1, dtype=dtype)
-        _all_reduce(sums, axis, dist.ReduceOp.SUM)
+        all_reduce_in_place(sums, axis)
         log_sum = largest + sums[0].log()  # (n,): log sum exp
         loss = log_sum - sums[1]
         if smoothing:
@@ -154,19 +154,11 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         softmax, columns, is_local, valid, log_sum = ctx.saved_tensors
         dtype, vocab_size, smoothing, z_loss = ctx.options
-        (grad,) = grads  # (n,)
-        factor = 1 + 2 * z_loss * log_sum if z_loss else torch.ones_like(log_sum)
-        d_logits = softmax * factor.unsqueeze(-1)
+        grad = torch.where(valid, grads[0], 0.0).unsqueeze(-1)  # (n, 1)
+        d_logits = softmax * (grad * (1 + 2 * z_loss * log_sum.unsqueeze(-1)) if z_loss else grad)
         if smoothing:
-            d_logits -= smoothing / vocab_size
+            d_logits -= grad * (smoothing / vocab_size)
         if d_logits.size(-1):
-            at_target = is_local.to(d_logits.dtype) * (smoothing - 1)
-            d_logits.scatter_add_(-1, columns.unsqueeze(-1), at_target.unsqueeze(-1))
-        d_logits *= torch.where(valid, grad, 0.0).unsqueeze(-1)
+            at_target = is_local.unsqueeze(-1) * grad * (smoothing - 1)
+            d_logits.scatter_add_(-1, columns.unsqueeze(-1), at_target)
         return d_logits.to(dtype), *(None,) * 7
-
-
-def _all_reduce(x: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType) -> None:
-    if axis.size > 1:
-        with communication("all_reduce", axis.name, x.nbytes, axis.ranks):
-            dist.all_reduce(x, op, group=axis.group)

@@ -5,9 +5,10 @@
     head         E^T = [E_1^T | ... | E_t^T]            columns: logits (b, s, V/t), backward all-reduce
 
 (Shoeybi et al. 2019, arXiv 1909.08053, section 3.) Both take the same shard of E, so a tied weight stays one.
-The logits are never gathered: `vocab_cross_entropy.py` takes them as they are. V need not divide by t: 50,257
-tokens over 4 ranks are 12,565 + 12,564 + 12,564 + 12,564. 3D shards the vocabulary over one axis, and each
-shard again over a second one.
+`vocab_cross_entropy.py` takes the logits as they are. They are gathered only if somebody reads them, if the
+model has no `loss_function` or somebody has set one, or for outputs that are a tuple (`sharded_logits.py`).
+V need not divide by t: 50,257 tokens over 4 ranks are 12,565 + 12,564 + 12,564 + 12,564. 3D shards the
+vocabulary over one axis, and each shard again over a second one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,15 @@ from hpnb.comm import all_reduce
 from hpnb.mesh import Axis
 from hpnb.models.in_vocabulary import check_in_vocabulary
 from hpnb.split_sizes import split_range
+
+
+def check_embedding(old: nn.Embedding) -> None:
+    """Raises ValueError if it cannot be sharded along its vocabulary."""
+    if old.max_norm is not None or old.scale_grad_by_freq or old.sparse:
+        raise ValueError(
+            "an embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be sharded along "
+            "its vocabulary: each of them needs all rows at once; leave them out, or keep the model full"
+        )
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -35,11 +45,6 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, old: nn.Embedding, vocab_size: int, *axes: Axis) -> None:
         super().__init__()
-        if old.max_norm is not None or old.scale_grad_by_freq or old.sparse:
-            raise ValueError(
-                "an embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be sharded along "
-                "its vocabulary: each of them needs all rows at once; leave them out, or keep the model full"
-            )
         self.axes, self.vocab_size = axes, vocab_size
         self.vocab_start, vocab_end = 0, vocab_size
         for axis in axes:
@@ -49,7 +54,7 @@ class VocabParallelEmbedding(nn.Module):
         padding = old.padding_idx
         is_local = padding is not None and self.vocab_start <= padding < vocab_end
         self.padding_idx = padding - self.vocab_start if padding is not None and is_local else None
-        self.weight = nn.Parameter(old.weight) if not isinstance(old.weight, nn.Parameter) else old.weight
+        self.register_parameter("weight", old.get_parameter("weight"))
         scale = getattr(old, "embed_scale", None)  # of Gemma, which multiplies what it looks up
         self.register_buffer("embed_scale", torch.as_tensor(scale) if scale is not None else None, False)
         self.train(old.training)

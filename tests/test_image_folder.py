@@ -128,6 +128,19 @@ def test_grey_values_without_a_scale_are_refused_with_the_name_of_the_file(
         image_folder(tmp_path)[0]
 
 
+@pytest.mark.parametrize("splits", [("Training", "Testing"), ("val", "test"), ("test",)])
+def test_splits_without_train_are_no_classes(splits: tuple[str, ...], tmp_path: Path) -> None:
+    for split in splits:
+        draw(tmp_path / split, 3)
+    with pytest.raises(ValueError, match=r"look like splits .* rename the one to train on to .*train"):
+        image_folder(tmp_path)
+
+
+def test_classes_may_be_called_like_a_split(tmp_path: Path) -> None:
+    draw(tmp_path, 2, {"invalid": (9, 9, 9), "valid": (0, 0, 0)})
+    assert image_folder(tmp_path).classes == ("invalid", "valid")
+
+
 def test_hidden_files_and_folders_are_left_out(tmp_path: Path) -> None:
     """A hidden folder with thumbnails became class 0 and moved every label; one without stopped the run."""
     draw(tmp_path, 2)

@@ -130,6 +130,16 @@ def test_files_that_are_left_out_are_counted(folder: Path) -> None:
     assert said.endswith(f"from 21 files of notes (1 of them empty; {left_out}).")
 
 
+def test_files_called_module_are_texts_and_hidden_folders_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "module 1 intro.md").write_text("A long and interesting text.")
+    (tmp_path / "chapter 2.md").write_text("Another text.")
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "LICENSE.txt").write_text("A licence.")
+    (tmp_path / ".draft.md").write_text("A draft.")
+    names = [document.name for document in text_sources.text_files(tmp_path).documents()]
+    assert names == ["chapter 2.md", "module 1 intro.md"]
+
+
 def test_documents_are_files_parts_and_modules(folder: Path, tmp_path: Path) -> None:
     documents = text_sources.text_files(folder).documents()
     assert [d.name for d in documents][:3] == ["00.txt", "03.md", "06.txt"]
@@ -278,12 +288,28 @@ def test_a_tokenizer_of_ones_own(folder: Path) -> None:
     assert (ids == 50256).sum() >= 15
 
 
+def test_a_tokenizer_that_has_padded_and_truncated_encodes_texts_in_full(folder: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer(["ab", "cdefgh"], padding="longest", truncation=True, max_length=4)
+    plain = text(source=folder, block=16, rows="paragraph", tokenizer=byte_tokenizer())
+    used = text(source=folder, block=16, rows="paragraph", tokenizer=tokenizer)
+    assert used.tokens == plain.tokens
+    assert tokenizer.backend_tokenizer.truncation is not None  # the reader's tokenizer stays as it is
+
+
+def test_a_part_of_a_dataset_keeps_its_collate(folder: Path) -> None:
+    sequences = text(source=folder, block=16, rows="paragraph", tokenizer=byte_tokenizer())
+    part = torch.utils.data.Subset(sequences, range(4))
+    assert next(iter(Loader(part, 4)))["input_ids"].size(0) == 4
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"split": "validation"}, "text has no split 'validation'; it has train, test"),
         ({"rows": "line"}, "rows='line' is none of"),
         ({"block": 1}, "block=1 leaves no next token"),
+        ({"block": 2, "rows": "paragraph"}, "block=2 leaves no next token .* use 3"),
         ({"overlap": 128}, "overlap=128 with rows='block'; use 0 to 127"),
         ({"rows": "document", "overlap": 1}, "overlap=1 with rows='document'"),
         ({"vocab_size": 256}, "vocab_size=256 does not hold 256 bytes .* use 257 or more"),

@@ -7,7 +7,7 @@
     batches
     all replicas read the same first batch  a warning: the data-parallel ranks repeat one another's work
 
-The messages are four numbers a rank, among CPUs. A digest of a batch reads at most 256 elements of a tensor.
+The messages are four numbers a rank, among CPUs. One of them is a digest of the batch.
 
 A loop of your own has no such loader. There the first step of a model compares its batch over the ranks that
 hold one replica (`check_same_batch`), and later steps cost nothing.
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from hpnb.mesh import Axis
 from hpnb.record.traffic import uncounted
 
-_SAMPLED = 256  # elements of a tensor that enter a digest
+_SAMPLED = 256  # elements of a tensor that enter a digest one by one
 
 
 class RankOnAxis(Protocol):
@@ -62,8 +62,13 @@ class BatchReport(NamedTuple):
         return self.samples < 0
 
 
-def gather_reports(batch: Any, ended: bool, replica: int, has_example: bool = True) -> list[BatchReport]:
+def gather_reports(
+    batch: Any, ended: bool, replica: int, has_example: bool = True, together: bool = False
+) -> list[BatchReport]:
     """The reports of all ranks, in order of rank; all of them call it.
+
+    Args:
+        together: whether ranks of one replica must also end after as many batches.
 
     Raises:
         ValueError: ranks of one replica have different batches.
@@ -71,7 +76,7 @@ def gather_reports(batch: Any, ended: bool, replica: int, has_example: bool = Tr
     samples, checksum = (-1, 0) if ended else (count_rows(batch), digest(batch))
     gathered = gather_numbers(replica, samples, checksum, int(has_example))
     reports = [BatchReport(r, n, crc, bool(knows)) for r, n, crc, knows in gathered]
-    _refuse_unlike(dict(enumerate(reports)))
+    _refuse_unlike(dict(enumerate(reports)), together)
     return reports
 
 
@@ -90,19 +95,21 @@ def check_same_batch(batch: Any, *axes: Axis) -> None:
             with uncounted():
                 dist.all_gather_object(gathered, reports, group=axis.group)
             reports = {rank: report for of_rank in gathered for rank, report in of_rank.items()}
-    _refuse_unlike(reports)
+    _refuse_unlike(reports, together=True)
 
 
-def _refuse_unlike(reports: Mapping[int, BatchReport]) -> None:
+def _refuse_unlike(reports: Mapping[int, BatchReport], together: bool) -> None:
     """Refuse different batches on ranks of one replica; `reports` by rank."""
     first: dict[int, tuple[int, BatchReport]] = {}
     for rank, report in sorted(reports.items()):
         other, expected = first.setdefault(report.replica, (rank, report))
-        if not report.ended and not expected.ended and report[:3] != expected[:3]:
+        ends = not together and (report.ended or expected.ended)
+        if not ends and report[:3] != expected[:3]:
             raise ValueError(
                 f"ranks {other} and {rank} hold one replica of the model and read different batches, of "
-                f"{expected.samples} and {report.samples} samples; all ranks of a replica must read the same "
-                "ones: give the dataset one seed on all ranks, or use plugin.prepare_dataloader"
+                f"{max(0, expected.samples)} and {max(0, report.samples)} samples; all ranks of a replica "
+                "must read the same ones: give the dataset one seed on all ranks, or use "
+                "plugin.prepare_dataloader"
             )
 
 
@@ -279,10 +286,12 @@ def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def count_rows(batch: Any) -> int:
-    """Samples of a batch: the first size of its first tensor."""
+    """Samples of a batch: the first size of its first tensor, else the length of its first field."""
     for tensor in tensors_in(batch):
         return len(tensor) if tensor.dim() else 1
-    return len(batch) if hasattr(batch, "__len__") else 1
+    while isinstance(batch, Mapping) and batch:
+        batch = next(iter(batch.values()))
+    return len(batch) if hasattr(batch, "__len__") and not isinstance(batch, str) else 1
 
 
 def sample_digest(sample: Any) -> int:
@@ -299,12 +308,28 @@ def sample_digest(sample: Any) -> int:
 
 
 def digest(batch: Any) -> int:
-    """A number that differs for batches of other shapes, and almost surely for those of other contents."""
-    crc = 0
-    for tensor in tensors_in(batch):
-        flat = tensor.detach().reshape(-1)
-        sample = flat[:: max(1, -(-flat.numel() // _SAMPLED))].cpu().contiguous()
-        crc = zlib.crc32(str(tuple(tensor.shape)).encode(), crc)
-        if sample.numel():
-            crc = zlib.crc32(sample.view(torch.uint8).numpy().tobytes(), crc)
+    """A number that differs for batches of other shapes, and almost surely for those of other contents.
+
+    Of a tensor it takes every n-th element, and the sum of all its bytes, read as 64-bit integers, because
+    that sum does not depend on the order of addition. n is odd: an even one would stay in one column of an
+    image with a border, or of padded texts.
+    """
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, (list, tuple)):
+        return zlib.crc32(str([digest(part) for part in batch]).encode())
+    if not isinstance(batch, torch.Tensor):
+        return sample_digest(batch)
+    flat = batch.detach().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    crc = zlib.crc32(str(tuple(batch.shape)).encode())
+    if flat.numel():
+        sample = flat[:: -(-flat.numel() // _SAMPLED) | 1].cpu().contiguous()
+        crc = zlib.crc32(sample.view(torch.uint8).numpy().tobytes(), crc)
+        content = flat.contiguous().view(torch.uint8)
+        content = content.clone() if content.storage_offset() % 8 else content
+        rest = len(content) % 8
+        total = int(content[: len(content) - rest].view(torch.int64).sum())
+        crc = zlib.crc32(f"{total} {content[len(content) - rest :].tolist()}".encode(), crc)
     return crc

@@ -7,13 +7,16 @@ print(leaves.describe())      # real, or generated and why: say it before you tr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
-Item = dict[str, Any]
+Item = dict[str, Any]  # one sample
+Batch = dict[str, Any]  # several samples, stacked
 
 
 class MapDataset(Protocol):
@@ -29,15 +32,22 @@ class Source:
 
     Attributes:
         name: "Beans", "CIFAR-10" or "MRPC".
-        kind: "real", or "generated" by this library in its place.
-        where: of real samples, where they lie; of generated ones, why there are no real ones.
-        note: of real samples, what else to say of them, such as files that are left out.
+        kind: "real", or "generated" by this library in place of the real samples.
+        where: the place of real samples, or the reason why samples are generated.
+        note: what else there is to say of real samples, such as files that are left out.
     """
 
     name: str
     kind: Literal["real", "generated"]
     where: str
     note: str = ""
+
+
+def note_of_skipped(files: Iterable[Path], read_as: str) -> str:
+    """How many files of each suffix are not read as "images" or "texts", in words; "" if there are none."""
+    counts = Counter(file.suffix.lower() or "no suffix" for file in files)
+    kinds = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(counts.items()))
+    return f"left out because they are not read as {read_as}: {kinds}" if kinds else ""
 
 
 class Dataset:

@@ -19,8 +19,6 @@ import numpy as np
 
 from hpnb.split_sizes import split_range
 
-Batch = dict[str, Any]
-
 
 @dataclass(frozen=True)
 class BatchSamples:
@@ -92,21 +90,19 @@ class DistributedBatchSampler:
 
     def rank_batch(self, epoch: int, batch: int) -> list[int]:
         """The samples of a batch on this rank."""
-        samples = self.global_batch(epoch, batch)
-        start, stop = split_range(len(samples), self.ranks, self.rank)
-        return samples[start:stop]
+        return list(self.batch_samples(epoch, batch, with_partners=False).samples)
 
     def batch_samples(self, epoch: int, batch: int, with_partners: bool) -> BatchSamples:
         """This rank's samples, and those to mix them with: the global batch rotated by a random step."""
-        samples = self.rank_batch(epoch, batch)
+        everyone = self.global_batch(epoch, batch)
+        start, stop = split_range(len(everyone), self.ranks, self.rank)
+        samples = everyone[start:stop]
         if not with_partners:
             return BatchSamples(self.seed, epoch, batch, tuple(samples))
-        everyone = self.global_batch(epoch, batch)
         step = int(np.random.default_rng([self.seed, epoch, batch]).integers(1, max(2, len(everyone))))
-        partner = {sample: everyone[(i + step) % len(everyone)] for i, sample in enumerate(everyone)}
-        needed = list(dict.fromkeys([*samples, *(partner[sample] for sample in samples)]))
-        partners = tuple(needed.index(partner[sample]) for sample in samples)
-        return BatchSamples(self.seed, epoch, batch, tuple(needed), partners)
+        partners = [everyone[(i + step) % len(everyone)] for i in range(start, stop)]
+        places = {sample: i for i, sample in enumerate(dict.fromkeys([*samples, *partners]))}
+        return BatchSamples(self.seed, epoch, batch, tuple(places), tuple(places[p] for p in partners))
 
 
 @lru_cache(maxsize=8)

@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpnb.data.dataset import Dataset, Source
+from hpnb.data.dataset import Dataset, Source, note_of_skipped
 from hpnb.data.dataset_formats import ImageFiles
 
 SPLITS = ("train", "validation", "test")
-_NAMES = {"train": ("train",), "validation": ("validation", "val", "valid"), "test": ("test",)}
-_NAMED = 10  # damaged images that a sentence names
+_SPLIT_FOLDERS = {"train": ("train",), "validation": ("validation", "val", "valid"), "test": ("test",)}
+_LIKE_SPLITS = {"train", "training", "validation", "valid", "val", "dev", "eval", "test", "testing"}
+_MOST_NAMED = 10  # damaged images that a message names
 _ONE_IN = 10  # images of a class, of which one is held out where nobody has split them
 
 
@@ -46,7 +46,8 @@ def image_folder(
         image_size: side of the images in pixels; None leaves them as they are.
 
     Raises:
-        ValueError: no such split, no images in folders of classes, or a split with classes of its own.
+        ValueError: no such split, no images in folders of classes, splits of which none is called "train", or
+            a split with classes that "train" does not have.
         FileNotFoundError: there is no such folder.
 
     >>> import pathlib, tempfile
@@ -66,7 +67,13 @@ def image_folder(
     at = {name: _find(path, name) for name in SPLITS}
     classes, rows, skipped = _read(at["train"] or path, folder)
     if at["train"] is None:
-        held_out = {row for label in range(len(classes)) for row in _held_out(rows, label)}
+        if all(name.lower() in _LIKE_SPLITS for name in classes):
+            raise ValueError(
+                f"{folder} has the folders {' and '.join(classes)}, which look like splits and not like "
+                f"classes, and no folder train; rename the one to train on to {path / 'train'}, and the "
+                "others to validation and test"
+            )
+        held_out = _held_out(rows)
         rows = [row for row in rows if (row in held_out) == (split != "train")]
     elif split != "train":
         other = at[split] or at["test" if split == "validation" else "validation"]
@@ -104,24 +111,24 @@ def check_headers(datasets: Sequence[Dataset], seconds: float = 5.0) -> None:
         except OSError:
             damaged.append(file)
     if damaged:
-        more = f" and {len(damaged) - _NAMED:,} more" if len(damaged) > _NAMED else ""
+        more = f" and {len(damaged) - _MOST_NAMED:,} more" if len(damaged) > _MOST_NAMED else ""
         are = "is no image" if len(damaged) == 1 else "are no images"
         raise ValueError(
-            f"{', '.join(damaged[:_NAMED])}{more} {are} that can be read; replace or remove "
+            f"{', '.join(damaged[:_MOST_NAMED])}{more} {are} that can be read; replace or remove "
             f"{'it' if len(damaged) == 1 else 'them'}"
         )
 
 
 def _find(folder: Path, split: str) -> Path | None:
-    return next((folder / name for name in _NAMES[split] if (folder / name).is_dir()), None)
+    return next((folder / name for name in _SPLIT_FOLDERS[split] if (folder / name).is_dir()), None)
 
 
 def _read(place: Path, folder: Any) -> tuple[tuple[str, ...], list[tuple[str, int]], str]:
-    """Classes, (file, label) of every image, and which files are none that are read."""
+    """Classes, (file, label) of every image, and a note of the files that are left out."""
     from torchvision.datasets import ImageFolder
     from torchvision.datasets.folder import IMG_EXTENSIONS
 
-    skipped: Counter[str] = Counter()
+    skipped: list[Path] = []
 
     class Visible(ImageFolder):  # type: ignore[misc]
         def find_classes(self, directory: Any) -> tuple[list[str], dict[str, int]]:
@@ -137,7 +144,7 @@ def _read(place: Path, folder: Any) -> tuple[tuple[str, ...], list[tuple[str, in
             return False
         if path.suffix.lower() in IMG_EXTENSIONS:
             return True
-        skipped[path.suffix.lower() or "no suffix"] += 1
+        skipped.append(path)
         return False
 
     try:
@@ -148,12 +155,15 @@ def _read(place: Path, folder: Any) -> tuple[tuple[str, ...], list[tuple[str, in
             f"{folder} is no folder of images: {reason}. It needs a folder a class: {Path(folder) / 'train'}"
             f"/CLASS/IMAGE.jpg, and test/CLASS/IMAGE.jpg to evaluate on, or {Path(folder)}/CLASS/IMAGE.jpg"
         ) from error
-    kinds = ", ".join(f"{count} {suffix}" for suffix, count in sorted(skipped.items()))
-    left_out = f"left out because they are not read as images: {kinds}" if kinds else ""
-    return tuple(images.classes), [(str(file), int(label)) for file, label in images.samples], left_out
+    rows = [(str(file), int(label)) for file, label in images.samples]
+    return tuple(images.classes), rows, note_of_skipped(skipped, "images")
 
 
-def _held_out(rows: Sequence[tuple[str, int]], label: int) -> list[tuple[str, int]]:
-    """One image in ten of a class, and one at least of two or more."""
-    of_class = [row for row in rows if row[1] == label]
-    return of_class[_ONE_IN - 1 :: _ONE_IN] or of_class[1:][-1:]
+def _held_out(rows: Sequence[tuple[str, int]]) -> set[tuple[str, int]]:
+    """One image in ten of each class, and one at least of two or more."""
+    by_class: dict[int, list[tuple[str, int]]] = {}
+    for row in rows:
+        by_class.setdefault(row[1], []).append(row)
+    return {
+        row for of_class in by_class.values() for row in of_class[_ONE_IN - 1 :: _ONE_IN] or of_class[1:][-1:]
+    }

@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpnb.data.dataset import Item
-from hpnb.data.distributed_sampler import Batch, BatchSamples
+from hpnb.data.dataset import Batch, Item
+from hpnb.data.distributed_sampler import BatchSamples
 
 VIT = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))  # what google/vit-* were trained with
 
@@ -191,7 +191,7 @@ def stack_images(items: Sequence[Item]) -> Batch:
 
 
 def collate_images(items: Sequence[Item], processor: Any = None) -> Batch:
-    """{"pixel_values" (B, 3, h, w) float32, normalised for ViT, "labels" (B,) int64}; nothing is random.
+    """{"pixel_values" (B, 3, h, w) float32, normalised for ViT, "labels" (B,) int64}, without augmentation.
 
     Args:
         processor: of transformers, such as ViTImageProcessor.from_pretrained(...), which then resizes and
@@ -210,4 +210,11 @@ def _labels(items: Sequence[Item]) -> torch.Tensor:
 
 
 def _field(item: Item, *names: str) -> Any:
-    return next(item[name] for name in names if name in item)
+    for name in names:
+        if name in item:
+            return item[name]
+    there = ", ".join(map(repr, item)) or "no field"
+    raise KeyError(
+        f"a sample has {there}, and {' or '.join(map(repr, names))} is needed; rename the column, or pass a "
+        "collate_fn that reads it"
+    )

@@ -10,8 +10,9 @@ The ranks of one replica read the same samples, which they compare batch by batc
 A stream has no length, so before each batch all ranks agree whether one of them has samples. If so, those
 without get an empty batch, and if not, the epoch is over. The last global batch may be ragged.
 
-Resuming: torchdata's StatefulDataLoader keeps the position if it is installed. Otherwise the dataset's own
-`state_dict` does if it has one and nothing loads ahead. Otherwise the batches before it are read and skipped.
+A run resumes in the middle of an epoch in one of three ways. If torchdata is installed, its
+StatefulDataLoader keeps the position. If not, the dataset's `state_dict` does, where it has one and no worker
+loads ahead. In all other cases the batches before the position are read again and skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -37,9 +37,10 @@ from hpnb.data.batch_agreement import (
 )
 from hpnb.data.distributed_sampler import BatchSamples
 from hpnb.data.loader import Collate, ResumableLoader, Transform, empty_batch
+from hpnb.data.seeds import seeded_generator
 from hpnb.data.worker_shards import ShardedStream, shard_stream
 
-_EMPTY = 3  # batches without samples on one replica, from which on it is worth a word
+_EMPTY = 3  # warn after so many batches in which a replica has no samples
 
 
 def is_iterable_dataset(dataset: Any) -> bool:
@@ -116,7 +117,7 @@ class IterableLoader(ResumableLoader):
 
     def __iter__(self) -> Iterator[Any]:
         """All ranks iterate together."""
-        resume, self._resume = self._resume, None
+        resume = self._resume
         self._next = 0 if resume is None else resume["batch"]
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
@@ -130,18 +131,23 @@ class IterableLoader(ResumableLoader):
             collate_fn=self.collate,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
-            generator=torch.Generator(),  # else every epoch draws from the generator that dropout uses
+            # Without a generator every epoch draws from the one that dropout uses. The replica is no part of
+            # the seed: a stream that workers shuffle must have one order on all replicas.
+            generator=seeded_generator(self.seed, self.epoch),
         )
         self._batches = loader
         skipped = 0 if resume is None else self._restore(resume)
         batches = iter(loader)
         for _ in range(skipped):
             next_or_none(batches)
-        return self._run(batches, self.epoch)
+        return self._drop_position(self._run(batches, self.epoch))
 
     def _split(self) -> Any:
         if not _is_from_datasets(self.dataset):
-            return shard_stream(copy.copy(self.dataset), self.replicas, self.replica, self.batch_size)
+            # One with a state would begin where the last iteration has ended. Others may count their epochs.
+            has_state = hasattr(self.dataset, "load_state_dict")
+            dataset = copy.copy(self.dataset) if has_state else self.dataset
+            return shard_stream(dataset, self.replicas, self.replica, self.batch_size)
         from datasets.distributed import split_dataset_by_node
 
         return split_dataset_by_node(copy.copy(self.dataset), self.replica, self.replicas)
@@ -150,9 +156,9 @@ class IterableLoader(ResumableLoader):
         without = 0  # batches that are empty on a replica
         while True:
             batch, ended = next_or_none(batches)
-            if not ended:
-                self._example = empty_batch(batch)
-            reports = gather_reports(batch, ended, self.replica, self._example is not None)
+            if not ended and self._example is None:
+                self._example = empty_batch(batch, self.batch_size)
+            reports = gather_reports(batch, ended, self.replica, self._example is not None, together=True)
             if all(r.ended for r in reports) or (self.drop_last and any(r.ended for r in reports)):
                 return
             without += any(r.ended for r in reports)

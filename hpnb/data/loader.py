@@ -5,22 +5,27 @@
         loader.set_epoch(epoch)         # another order
         for batch in loader: ...        # as many batches on every rank
 
-A rank that gets no samples of the last batch gets an empty batch with the fields, trailing shapes and dtypes
-of the others. So it joins the step, and the collectives of the other ranks do not wait for it in vain.
+A rank without samples of the last batch gets an empty batch, with the fields, trailing shapes and dtypes of
+the other ranks' batches. So it takes part in the step, and no collective waits for it.
+
+In worker processes the random numbers of a sample follow from (seed, epoch, sample), as in `ImageTransform`:
+they differ in every epoch, and are the same in every layout and after a resume.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, Subset, default_collate, get_worker_info
 
 from hpnb.data.batch_agreement import RankOnAxis
 from hpnb.data.dataset import MapDataset
 from hpnb.data.distributed_sampler import BatchSamples, DistributedBatchSampler
+from hpnb.data.seeds import seed_generators, seed_of, seeded_generator
 
 Collate = Callable[[list[Any]], Any]  # items to a batch
 
@@ -67,6 +72,8 @@ class ResumableLoader:
         if transform is not None:
             check_transform(transform)
         self.dataset, self.batch_size, self.transform = dataset, batch_size, transform
+        while isinstance(dataset, Subset):  # as random_split makes them
+            dataset = dataset.dataset
         of_dataset: Collate = getattr(dataset, "collate", None) or default_collate
         self.collate = collate_fn or getattr(transform, "collate", None) or of_dataset
         self.num_workers, self.pin_memory = num_workers, pin_memory
@@ -81,8 +88,27 @@ class ResumableLoader:
         if epoch != self.epoch:
             self.epoch, self._next, self._resume = epoch, 0, None
 
+    def state_dict(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _drop_position(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """`batches`, which start at the loaded position. It is dropped after the first one, so that a peek,
+        `next(iter(loader))`, leaves it for the iteration that trains."""
+        resume = self._resume
+        for batch in batches:
+            yield batch
+            if self._resume is resume:
+                self._resume = None
+        if self._resume is resume:
+            self._resume = None
+
     def _check_order(self, state: Mapping[str, Any], current: Mapping[str, Any], replicas: int) -> None:
         """Raise ValueError where a saved state differs from what this loader has in `current`."""
+        if lacking := [name for name in self.state_dict() if name not in state]:
+            raise ValueError(
+                f"the state has no {lacking[0]}, so it was saved by another kind of loader than this "
+                f"{type(self).__name__}; resume with a dataset of the same kind: both streams, or neither"
+            )
         for name, value in current.items():
             if state[name] != value:
                 hint = ""
@@ -153,9 +179,8 @@ class Loader(ResumableLoader):
         return self.sampler.batches
 
     def __iter__(self) -> Iterator[Any]:
-        resume, self._resume = self._resume, None
-        self._next = 0 if resume is None else resume["batch"]
-        return self._run(self.epoch, self._next)
+        self._next = 0 if self._resume is None else self._resume["batch"]
+        return self._drop_position(self._run(self.epoch, self._next))
 
     def _run(self, epoch: int, start: int) -> Iterator[Any]:
         with_partners = bool(getattr(self.transform, "partners", False))
@@ -166,7 +191,8 @@ class Loader(ResumableLoader):
             collate_fn=_identity,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
-            generator=torch.Generator(),  # else every epoch draws from the generator that dropout uses
+            # Without a generator every epoch draws from the one that dropout uses.
+            generator=seeded_generator(self.sampler.seed, epoch, self.sampler.rank),
         )
         for number, batch in enumerate(batches, start):
             self._next = number + 1
@@ -207,22 +233,54 @@ class _RankBatches(torch.utils.data.Dataset[Any]):
     def __getitem__(self, index: tuple[int, int]) -> Any:
         samples = self.sampler.batch_samples(*index, self.with_partners).samples
         if samples:
-            return self.collate([self.dataset[sample] for sample in samples])
+            return self.collate([self._load(sample, index[0]) for sample in samples])
         probe = self.sampler.global_batch(*index)[0]  # has the fields, shapes and dtypes of the empty batch
-        return empty_batch(self.collate([self.dataset[probe]]))
+        return empty_batch(self.collate([self._load(probe, index[0])]), samples=1)
+
+    def _load(self, sample: int, epoch: int) -> Any:
+        if get_worker_info() is not None:
+            seed_generators(seed_of(self.sampler.seed, epoch, sample))
+        return self.dataset[sample]
 
 
-def empty_batch(batch: Any) -> Any:
-    """No samples, with the fields, trailing shapes and dtypes of `batch`."""
+def empty_batch(batch: Any, samples: int) -> Any:
+    """No samples, with the fields, trailing shapes and dtypes of `batch`. A number without a dim stays.
+
+    Args:
+        samples: how many `batch` has.
+    """
+    if isinstance(batch, (torch.Tensor, np.ndarray)):
+        return batch[:0] if batch.ndim else batch
     if isinstance(batch, Mapping):
-        return {name: empty_batch(value) for name, value in batch.items()}
-    if isinstance(batch, torch.Tensor):
-        return batch[:0]
-    if isinstance(batch, list) and not any(isinstance(part, torch.Tensor) for part in batch):
-        return []  # a list of texts, one per sample
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(empty_batch(part) for part in batch)
-    return batch
+        return {name: empty_batch(value, samples) for name, value in batch.items()}
+    if not isinstance(batch, (list, tuple)):
+        return batch
+    fields = [empty_batch(part, samples) for part in batch] if _has_fields(batch, samples) else []
+    return type(batch)(*fields) if hasattr(batch, "_fields") else type(batch)(fields)
+
+
+_CONTAINERS = (torch.Tensor, np.ndarray, Mapping, list, tuple)
+
+
+def _has_fields(batch: Sequence[Any], samples: int) -> bool:
+    """Whether the entries are fields of a batch, such as (pixels, labels), and not one per sample, such as
+    texts."""
+    if hasattr(batch, "_fields"):
+        return True
+    if not any(isinstance(part, _CONTAINERS) for part in batch):
+        return False
+    in_lists = all(isinstance(part, (list, tuple)) and len(part) == samples for part in batch)
+    return len(batch) != samples or in_lists or _sizes(batch) - {None} == {samples}
+
+
+def _sizes(value: Any) -> set[int | None]:
+    """The first sizes of all tensors, arrays and lists in `value`; None for what has no size."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return {len(value) if value.ndim else None}
+    parts = list(value.values() if isinstance(value, Mapping) else value)
+    if isinstance(value, (list, tuple)) and not any(isinstance(part, _CONTAINERS) for part in parts):
+        return {len(value)}
+    return set().union(*(_sizes(part) if isinstance(part, _CONTAINERS) else {None} for part in parts))
 
 
 def _identity(batch: Any) -> Any:

@@ -98,8 +98,9 @@ def text(
         raise ValueError(f"text has no split {split!r}; it has train, test")
     if rows not in get_args(Cut):
         raise ValueError(f"rows={rows!r} is none of 'block', 'paragraph' and 'document'")
-    if block < 2:
-        raise ValueError(f"block={block} leaves no next token to predict; use 2 or more")
+    least = 2 if rows == "block" else 3  # a longer text is split, and no row may be one token
+    if block < least:
+        raise ValueError(f"block={block} leaves no next token to predict; use {least} or more")
     if not 0 <= overlap < block or (overlap and rows != "block"):
         raise ValueError(
             f"overlap={overlap} with rows={rows!r}; use 0 to {block - 1} with rows='block', 0 with others"
@@ -148,7 +149,7 @@ class TextSpans:
             if stop - start < _HEADING:
                 continue
             while stop - start >= block:
-                # One less if an end-of-text would be left over: a row of one token has no target.
+                # Without the last token if only the end-of-text would follow: one token has no target.
                 middle = start + block - (stop - start == block)
                 self.spans.append((start, middle, False))
                 start = middle

@@ -16,7 +16,6 @@ import re
 import sysconfig
 import textwrap
 import zlib
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from platform import python_version
 import numpy as np
 
 from hpnb.data import synthetic_sentences
-from hpnb.data.dataset import Source
+from hpnb.data.dataset import Source, note_of_skipped
 from hpnb.data.tokenizer import END
 
 SUFFIXES = (".txt", ".md", ".rst")
@@ -38,7 +37,7 @@ _LEFT_OUT = {
     *("pydoc_data", "encodings", "tkinter", "ensurepip"),
 }
 _RULE = re.compile(r"[\s*=~^#+\-]*")  # a line that underlines a heading
-_NAMED = 10  # files that a sentence names
+_MOST_NAMED = 10  # files that a message names
 _LEAST = 200  # characters of a docstring: shorter ones say little more than the name
 
 
@@ -61,10 +60,12 @@ class TextSource:
     Attributes:
         source: what these are and where they come from.
         raw: their bytes, by name, in order.
+        with_modules: whether a name that begins with "module " is a Python file, whose docstrings are read.
     """
 
     source: Source
     raw: Mapping[str, bytes]
+    with_modules: bool = False
 
     def documents(self) -> list[Document]:
         """In the order of their names.
@@ -90,7 +91,7 @@ class TextSource:
         texts: list[tuple[str, str]] = []
         others: list[str] = []  # files that are not UTF-8, and from which byte on
         for name, raw in self.raw.items():
-            if name.startswith("module "):
+            if self.with_modules and name.startswith("module "):
                 texts.append((name, _docstrings(raw)))
                 continue
             try:
@@ -101,9 +102,9 @@ class TextSource:
             parts = text.split(END)
             texts += [(name if len(parts) == 1 else f"{name} {i}", part) for i, part in enumerate(parts)]
         if others:
-            more = f", and {len(others) - _NAMED:,} more are not" if len(others) > _NAMED else ""
+            more = f", and {len(others) - _MOST_NAMED:,} more are not" if len(others) > _MOST_NAMED else ""
             them = "it or leave it" if len(others) == 1 else "them or leave them"
-            raise ValueError(f"{', '.join(others[:_NAMED])}{more}; convert {them} out")
+            raise ValueError(f"{', '.join(others[:_MOST_NAMED])}{more}; convert {them} out")
         return texts
 
 
@@ -122,7 +123,8 @@ def python_documentation() -> TextSource | None:
         places.append("the docstrings of the standard library")
     if not raw:
         return None
-    return TextSource(Source(NAME, "real", f"{' and '.join(places)} of Python {python_version()}"), raw)
+    source = Source(NAME, "real", f"{' and '.join(places)} of Python {python_version()}")
+    return TextSource(source, raw, with_modules=True)
 
 
 def _modules_below(root: Path) -> list[Path]:
@@ -136,22 +138,24 @@ def _modules_below(root: Path) -> list[Path]:
 
 
 def text_files(path: str | Path) -> TextSource:
-    """Of a file, or of the texts in a folder and below. What else lies there is counted, unless it is hidden.
+    """Of a file, or of the texts in a folder and below. Other files are counted, and hidden ones are ignored,
+    such as those of .git and .venv.
 
     Raises:
         FileNotFoundError: there is none.
     """
     place = Path(path).expanduser()
-    skipped: Counter[str] = Counter()
-    files = []
+    files: list[Path] = []
+    skipped: list[Path] = []
     if place.is_file():
         files = [place]
     elif place.is_dir():
-        for file in sorted(file for file in place.rglob("*") if file.is_file()):
-            if file.suffix.lower() in SUFFIXES:
-                files.append(file)
-            elif not any(part.startswith(".") for part in file.relative_to(place).parts):
-                skipped[file.suffix.lower() or "no suffix"] += 1
+        for folder, below, names in os.walk(place):
+            below[:] = [name for name in below if not name.startswith(".")]
+            for file in (Path(folder, name) for name in names if not name.startswith(".")):
+                if file.is_file():
+                    (files if file.suffix.lower() in SUFFIXES else skipped).append(file)
+        files.sort()
     else:
         raise FileNotFoundError(f"source={str(path)!r} is neither a file nor a folder")
     if not files:
@@ -162,8 +166,7 @@ def text_files(path: str | Path) -> TextSource:
     empty = sum(not content.strip() for content in raw.values())
     notes = [f"{empty:,} of them empty"] if empty else []
     if skipped:
-        kinds = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(skipped.items()))
-        notes.append(f"left out because they are not read as texts: {kinds}")
+        notes.append(note_of_skipped(skipped, "texts"))
     source = Source(f"Text of {place.name}", "real", f"{count} of {place.name}", "; ".join(notes))
     return TextSource(source, raw)
 

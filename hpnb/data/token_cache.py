@@ -2,13 +2,14 @@
 
     $HPNB_HOME/text-<digest>.npz      else $XDG_CACHE_HOME/hpnb, else ~/.cache/hpnb
 
-The digest is of every byte that was read, of the vocabulary or tokenizer, and of FORM: another text, size or
-rule makes another file. One process makes it and the others wait; a file that cannot be read is made again.
-If the folder cannot be written, every process makes the tokens for itself, and they are equal.
+The digest is of every byte that was read, of the vocabulary or tokenizer, and of FORMAT_VERSION, so another
+text, size or rule makes another file. One process makes it and the others wait; a file that cannot be read is
+made again. If the folder cannot be written, every process makes the tokens for itself, and they are equal.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import zipfile
@@ -26,7 +27,7 @@ from hpnb.data import text_sources
 from hpnb.data.text_sources import Document, TextSource
 from hpnb.data.tokenizer import Merge, bpe_tokenizer, check_vocab_size, train_merges
 
-FORM = 1  # raise it when documents are read, split or encoded in another way
+FORMAT_VERSION = 2  # raise it when documents are read, split or encoded in another way
 _READ_ERRORS = (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError)
 
 
@@ -65,7 +66,7 @@ def tokenize_source(source: TextSource, vocab_size: int, tokenizer: Any = None) 
     else:
         if tokenizer.eos_token_id is None:
             raise ValueError("this tokenizer has no eos_token, which separates texts; set one")
-        reads, vocab_size = tokenizer.backend_tokenizer.to_str(), len(tokenizer)
+        reads, vocab_size = _backend(tokenizer).to_str(), len(tokenizer)
     name = f"text-{_digest(source, vocab_size, reads)}.npz"
     folder = files.writable_home()
     if folder is None:
@@ -97,9 +98,17 @@ def _make(documents: Sequence[Document], vocab_size: int, tokenizer: Any) -> Arr
     return arrays
 
 
+def _backend(tokenizer: Any) -> Any:
+    """A copy that neither pads nor truncates: a call of `tokenizer` may have left both switched on."""
+    backend = copy.deepcopy(tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    return backend
+
+
 def _encode(documents: Sequence[Document], tokenizer: Any) -> tuple[np.ndarray[Any, Any], ...]:
     """(ids, paragraphs, documents) of a `TokenizedSplit`."""
-    backend, end = tokenizer.backend_tokenizer, tokenizer.eos_token_id
+    backend, end = _backend(tokenizer), tokenizer.eos_token_id
     texts = [paragraph for document in documents for paragraph in document.paragraphs]
     encodings = backend.encode_batch([*texts, "\n\n"], add_special_tokens=False)
     *rows, between = (encoding.ids for encoding in encodings)
@@ -137,7 +146,7 @@ def _merges(arrays: Arrays) -> list[Merge]:
 
 
 def _digest(source: TextSource, vocab_size: int, reads: str) -> str:
-    digest = hashlib.sha256(f"{FORM} {vocab_size} {len(reads)} {reads}".encode())
+    digest = hashlib.sha256(f"{FORMAT_VERSION} {vocab_size} {len(reads)} {reads}".encode())
     for name, raw in source.raw.items():
         digest.update(f"{name} {len(raw)} ".encode())
         digest.update(raw)

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from hpnb.data.dataset import Item
-from hpnb.data.distributed_sampler import Batch
+from hpnb.data.dataset import Batch, Item
 
 END = "<|endoftext|>"
 IGNORE_INDEX = -100  # a label that no loss counts, as everywhere in PyTorch and transformers

@@ -6,12 +6,15 @@
     does not ask                  every worker reads the stream; replica r keeps samples r, r + R, r + 2R, ...
                                   and worker w of it every W-th batch of these
 
-Either way it must be the same stream on all ranks: one that splits itself by rank would be split twice. What
-shows of that is in `seen`: a digest of the first samples before they are split, and whether the dataset asks
-for its rank besides get_worker_info().
+Either way all ranks must read the same stream, because one that splits itself by rank would be split twice.
+`seen` helps to detect that. It has a digest of the first samples before they are split, and whether the
+dataset asks for its rank besides get_worker_info().
 
-So a batch of the global batch size is the same set of samples on any number of replicas and workers, unless
-the dataset shards itself. Which of the two a dataset does shows before its first sample.
+Unless the dataset shards itself, a global batch is the same set of samples on any number of replicas and
+workers. A dataset that shards itself must call get_worker_info() before its first sample.
+
+A dataset may shuffle with the random numbers of its worker process. Workers that read the whole stream are
+seeded alike, and those that read a shard each get a seed of their own.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from hpnb.data.batch_agreement import sample_digest
+from hpnb.data.seeds import seed_generators
 
 _FIRST = 8  # samples that ranks compare
 
@@ -39,18 +43,28 @@ class _ReplicaWorkerInfo:
 
     def __init__(self, number: int, workers: int, info: Any, dataset: Any) -> None:
         self._id, self._num_workers = number, workers
-        self.seed, self.dataset = getattr(info, "seed", 0), dataset
+        self._seeds = info is not None
+        self.seed, self.dataset = (info.seed - info.id + number if self._seeds else 0), dataset
+        self.rng = getattr(info, "rng", None)
+        self.worker_method = getattr(info, "worker_method", "multiprocessing")
         self.asked = False
         self.asked_rank = False
+        if self._seeds:  # all workers read the same stream, and may shuffle it
+            seed_generators(info.seed - info.id)
+
+    def _ask(self) -> None:
+        if self._seeds and not self.asked:  # a shard has random numbers of its own
+            seed_generators(self.seed)
+        self.asked = True
 
     @property
     def id(self) -> int:
-        self.asked = True
+        self._ask()
         return self._id
 
     @property
     def num_workers(self) -> int:
-        self.asked = True
+        self._ask()
         return self._num_workers
 
 

@@ -24,9 +24,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import hpnb
-from hpnb.hybrid.checkpoint import atomic, checkpoint, gather_weights, manifest, run_lock, state_files
+from hpnb.hybrid.checkpoint import (
+    atomic,
+    checkpoint,
+    gather_weights,
+    manifest,
+    optimizer_shards,
+    run_lock,
+    state_files,
+)
 from hpnb.hybrid.checkpoint.write_files import write_bytes, write_safetensors
 from hpnb.hybrid.training import hooks, resuming
+from hpnb.placement import Cut, Placement, set_placement
 
 
 @pytest.fixture(scope="module")
@@ -467,6 +476,80 @@ def test_the_state_of_another_optimizer_is_refused(
 
 
 # --- known before the first step ---------------------------------------------------------------------------
+
+
+def other_schedule(folder: Path) -> tuple[str, bool]:
+    """What a load into a schedule of two parts says of one that was saved with three, and whether model,
+    optimizer and schedule are as before then."""
+    schedulers = torch.optim.lr_scheduler
+
+    def schedule(optimizer: Any, parts: int) -> Any:
+        every = [schedulers.ConstantLR(optimizer, 1 / (2 + part)) for part in range(parts)]
+        return schedulers.SequentialLR(optimizer, every, milestones=[*range(1, parts)])
+
+    booster, model, optimizer = boosted()
+    booster.save(folder, model, optimizer, schedule(optimizer, 3))
+    with torch.no_grad():
+        for p in model.module.parameters():
+            p.add_(1)
+    two = schedule(optimizer, 2)
+
+    def state() -> str:
+        return str((model.state_dict(), optimizer.state_dict(), two.state_dict()))
+
+    before = state()
+    return error_of(booster.load, folder, model, optimizer, two), state() == before
+
+
+def test_a_schedule_that_does_not_fit_is_refused_before_anything_is_loaded(
+    one: hpnb.Ranks, tmp_path: Path
+) -> None:
+    ((said, as_before),) = one.run(other_schedule, tmp_path / "run")
+    assert "this SequentialLR does not take the state that was saved (IndexError: " in said
+    assert as_before
+
+
+def test_parameters_and_shards_are_compared_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 300 parameters in one group, and of a weight in the shards of 300 ranks."""
+    count, looks = 300, [0]
+
+    class Numbers(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            looks[0] += 1
+            return super().__iter__()
+
+        def __contains__(self, number: object) -> bool:
+            looks[0] += 1
+            return super().__contains__(number)
+
+    parameters = {number: nn.Parameter(torch.zeros(1)) for number in range(count)}
+    names = {number: (f"{number}.weight", (1,)) for number in range(count)}
+    for number, p in parameters.items():
+        set_placement(p, Placement(*names[number]))
+    optimizer = torch.optim.SGD(parameters.values())
+    loader = optimizer_shards.OptimizerLoader.__new__(optimizer_shards.OptimizerLoader)
+    loader._boosted = SimpleNamespace(  # type: ignore[assignment]
+        numbering=[Numbers(range(count))], parameters=parameters, user_optimizer=optimizer, inner=optimizer
+    )
+    group = {"options": {}, "numbers": Numbers(range(count))}
+    saved = {"kind": "SGD", "rule": "SGD", "groups": [group], "scaler": None}
+    assert loader._check({"optimizer": saved, "names/0": names}) is saved
+    assert looks[0] < 10
+
+    def shards(rank: int) -> dict[str, Any]:
+        placement = Placement("w", (count,), (Cut("dp", 0, ((rank, rank + 1),)),))
+        return {"w": gather_weights.WeightShard(placement, "w", torch.float32, False, None)}
+
+    def equal(a: Cut, b: object) -> bool:
+        looks[0] += 1
+        return isinstance(b, Cut) and a.ranges == b.ranges
+
+    of_ranks = [shards(rank) for rank in range(count)] * 2  # each twice
+    monkeypatch.setattr(gather_weights, "gather_objects", lambda *_: of_ranks)
+    monkeypatch.setattr(Cut, "__eq__", equal)
+    weights = gather_weights.exchange_shards({}, None)  # type: ignore[arg-type]
+    assert [rank for rank, _ in weights["w"].shards] == [*range(count)]
+    assert looks[0] < 3 * count
 
 
 def fit_into(folder: Path) -> tuple[str, int]:

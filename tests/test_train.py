@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import fcntl
 import importlib.util
@@ -447,6 +448,49 @@ def test_more_steps_than_before_go_on_inside_the_epoch(
         assert row["loss"] == pytest.approx(other["loss"], rel=1e-13)  # a sum in two parts
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"training__seed": 5}, {"data__rows": 16}, {"data__batch_size": 2, "training__accumulation": 2}],
+    ids=str,
+)
+def test_an_epoch_that_was_cut_short_begins_anew_with_other_data(
+    pools: RankPools, tmp_path: Path, capfd: pytest.CaptureFixture[str], changes: dict[str, Any]
+) -> None:
+    """Saved after step 2 of 3 of the only epoch; with --allow-changes a full epoch follows."""
+
+    class Killed(Hook):
+        priority = 1000
+
+        def after_step(self, trainer: Any) -> None:
+            if trainer.step == 2:
+                raise KeyboardInterrupt
+
+    def begin(file: RunFile) -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            train(file, None, [Killed()])
+
+    how = {"folder": tmp_path, "training__epochs": 1, "data__batch_size": 4, "checkpoint__every": 2}
+    pools[2].run(begin, changed(**how))
+    with pytest.raises(hpnb.RankError, match="--allow-changes"):
+        pools[2].run(train, changed(**{**how, **changes}))
+    capfd.readouterr()
+    result = pools[2].run(train, changed(**{**how, **changes, "checkpoint__allow_changes": True}))[0]
+    steps = 2 if "data__rows" in changes else 3
+    assert (result.resumed, result.step, len(result.history)) == (2, 2 + steps, 1)
+    assert result.history[0]["lr"] == pytest.approx(1.5e-3 * (1 + math.cos(math.pi * (1 - 1 / (2 + steps)))))
+    said = f"after 2 of {2 + steps} steps; epoch 1 begins anew with the data as the file says now"
+    assert f"goes on from {tmp_path / 'step-00000002'}, {said}" in capfd.readouterr().out
+
+
+def test_the_figures_that_best_may_name_are_those_of_an_epoch(pools: RankPools, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"best = 'eval_accurcy' is no figure.*; did you mean eval_accuracy"):
+        changed(checkpoint__best="eval_accurcy")
+    with pytest.raises(ValueError, match=r"best = 'x' is no figure of this run; an epoch has loss, ") as said:
+        changed(checkpoint__best="x")
+    row = pools[2].run(train, changed(folder=tmp_path, training__epochs=2))[0].history[-1]
+    assert {*str(said.value).partition("has ")[2].split(", ")} == row.keys() - {"epoch", "step"}
+
+
 def test_the_first_loss_that_is_no_number_is_a_warning(
     four: hpnb.Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -480,7 +524,6 @@ def test_what_cannot_be_saved_is_said_before_the_first_step(pools: RankPools, tm
             pools[4].run(train, changed(**{"folder": tmp_path, **changes}), None, [NoStep()])
         return told.value.summary
 
-    assert "did you mean eval_accuracy?" in refused(checkpoint__best="eval_accurcy")
     (tmp_path / "file").touch()
     assert "is a file, and a folder is to be written" in refused(folder=tmp_path / "file")
 

@@ -339,13 +339,15 @@ def test_batches_are_weighed_by_what_a_criterion_has_counted(
 
 
 def test_evaluate_leaves_everything_as_it_was(alone: hpnb.Ranks) -> None:
-    """In the middle of an epoch, from a hook: the epoch's own figures stay the same."""
+    """In the middle of an epoch, from a hook: the epoch's figures stay the same, and the modes of modules."""
 
     class Often(Hook):
         def after_step(self, trainer: TrainingState) -> None:
+            trainer.model.module.body[0].eval()  # a frozen part
             before = [p.grad for p in trainer.model.parameters()]
             found.append(trainer.evaluate(loaders()[1]))
             assert trainer.model.training
+            assert [m.training for m in trainer.model.module.body] == [False, True, True, True]
             assert all(a is p.grad for a, p in zip(before, trainer.model.parameters(), strict=True))
 
     found: list[dict[str, Any]] = []
@@ -690,6 +692,17 @@ def test_which_checkpoints_stay(alone: hpnb.Ranks, tmp_path: Path) -> None:
     assert best["step"] == 6 * best["epoch"]
 
 
+def test_the_best_may_be_the_least_memory(alone: hpnb.Ranks, tmp_path: Path) -> None:
+    def look(path: Path) -> None:
+        save = hooks.CheckpointHook(path, every=100, best="peak_bytes", mode="min")
+        trainer = make(hpnb.MemoryHook())
+        save._check_best(trainer, "peak_bytes")
+        with pytest.raises(ValueError, match="there is no 'peak_bytes'"):
+            save._check_best(make(), "peak_bytes")
+
+    alone.run(look, tmp_path)
+
+
 def test_the_best_may_be_the_largest(alone: hpnb.Ranks, tmp_path: Path) -> None:
     for mode in (None, "min"):
         folder = tmp_path / str(mode)
@@ -856,7 +869,21 @@ def loss_of_torch(path: Path) -> None:
     Trainer(*how).fit(loaders()[0], 1)
 
 
+def of_two_schedulers(path: Path) -> None:
+    trainer = make()
+    other = hooks.LRSchedulerHook(torch.optim.lr_scheduler.ExponentialLR(trainer.optimizer, 0.5))
+    Trainer(trainer.booster, trainer.model, trainer.optimizer, None, trainer.lr_scheduler, other)
+
+
+def two_scheduler_hooks(path: Path) -> None:
+    rate = make().lr_scheduler
+    make(hooks.LRSchedulerHook(rate), hooks.LRSchedulerHook(rate, "epoch"), schedule=False)
+
+
 REFUSED = {
+    of_two_schedulers: "an lr_scheduler and an LRSchedulerHook of another: a Trainer steps and saves one",
+    two_scheduler_hooks: "two LRSchedulerHooks: a Trainer steps and saves one scheduler; pass one",
+    lambda path: hooks.CheckpointHook(path, mode="Min"): "mode='Min' is not known",  # type: ignore[arg-type]
     loss_of_torch: "CrossEntropyLoss takes a tensor of targets, and a criterion gets the whole microbatch",
     fresh_into_old: "has step-00000004 already, and this run is at step 0: resume from it",
     other_loader: "saved after 4 steps of epoch 1, and a DataLoader cannot go on from there",

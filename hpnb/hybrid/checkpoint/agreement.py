@@ -77,8 +77,10 @@ def attempt(work: Callable[[], Any], group: dist.ProcessGroup) -> Any:
 
 
 def read_back(folder: Path, written: WrittenFiles, group: dist.ProcessGroup) -> WrittenFiles:
-    """The files that all ranks wrote into `folder`, after the disk gave them back as they were written. All
-    ranks call it, each with its own files.
+    """The files that all ranks wrote into `folder`, after the file system gave them back as they were
+    written. All ranks call it, each with its files. `atomic.commit` forces them to the disk only later, so
+    what is read here may be in memory: it notices files that vanished, were cut short or replaced, and not a
+    bad disk.
     """
     by_rank = gather_objects(written, group)
     files = {name: file_sum for files in by_rank for name, file_sum in files.items()}

@@ -12,7 +12,8 @@
     state_files.py, chunks.py                          state/, in chunks that nobody gathers
     agreement.py, background_save.py                   errors on one rank; writing while training continues
     write_files.py, manifest.py                        checksums from memory; what is complete, and the newest
-    atomic.py, run_lock.py                             a killed save leaves the last one; so does another run
+    atomic.py, run_lock.py                             a killed save, or another run, does not touch the last
+                                                       checkpoint
 
 All ranks call all functions, and see the same files.
 """
@@ -45,7 +46,7 @@ from hpnb.hybrid.checkpoint.gather_weights import weight_shards
 from hpnb.hybrid.checkpoint.load_weights import WeightLoader
 from hpnb.hybrid.checkpoint.manifest import part_of
 from hpnb.hybrid.checkpoint.optimizer_shards import OptimizerLoader, optimizer_shards
-from hpnb.hybrid.checkpoint.state_files import ShardedState, StateReader, pack, write_state
+from hpnb.hybrid.checkpoint.state_files import ShardedState, StateReader, first_line, pack, write_state
 from hpnb.hybrid.checkpoint.write_files import WrittenFiles
 from hpnb.layout import TP_MODES
 from hpnb.placement import Placement
@@ -138,7 +139,8 @@ def load(
 ) -> Any:
     """Load what `save` wrote, and return its extra; see `Booster.load`.
 
-    Everything is read and checked on all ranks before anything is changed on one.
+    Everything is read and checked on all ranks before anything is changed on one. The dataloader alone is not
+    checked but loaded, first, and gets its place back if it refuses the new one on a rank.
     """
     group = files_group()
     folder, manifest = verify_folder(path, group)
@@ -175,7 +177,9 @@ def load(
     for name, average in (averages or {}).items():
         weights.append(WeightLoader(average, folder / AVERAGES / name, group))
     optimizer_state = None if optimizer is None else OptimizerLoader(optimizer, stored, group)
-    if dataloader is not None:  # the first to change, because only it may still refuse what it is given
+    if lr_scheduler is not None:
+        _check_loads(lr_scheduler, states["lr_scheduler"], folder, group)
+    if dataloader is not None:
         _load_or_restore(dataloader, states["dataloader"], group)
     for loader in weights:
         loader.apply()
@@ -277,6 +281,25 @@ def _check_layout(folder: Path, saved: Any, now: dict[str, Any], stored: StateRe
             if saved["dp_size"] * saved["pp_size"] * saved["tp_size"] * saved["cp_size"] == ranks:
                 return
     raise ValueError(f"the manifest of {folder} has the layout {str(saved)[:200]}; load another checkpoint")
+
+
+def _check_loads(lr_scheduler: Any, state: Any, folder: Path, group: dist.ProcessGroup) -> None:
+    """Raise on all ranks if a scheduler does not load the state on one; in any case it is as before then."""
+    before = lr_scheduler.state_dict()
+
+    def load() -> None:
+        try:
+            lr_scheduler.load_state_dict(state)
+        except Exception as error:  # a class has errors of its own
+            raise ValueError(
+                f"{folder}: this {type(lr_scheduler).__name__} does not take the state that was saved "
+                f"({first_line(error)}); make it as it was, or leave it out"
+            ) from error
+
+    try:
+        attempt(load, group)
+    finally:
+        lr_scheduler.load_state_dict(before)
 
 
 def _load_or_restore(dataloader: Any, state: Any, group: dist.ProcessGroup) -> None:

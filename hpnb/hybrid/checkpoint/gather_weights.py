@@ -22,7 +22,7 @@ from hpnb.data_parallel import ZeroOptimizer
 from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.checkpoint.agreement import gather_objects
 from hpnb.mesh import Axis
-from hpnb.placement import Placement, placement_of
+from hpnb.placement import Cut, Placement, placement_of
 from hpnb.precision import Masters
 
 
@@ -94,15 +94,22 @@ def weight_shards(
     return shards
 
 
-# ZeRO (the last part of dp, if shards have replicas), experts and stages; equal shards are written once.
+#   axis                    do its ranks hold equal shards                who writes
+#   tp and its parts, cp    of what is not sharded along it               the first rank
+#   dp, edp                 without ZeRO                                  all; equal shards are taken once
+#   dp.0, edp.0             always: they are replicas of shards           the first rank
+#   dp.1, edp.1             no: ZeRO shards along this part               all
+#   ep                      of all but experts                            all; equal shards are taken once
+#   pp                      of tied weights that two stages hold          all; equal shards are taken once
 _MAY_SHARD = ("dp", "dp_cp", "dp.1", "dp_cp.1", "edp", "edp.1", "ep", "pp")
 
 
 def is_writer(placement: Placement, axes: Sequence[Axis]) -> bool:
-    """Whether this rank writes its shard, among the tensor-parallel ranks that hold equal ones.
+    """Whether this rank writes its shard. Along an axis that is not in _MAY_SHARD, and along which the tensor
+    is not sharded, only the first rank does.
 
-    Only one may: in a bucket of ZeRO with matrices that are sharded unevenly and vectors that are not, the
-    cuts along dp fall elsewhere on each rank, and shards of a vector would overlap."""
+    All could not: in a bucket of ZeRO with matrices that are sharded unevenly along tp and vectors that are
+    not, the cuts along dp fall elsewhere on each rank of tp, and shards of a vector would overlap."""
     others = ("dp", "dp_cp") if "ep" in placement.axes else ("edp",)  # experts are replicated along edp alone
     asked = [axis for axis in axes if axis.name.partition(".")[0] not in others]
     return all(axis.rank == 0 or axis.name in _MAY_SHARD or axis.name in placement.axes for axis in asked)
@@ -127,11 +134,13 @@ def exchange_shards(shards: Mapping[str, WeightShard], group: dist.ProcessGroup)
     """
     by_rank = gather_objects({name: replace(shard, tensor=None) for name, shard in shards.items()}, group)
     weights: dict[str, ShardedWeight] = {}
+    known: set[tuple[str, tuple[Cut, ...]]] = set()
     for rank, of_rank in enumerate(by_rank):
         for name, shard in of_rank.items():
             new = ShardedWeight(shard.first_name, shard.placement.shape, shard.dtype, [])
             weight = weights.setdefault(name, new)
-            if all(shard.placement.cuts != other.placement.cuts for _, other in weight.shards):
+            if (name, shard.placement.cuts) not in known:
+                known.add((name, shard.placement.cuts))
                 weight.shards.append((rank, shard))
     for name, weight in weights.items():
         count = sum(prod(shard.placement.local_shape) for _, shard in weight.shards)

@@ -180,8 +180,8 @@ def order_of(folder: Path) -> int | None:
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest complete checkpoint in `folder`; None if there is none. With a damaged manifest in one,
-    nobody can say which is the newest."""
+    """The newest complete checkpoint in `folder`; None if there is none. The newest is that with the highest
+    `order`, because names are the user's. With a damaged manifest in one, nobody can say which it is."""
     warn_of_unsealed(folder)
     orders = {checkpoint: order_of(checkpoint) for checkpoint in complete_in(folder)}
     readable = {checkpoint: order for checkpoint, order in orders.items() if order is not None}
@@ -194,7 +194,8 @@ def newest(folder: Path) -> Path | None:
 
 
 def find(path: Path) -> Path:
-    """`path` itself if it is complete, else the newest in it."""
+    """`path` itself if it is complete, else the newest in it by `order`, as `newest` says. A Trainer goes by
+    steps (`resuming.find`)."""
     there = standing(path)
     if is_complete(there):
         return there

@@ -231,11 +231,11 @@ class OptimizerLoader:
         numbering = self._boosted.numbering
         check_group_sizes([len(group["numbers"]) for group in saved["groups"]], [len(n) for n in numbering])
         names = {number: name for of_rank in descriptions.values() for number, name in of_rank.items()}
+        group_of = {number: at for at, numbers in enumerate(numbering) for number in numbers}
+        in_groups = [dict(names[n] for n in group["numbers"] if n in names) for group in saved["groups"]]
         for number, p in self._boosted.parameters.items():
-            at = next(i for i, numbers in enumerate(numbering) if number in numbers)
-            name, shape = parameter_name(p), placement_of(p).shape
-            in_group = dict(names[n] for n in saved["groups"][at]["numbers"] if n in names)
-            saved_shape = in_group.get(name)
+            at, name, shape = group_of[number], parameter_name(p), placement_of(p).shape
+            saved_shape = in_groups[at].get(name)
             if saved_shape is None or tuple(saved_shape) != shape:
                 what = "no" if saved_shape is None else f"shape {tuple(saved_shape)}, and not {shape}, for"
                 raise ValueError(

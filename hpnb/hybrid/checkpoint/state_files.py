@@ -211,7 +211,7 @@ class StateReader:
             self.dtypes = {key: _dtype(stored.dtype) for key, stored in self._tensors.items()}
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(
-                f"{folder / INDEX} is no index of a state ({_first_line(error)}); load another checkpoint"
+                f"{folder / INDEX} is no index of a state ({first_line(error)}); load another checkpoint"
             ) from error
         self.shapes = {key: stored.shape for key, stored in self._tensors.items()}
         self.values = list(self._values)
@@ -252,7 +252,7 @@ class StateReader:
                 return {key: unpack(bytes(file(self._values[key]).get_tensor(key).numpy())) for key in values}
             except Exception as error:  # whatever readers make of bytes that anybody may have written
                 raise ValueError(
-                    f"{self.folder} cannot be read ({_first_line(error)}); load another checkpoint"
+                    f"{self.folder} cannot be read ({first_line(error)}); load another checkpoint"
                 ) from error
 
     def _check_dtype(self, key: str, name: str, file: Any) -> None:
@@ -323,5 +323,5 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: " + str(error).strip().partition("\n")[0][:200]

@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 
 from hpnb.hybrid.checkpoint.manifest import is_inside
+from hpnb.hybrid.checkpoint.state_files import first_line
 
 FILE_NAMES = ("model.safetensors", "pytorch_model.bin")
 _CHECKSUMS = "hpnb.crc32"  # in the header of a safetensors file, where others keep what they like
@@ -98,7 +99,7 @@ class WeightFiles:
                 self._sums |= {name: (opened, file, crc) for name, crc in sums.items() if name in slices}
             except Exception as error:  # whatever the reader makes of bytes that anybody may have written
                 raise ValueError(
-                    f"{file} cannot be read ({_first_line(error)}); it was cut short, or is another file"
+                    f"{file} cannot be read ({first_line(error)}); it was cut short, or is another file"
                 ) from error
             self._slices.update(_select(slices, names, file))
             return
@@ -106,7 +107,7 @@ class WeightFiles:
             state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         except Exception as error:  # torch.load raises about anything on bytes that it did not write
             raise ValueError(
-                f"{file} cannot be read ({_first_line(error)}); it must be a state dict by torch.save"
+                f"{file} cannot be read ({first_line(error)}); it must be a state dict by torch.save"
             ) from error
         if not isinstance(state, Mapping) or not all(isinstance(v, torch.Tensor) for v in state.values()):
             kind = type(state).__name__
@@ -120,10 +121,6 @@ def _hint(state: Any) -> str:
         if isinstance(value, Mapping) and value and all(isinstance(v, torch.Tensor) for v in value.values()):
             return f"; its entry {key!r} is one: torch.save(torch.load(file)[{key!r}], other) and load that"
     return ""
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0][:200]
 
 
 def _select(weights: dict[str, Any], names: Sequence[str] | None, file: Path) -> dict[str, Any]:

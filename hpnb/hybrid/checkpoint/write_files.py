@@ -1,8 +1,8 @@
 """Files whose size and checksum are known from memory, before anything is read back from the disk.
 
 A checksum that is taken from the file would seal whatever became of it: cut short, replaced by another run,
-or never written. So the writers compute it from what they write, and `atomic.commit` compares it with what
-the disk gives back.
+or never written. So the writers compute it from what they write, and `agreement.read_back` compares it with
+what the file system gives back.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@
                     neither that of the checkpoint nor that of the file
     nothing left    all steps are done, and the file says something new: it would train nothing
 
-What must stay is refused, unless the file or --allow-changes says otherwise.
+What must stay is refused, unless the file or --allow-changes says otherwise. An epoch that was cut short then
+begins anew if its data or the samples of its steps have changed.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@
 2      the file, or what was asked for, cannot be run; nothing was started
 130    Ctrl-C: a checkpoint was saved, unless it came twice
 143    SIGTERM, as Slurm and Kubernetes send it: a checkpoint was saved
+
+Under torchrun a rank that was stopped by a signal returns 0, because torchrun would start the run again
+otherwise. Its other codes are the same, and torchrun itself exits with 1 if a rank has failed.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ def run(path: str, ranks: int | None = None, overrides: Sequence[str] = ()) -> i
             if ranks < 1:
                 raise ValueError(f"--ranks {ranks} trains nothing; use 1 or more")
             file.check_ranks(ranks)
-            if not saved(Path(file.checkpoint.dir or "run").expanduser()):
+            if not saved(file.folder):
                 file.check_length(ranks)
     except (ValueError, OSError) as error:
         if under_torchrun:

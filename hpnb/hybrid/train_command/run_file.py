@@ -6,12 +6,13 @@
     [training]      precision, how long, learning rate
     [checkpoint]    where to and how often
 
-Everything that can be wrong in the file alone is said before a rank starts. pydantic checks keys and types,
+What can be wrong in the file alone is said before a rank starts. pydantic checks keys and types,
 and `toml_errors.py` makes a sentence of what it finds.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,7 @@ from hpnb.models import GPT2_SIZES, SIZES, GPT2Size, ViTSize
 TASKS = {"beans": "vit", "cifar10": "vit", "images": "vit", "mrpc": "gpt2", "text": "gpt2"}
 _SPECS = {"beans": BEANS, "cifar10": CIFAR10, "mrpc": MRPC}
 TRAIN_SAMPLES = {name: sum(spec.counts["train"]) for name, spec in _SPECS.items()}
+_METRICS = {"text": (), "mrpc": ("accuracy", "f1")}  # beside the loss; of images the accuracy
 _IN_TRAINING = ("precision", "max_norm", "seed")  # options of the plugin that are keys of [training]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -191,6 +193,7 @@ class RunFile(Table):
         of_images = self.data.augment or self.data.mixup or self.data.image_size is not None
         if self.model.family == "gpt2" and of_images:
             raise ValueError("[data] image_size, augment and mixup are of images, and a gpt2 reads texts")
+        self._check_best()
         plugin = self.plugin()  # which refuses what cannot compose
         cp_size = plugin.cp_size
         if cp_size > 1 and self.data.name == "mrpc":
@@ -206,6 +209,21 @@ class RunFile(Table):
                 f"tp_size = {heads} or less"
             )
         return self
+
+    def _check_best(self) -> None:
+        """Raise ValueError unless an epoch will have the figure that [checkpoint] best names."""
+        best, names = self.checkpoint.best, ["loss", *_METRICS.get(self.data.name, ("accuracy",))]
+        speed = "tokens_per_second" if self.data.name == "text" else "samples_per_second"
+        names += [*(f"eval_{name}" for name in names), "lr", "seconds", speed]
+        if best is not None and best not in names:
+            near = difflib.get_close_matches(best, names, 1)
+            hint = f"did you mean {near[0]}?" if near else f"an epoch has {', '.join(names)}"
+            raise ValueError(f"[checkpoint] best = {best!r} is no figure of this run; {hint}")
+
+    @property
+    def folder(self) -> Path:
+        """Of the checkpoints."""
+        return Path(self.checkpoint.dir or "run").expanduser()
 
     def plugin(self) -> HybridParallelPlugin:
         """A new one."""

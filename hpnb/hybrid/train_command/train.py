@@ -12,6 +12,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from hpnb.hybrid.booster import Booster
 from hpnb.hybrid.checkpoint.agreement import files_group, gather_objects, on_first_rank
 from hpnb.hybrid.plugins import HybridParallelPlugin
 from hpnb.hybrid.torchrun.launch_from_torch import launch_from_torch
-from hpnb.hybrid.train_command.compare_runs import check_resumable, differences, run_facts
+from hpnb.hybrid.train_command.compare_runs import Difference, check_resumable, differences, run_facts
 from hpnb.hybrid.train_command.run_file import RunFile, TrainingTable
 from hpnb.hybrid.train_command.run_task import LimitedLoader, RunTask, make_task
 from hpnb.hybrid.training import hooks, resuming
@@ -62,7 +63,7 @@ def train(file: RunFile, flag: Path | None = None, more: Sequence[Hook] = ()) ->
     """
     launch_from_torch(seed=file.training.seed)
     file.check_ranks(world_size())
-    lock = FolderLock(Path(file.checkpoint.dir or "run").expanduser())
+    lock = FolderLock(file.folder)
     lock.acquire()
     try:
         return _train(file, lock.folder, flag, more)
@@ -77,11 +78,19 @@ def _train(file: RunFile, folder: Path, flag: Path | None, more: Sequence[Hook])
     state = {} if newest is None else resuming.read_state(newest)
     task = make_task(file)
     loader = task.loader(plugin, file.data, 0, how.seed)
-    epochs, total = _length(loader, how, state)
     facts = run_facts(file, plugin.dp_size)
     changed = differences(state.get("facts", {}), facts)
+    anew = _why_anew(loader, state, changed)
+    if anew is not None and checkpoint.allow_changes:
+        state = {**state, "done": 0}
+    epochs, total = _length(loader, how, state)
     if newest is not None and not checkpoint.allow_changes:
         check_resumable(changed, folder, state["step"], total)
+        if anew is not None:
+            raise ValueError(
+                f"{newest} was saved inside epoch {state['epoch'] + 1}: {anew}; or pass --allow-changes to "
+                "begin that epoch anew"
+            )
     _check_space(folder, task, checkpoint.keep)
     lr = how.learning_rate
     if how.learning_rate_scaling == "data-parallel":
@@ -106,13 +115,15 @@ def _train(file: RunFile, folder: Path, flag: Path | None, more: Sequence[Hook])
     ]
     trainer = Trainer(booster, model, optimizer, None, schedule, [*recording, saves, stop, *more],
                       accumulation=how.accumulation)  # fmt: skip
-    trainer.facts = facts
+    trainer.run_facts = facts
     say: Callable[[str], None] = _say if trainer.role.shows else _keep_quiet
     say(about)
-    resumed = None if newest is None else _resume(trainer, newest)
+    resumed = None if newest is None else _resume(trainer, newest, restore_data=anew is None)
     if resumed is not None:
-        nothing_left = "; nothing is left to train" if resumed >= total else ""
-        say(f"goes on from {folder / f'step-{resumed:08}'}, after {resumed} of {total} steps{nothing_left}")
+        then = "; nothing is left to train" if resumed >= total else ""
+        if anew is not None:
+            then += f"; epoch {trainer.epoch + 1} begins anew with the data as the file says now"
+        say(f"goes on from {newest}, after {resumed} of {total} steps{then}")
         for difference in changed:
             say(f"  changed: {difference}")
     if unfinished is not None:
@@ -252,14 +263,26 @@ def _newest(folder: Path) -> Path | None:
     return newest
 
 
-def _resume(trainer: Trainer, checkpoint: Path) -> int:
+def _why_anew(loader: LimitedLoader, state: Mapping[str, Any], changed: Sequence[Difference]) -> str | None:
+    """Why the epoch inside which `state` was saved cannot go on with the batches that were left; None if it
+    can, or if no epoch was cut short."""
+    if not state or not state["done"] or resuming.ended_epoch(state):
+        return None
+    try:
+        copy(loader).load_state_dict(state["loader"])
+    except ValueError as error:
+        return str(error)
+    return next((str(difference) for difference in changed if difference.key == "samples a step"), None)
+
+
+def _resume(trainer: Trainer, checkpoint: Path, restore_data: bool) -> int:
     """Take up a checkpoint; the step it was saved at. Learning rates, decay and the length of the run are
     what the file says now, not what it said then."""
     schedule, groups = trainer.lr_scheduler, trainer.optimizer.param_groups
     names = ("total_steps", "warmup_steps", "base_lrs", "eta_min")
     said = {name: getattr(schedule, name) for name in names if hasattr(schedule, name)}
     decays = [group["weight_decay"] for group in groups]
-    trainer.resume(checkpoint)
+    trainer.resume(checkpoint, restore_data=restore_data)
     vars(schedule).update(said)
     rates = [schedule.rate(schedule.last_epoch, float(base)) for base in schedule.base_lrs]
     for group, rate, decay in zip(trainer.optimizer.param_groups, rates, decays, strict=True):

@@ -4,12 +4,13 @@ The mean of batch i enters it with
 
     weight_i = n_i / N                    n_i: targets of batch i over all data-parallel ranks; N: their sum
 
-which is 1 / batches where the batches are alike. A criterion that returns (sum, count) has counted
-everything only after the last batch. So its backwards start from sum_i / N, and optimizer.step() multiplies
+which is 1 / batches where the batches are alike. Within a batch the boosted model weighs its ranks; this file
+weighs batches. A criterion that returns (sum, count) has counted
+everything only after the last batch. So its backwards start from S_i / N, and optimizer.step() multiplies
 gradients by a factor on their way:
 
-    loss = sum_i sum_i / C                C: all counts of the step, over batches, microbatches and ranks
-         = (N / C) sum_i (sum_i / N)      N / C: the factor
+    loss = sum_i S_i / C                  S_i: the sum that batch i returned; C: all counts of the step, over
+         = (N / C) sum_i (S_i / N)        batches, microbatches and ranks; N / C: the factor
 
 The criterion applies the weight, and shows outputs and losses to the hooks on the way.
 """

@@ -37,6 +37,7 @@ class Hook:
     """
 
     priority: ClassVar[int] = 50  # the lower, the earlier
+    figures: ClassVar[tuple[str, ...]] = ()  # names that it adds to the history, if it is no metric
 
     def state_dict(self) -> dict[str, Any]:
         """What checkpoints keep of this hook: tensors, numbers, texts, lists and dicts of them, by rank 0.

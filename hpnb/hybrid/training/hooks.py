@@ -124,7 +124,7 @@ class CheckpointHook(Hook):
     """Saves everything that `trainer.resume` needs, by booster.save.
 
     A folder appears when it is complete, and older ones go after that: a run that is killed while it saves
-    goes on from the one before. While it fits, no other run may save there. The states and averages of other
+    goes on from the one before. During `fit`, no other run may save there. The states and averages of other
     hooks are saved too (`Hook.state_dict`, `Hook.saved_averages`).
 
     Args:
@@ -155,6 +155,8 @@ class CheckpointHook(Hook):
         on_error: Literal["stop", "warn"] = "stop",
     ) -> None:
         _check_on_error(on_error)
+        if mode not in (None, "min", "max"):
+            raise ValueError(f"mode={mode!r} is not known; use 'min' or 'max'")
         if every is not None and every < 1:
             raise ValueError(f"every={every} steps is not possible; use 1 or more, or None for each epoch")
         if keep < 1:
@@ -201,7 +203,7 @@ class CheckpointHook(Hook):
         names = [metric.name for metric in trainer.metrics]
         if trainer.evaluates:
             names += [f"eval_{metric.name}" for metric in trainer.metrics if metric.counts]
-        names += ["lr", "seconds"]
+        names += ["lr", "seconds", *(name for hook in trainer.hooks for name in hook.figures)]
         events = ("after_epoch", "after_evaluate")
         is_extended = any(  # by hooks that may add figures to the history
             not type(hook).__module__.startswith("hpnb.") and getattr(type(hook), e) is not getattr(Hook, e)

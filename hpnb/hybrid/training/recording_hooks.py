@@ -31,6 +31,8 @@ class MemoryHook(Hook):
     {}
     """
 
+    figures = ("peak_bytes",)
+
     def __init__(self, steps: Sequence[int] = (1,)) -> None:
         self.steps = frozenset(steps)
         self.profiles: dict[int, record.MemoryProfile] = {}

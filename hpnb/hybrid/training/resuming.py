@@ -94,10 +94,10 @@ def _state(trainer: TrainingState) -> dict[str, Any]:
     return {
         "step": trainer.step,
         "epoch": trainer.epoch,
-        "done": trainer.done,
+        "done": trainer.steps_in_epoch,
         "lr": trainer.lr,
         "history": trainer.history,
-        "facts": trainer.facts,
+        "facts": trainer.run_facts,
     }
 
 
@@ -129,13 +129,13 @@ def load(trainer: TrainingState, folder: Path, restore_data: bool = True) -> Non
     if not restore_data:
         state = {**state, "done": 0}
     # Set by the load if the layout is the same; what is drawn until the fit begins does not matter.
-    trainer.resumed = {**state, "random": random_state()}
+    trainer.loaded_state = {**state, "random": random_state()}
 
 
 def take_up(trainer: TrainingState) -> None:
     """At the start of a fit: go to where the run was when it was saved, if it was resumed."""
-    state, trainer.resumed = trainer.resumed, None
-    trainer.done, trainer.carried = 0, {}
+    state, trainer.loaded_state = trainer.loaded_state, None
+    trainer.steps_in_epoch, trainer.sums_before_resume = 0, {}
     if ended_epoch({"history": trainer.history, "epoch": trainer.epoch}):  # also if a fit was stopped there
         trainer.epoch += 1
     elif state is not None and state["done"]:
@@ -146,24 +146,25 @@ def take_up(trainer: TrainingState) -> None:
                 "let the epoch begin anew: trainer.resume(folder, restore_data=False)"
             )
         trainer.loader.load_state_dict(state["loader"])
-        trainer.done = state["done"]
+        trainer.steps_in_epoch = state["done"]
         names = {metric.name for metric in trainer.metrics}
-        trainer.carried = {name: sums for name, sums in state["sums"].items() if name in names}
+        trainer.sums_before_resume = {name: sums for name, sums in state["sums"].items() if name in names}
     if state is not None:
         set_random_state(state["random"])
 
 
 def saved(path: Path, kind: str = "step") -> list[Path]:
-    """The complete checkpoints in `path` that are called KIND-NUMBER, oldest first; also one that a killed
-    save has left under KIND-NUMBER.part or .old. Folders of other names are skipped."""
+    """The complete checkpoints in `path` that are called KIND-NUMBER, also one that a killed save has left
+    under KIND-NUMBER.part or .old; other names are skipped. The newest, which is last, is that with the most
+    steps: a run saves no step below one that is there, and a damaged manifest does not hide the number."""
     called = re.compile(rf"{re.escape(kind)}-\d+")
     complete = manifest.complete_in(path)
     return sorted((f for f in complete if called.fullmatch(manifest.final_name(f))), key=step_of)
 
 
 def find(path: Path) -> Path | None:
-    """`path` itself if it is a checkpoint, else the newest in it whose manifest is sound. If a newer one is
-    damaged or has none, all ranks warn."""
+    """`path` itself if it is a checkpoint, else that with the most steps in it whose manifest is sound. If a
+    newer one is damaged or has none, all ranks warn, and the run goes on from an older one."""
     if manifest.is_complete(manifest.standing(path)):
         return path
     manifest.warn_of_unsealed(path)

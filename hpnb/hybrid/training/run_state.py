@@ -48,18 +48,19 @@ class TrainingState:
         causal: whether the target of a position is the next one.
         hooks, metrics: in the order of their calls.
         step, epoch, epochs: optimizer steps done, the epoch that runs, from 0, and how many there will be.
-        done: optimizer steps done in this epoch.
+        steps_in_epoch: optimizer steps done in this epoch.
         history: a row an epoch: epoch (from 1), step, lr, what metrics and evaluations say, and seconds.
-        loss: of the last step, as the booster gives it; None on ranks that do not have it.
+        loss: of the last step; None on ranks that do not have it. The mean over the targets of all ranks, but
+            without a pipeline, and with a criterion that returns a mean, over those of this rank alone.
         lr: of the last step.
         batches: of the last step, as the loader gave them.
         loader: of the fit that runs.
         evaluates, records: whether this fit evaluates, and whether this step is recorded.
         should_stop: a hook sets it to end the fit, on any rank; after the fit all ranks have it. See
             `Trainer.fit`.
-        carried: the metrics' sums of this epoch from before a resume.
-        resumed: a loaded state that the next fit takes up.
-        facts: about the run, which checkpoints keep as they are: numbers, texts, lists and dicts of them.
+        sums_before_resume: the metrics' sums of this epoch from before a resume.
+        loaded_state: a loaded state that the next fit takes up.
+        run_facts: about the run, which checkpoints keep as they are: numbers, texts, lists and dicts of them.
     """
 
     hooks: Sequence[Any]
@@ -69,22 +70,22 @@ class TrainingState:
         self.booster, self.model, self.optimizer = booster, model, optimizer
         self.lr_scheduler, self.causal = lr_scheduler, causal
         self.role = RankRole.of(booster.plugin)
-        self.step = self.epoch = self.epochs = self.done = 0
+        self.step = self.epoch = self.epochs = self.steps_in_epoch = 0
         self.loss: Any = None
         self.lr = float(optimizer.param_groups[0]["lr"])
         self.history: list[EpochRow] = []
         self.batches: list[Any] = []
         self.loader: Any = None
         self.evaluates = self.records = self.should_stop = False
-        self.carried: dict[str, list[float]] = {}
-        self.resumed: dict[str, Any] | None = None
-        self.facts: dict[str, Any] = {}
+        self.sums_before_resume: dict[str, list[float]] = {}
+        self.loaded_state: dict[str, Any] | None = None
+        self.run_facts: dict[str, Any] = {}
 
     def sums(self, metrics: Sequence[Any]) -> dict[str, list[float]]:
         """The sums of each metric over all ranks, with those from before a resume. Waits for the device."""
         local = torch.cat([metric.sums() for metric in metrics])
         numbers = self.role.add_up(local).split([metric.size for metric in metrics])
         sums = {metric.name: part.tolist() for metric, part in zip(metrics, numbers, strict=True)}
-        for name, earlier in self.carried.items():
+        for name, earlier in self.sums_before_resume.items():
             sums[name] = [a + b for a, b in zip(sums[name], earlier, strict=True)]
         return sums

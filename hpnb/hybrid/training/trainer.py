@@ -47,8 +47,8 @@ class Trainer(TrainingState):
     Args:
         booster, model, optimizer, lr_scheduler: as they came out of boost.
         criterion: (outputs, inputs) -> the mean over the targets, or (sum, count); None is outputs.loss.
-        hooks: see events.py. A LossHook, and an LRSchedulerHook by step, are there anyway; with a
-            CheckpointHook also a StopHook, at which Ctrl-C and SIGTERM save on all ranks and exit.
+        hooks: see events.py. A LossHook is there anyway, with an lr_scheduler an LRSchedulerHook by step, and
+            with a CheckpointHook a StopHook, at which Ctrl-C and SIGTERM save on all ranks and exit.
         accumulation: batches a step. Its loss is the mean over all their targets: a batch with more targets
             counts more. With (sum, count) it is the sum of all sums over the sum of all counts. accelerate,
             and a loop that divides each loss by the number of batches, weigh batches alike, which is the same
@@ -59,7 +59,8 @@ class Trainer(TrainingState):
     Attributes are those of `TrainingState`: step, epoch, history, loss, batches, role and so on.
 
     Raises:
-        ValueError: a model that was not boosted, accumulation below 1, or two metrics of one name.
+        ValueError: a model that was not boosted, accumulation below 1, two metrics of one name, or two
+            schedulers.
         TypeError: something among the hooks is none.
 
     >>> def fit():
@@ -97,6 +98,13 @@ class Trainer(TrainingState):
             raise ValueError(f"accumulation={accumulation} batches make no step; use 1 or more")
         hooks = checked_hooks(hooks)
         hook_schedulers = [hook.scheduler for hook in hooks if isinstance(hook, LRSchedulerHook)]
+        other = lr_scheduler is not None and any(s is not lr_scheduler for s in hook_schedulers)
+        if len(hook_schedulers) > 1 or other:
+            what = "an lr_scheduler and an LRSchedulerHook of another" if other else "two LRSchedulerHooks"
+            raise ValueError(
+                f"{what}: a Trainer steps and saves one scheduler; pass one, such as a SequentialLR or "
+                "ChainedScheduler of both"
+            )
         super().__init__(
             booster,
             model,
@@ -158,7 +166,7 @@ class Trainer(TrainingState):
         self._call_hooks("before_fit")
         self.should_stop = self._vote.now(self.should_stop)
         while self.epoch < epochs and not self.should_stop:
-            began, first, resumed = time.perf_counter(), self.step, self.done > 0
+            began, first, resumed = time.perf_counter(), self.step, self.steps_in_epoch > 0
             row = self._train_epoch()
             if self.step == first and not resumed:
                 why = _why_empty(self.loader)
@@ -171,7 +179,7 @@ class Trainer(TrainingState):
                 row.update({f"eval_{name}": value for name, value in self.evaluate(evaluate).items()})
             self.history.append({**row, "seconds": time.perf_counter() - began})
             self._call_hooks("after_epoch")
-            self.epoch, self.done, self.carried = self.epoch + 1, 0, {}
+            self.epoch, self.steps_in_epoch, self.sums_before_resume = self.epoch + 1, 0, {}
             self.should_stop = self._vote.now(self.should_stop)
         self._call_hooks("after_fit")
 
@@ -185,7 +193,7 @@ class Trainer(TrainingState):
         steps = None if count is None else math.ceil(count / self.accumulation)
         stops = False
         self._vote.begin(self.should_stop)  # as before_epoch has left it
-        with _Progress(self, steps, self.done, self._bar) as bar:
+        with _Progress(self, steps, self.steps_in_epoch, self._bar) as bar:
             while not stops and (group := list(islice(batches, self.accumulation))):
                 self._step(group)
                 bar.update()
@@ -217,7 +225,7 @@ class Trainer(TrainingState):
             self.lr = float(self.optimizer.param_groups[0]["lr"])
             with span("compute"):
                 self.optimizer.step()
-        self.step, self.done = self.step + 1, self.done + 1
+        self.step, self.steps_in_epoch = self.step + 1, self.steps_in_epoch + 1
         self._call_hooks("after_step")
 
     def _forward_backward(self, batch: Any, number: int) -> Any:
@@ -244,8 +252,9 @@ class Trainer(TrainingState):
         It may be called in the middle of an epoch too: all is as before afterwards.
         """
         metrics = [metric for metric in self.metrics if metric.counts]
-        before = [metric.totals for metric in metrics], self.carried, self.model.training
-        self.carried = {}
+        before = [metric.totals for metric in metrics], self.sums_before_resume
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.sums_before_resume = {}
         self._criterion.forget_step()
         self._call_hooks("before_evaluate")
         for metric in metrics:
@@ -261,8 +270,9 @@ class Trainer(TrainingState):
                     self._criterion(self.model(**batch), batch)
             values = self._values(metrics)
         finally:
-            totals, self.carried, training = before
-            self.model.train(training)
+            totals, self.sums_before_resume = before
+            for module, mode in modes:
+                module.training = mode
             for metric, total in zip(metrics, totals, strict=True):
                 metric.totals = total
         self._call_hooks("after_evaluate")

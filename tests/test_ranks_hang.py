@@ -227,6 +227,36 @@ def test_on_a_cpu_a_line_that_asks_for_a_number_computes(on_gpu: bool, tmp_path:
     assert [errors.waits_for_others(note) for note in notes] == [on_gpu, True]
 
 
+def test_a_short_call_does_not_read_what_processes_use() -> None:
+    """It took 5 ms of every call."""
+    reads = []
+
+    def cpu_seconds(pids: Sequence[int]) -> Mapping[int, float]:
+        reads.append(pids)
+        return {}
+
+    watch = hang.HangWatch(Fake(), 300.0, cpu_seconds)
+    assert not watch.hangs([0, 1])
+    assert reads == []
+    assert watch.next_check() - time.monotonic() < 1
+
+
+def test_who_waits_for_the_rest_of_a_failed_call_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next check of a hang was long over, so nothing was waited for: thousands of looks a second."""
+
+    def one_raises() -> None:
+        if hpnb.rank() == 0:
+            raise ValueError
+        time.sleep(0.4)
+
+    with hpnb.Ranks(2, device="cpu", hang_timeout=1.2) as ranks:
+        looks, poll = [], ranks._processes.poll
+        monkeypatch.setattr(ranks._processes, "poll", lambda *args: looks.append(args) or poll(*args))
+        with pytest.raises(hpnb.RankError):
+            ranks.run(one_raises)
+        assert len(looks) < 50
+
+
 def test_workers_of_a_rank_count_as_the_rank() -> None:
     used = hang.cpu_seconds_of_groups([os.getpgid(0)])
     if used is None:

@@ -132,6 +132,13 @@ def test_a_rank_that_would_not_be_there_starts_nothing(kernel: Kernel) -> None:
     assert "their variables are gone: kept" in kernel.text("%%ranks 0,1\npass")  # not said before
 
 
+@pytest.mark.parametrize("limit", ["--start-timeout 0", "--hang-timeout 0", "--timeout -1"])
+def test_a_limit_that_is_refused_ends_no_ranks(limit: str, kernel: Kernel) -> None:
+    kernel.cell("%%ranks 2\nkept = 1")
+    assert "give seconds, a number above 0" in kernel.text(f"%%ranks 3 {limit}\npass")
+    assert "[rank 1] 1" in kernel.text("%%ranks 2\nkept")
+
+
 def test_what_no_cell_can_send_or_parse_is_said_in_terms_of_cells(kernel: Kernel) -> None:
     kernel.cell("import threading\nlock = threading.Lock()\n%load_ext hpnb")
     shown = kernel.text("%%ranks 1\nx = = 1")

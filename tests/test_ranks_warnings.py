@@ -76,6 +76,15 @@ def test_a_message_of_several_lines_is_one_warning() -> None:
     ]
 
 
+def test_a_line_that_warns_of_several_things_loses_none() -> None:
+    filtered, shown = RepeatedWarnings(first=0), []
+    said = [["a.py:5: UserWarning: value", str(value), "  warn(value)"] for value in (1, 2, 3)]
+    for warning in said:
+        shown += filtered.filter(1, warning)
+    shown += filtered.finish()
+    assert shown == [(1, line) for warning in said for line in warning]
+
+
 def test_all_of_a_pool_warn_once(pools: RankPools, capfd: pytest.CaptureFixture[str]) -> None:
     cell = "import warnings\nwarnings.warn('all of us')\nwarnings.warn(f'number {hpnb.rank()}')"
     pools[2].run_cell("import hpnb\n" + cell, "cell-7")

@@ -17,10 +17,13 @@ import sys
 import sysconfig
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 _GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "DELETE_GLOBAL", "DELETE_NAME"})
+_JUMPS = frozenset({*dis.hasjrel, *dis.hasjabs})  # argval: the offset that they jump to
+_NEVER_FALL_THROUGH = frozenset({"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "RERAISE",
+                                 "RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS"})  # fmt: skip
 _ABSENT = object()
 TableEntries = dict[tuple[str, str, Any], Any]  # {(module, name of a dictionary in it, key): value}
 Name = tuple[str, str]  # (module, a global of it)
@@ -34,14 +37,26 @@ MODULE_ATTRIBUTES = frozenset({"__name__", "__doc__", "__package__", "__loader__
 
 
 def global_names(code: types.CodeType) -> set[str]:
-    """Names that `code`, or code nested in it, reads from its globals before it binds them itself."""
+    """Names that `code`, or code nested in it, may read from its globals before it has bound them itself.
+
+    What only one branch of an `if` binds may be read after it. Loops are taken to run at least once, and
+    handlers to run after all that stands before them.
+    """
     read: set[str] = set()
-    bound: set[str] = set()
+    bound: frozenset[str] = frozenset()  # on every way to an instruction
+    arrivals: dict[int, frozenset[str]] = {}  # offset: what is bound at all jumps to it
+    falls_through = True
     for instruction in dis.get_instructions(code):
-        if instruction.opname == "STORE_NAME" and instruction.argval not in read:
-            bound.add(instruction.argval)  # a cell, or a class body
-        elif instruction.opname in _GLOBAL_OPS and instruction.argval not in bound:
-            read.add(instruction.argval)
+        arriving = arrivals.pop(instruction.offset, bound)
+        bound = bound & arriving if falls_through else arriving
+        name = instruction.argval
+        if instruction.opname == "STORE_NAME":  # of a cell, or a class body
+            bound |= {name}
+        elif instruction.opname in _GLOBAL_OPS:
+            read |= {name} - bound
+        elif instruction.opcode in _JUMPS and instruction.opname != "FOR_ITER":
+            arrivals[name] = arrivals.get(name, bound) & bound
+        falls_through = instruction.opname not in _NEVER_FALL_THROUGH
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             read |= global_names(constant)
@@ -148,16 +163,23 @@ class KnownGlobals:
         known = self._known.get(name)
         return known is not None and known() is value
 
-    def mark_sent(self, names: Collection[Name], namespaces: Namespaces) -> None:
-        """From now on the rank has copies of `names` with the values that the caller has now."""
-        self.mark_assigned(names, namespaces)
-        self.copies.update(names)
+    def mark_sent(self, values: Mapping[Name, object]) -> None:
+        """From now on the rank has copies of these globals. The caller may have reassigned some meanwhile."""
+        for name, value in values.items():
+            self._known[name] = _weak_reference(value)
+        self.copies.update(values)
 
     def mark_assigned(self, names: Iterable[Name], namespaces: Namespaces) -> None:
         """The rank has assigned `names`: they stay as they are until the caller reassigns them."""
         for module, name in names:
             value = namespaces.get(module, {}).get(name, _ABSENT)
             self._known[module, name] = _weak_reference(value)
+
+    def forget(self, names: Iterable[Name]) -> None:
+        """The rank has deleted `names`: the caller's are sent again when they are used."""
+        for name in names:
+            self._known.pop(name, None)
+            self.copies.discard(name)
 
     def missing_entries(self) -> TableEntries:
         """Entries of shared tables that the rank lacks, or that the caller has replaced since."""

@@ -56,7 +56,7 @@ class RanksMagics(Magics):  # type: ignore[misc]
             %%ranks 4 --out losses        put the value of the last line, one per rank, into `losses`, and do
                                           not print it
 
-            --device cpu                  or cuda; by default GPUs if there are enough
+            --device cpu                  or cuda; by default GPUs, shared if there are too few
             --timeout 30                  seconds that the cell may take; by default any time
             --hang-timeout 300            seconds in which no rank computes or prints, after which the cell
                                           ends (none: never). Ranks may wait for one that computes.
@@ -70,10 +70,10 @@ class RanksMagics(Magics):  # type: ignore[misc]
         Variables. If the cell uses a variable of the notebook, each rank gets a copy, and a fresh copy
         whenever the notebook reassigns it. In-place changes, such as list.append, are not sent. A variable
         that the cell assigns stays on that rank; `--out` brings values back. Another number of ranks,
-        another device, an interrupt, a hang and a rank that dies or raises while others wait for it end
-        the ranks. Their variables are gone then, and so is what they have changed in their copies of the
-        notebook's, such as a model that they have trained; the next cell names both. If one rank raises
-        and the others finish the cell, all of them keep their variables.
+        another device, an interrupt, a hang and a rank that dies, or raises while others wait for it or
+        compute for more than 5 seconds, end the ranks. Their variables are gone then, and so is what they
+        have changed in their copies of the notebook's, such as a model that they have trained; the next cell
+        names both. If one rank raises and the others finish the cell, all of them keep their variables.
 
         Modules. A rank imports a module once. If the notebook reloads it (importlib.reload, %autoreload), the
         ranks do too, before their next cell; if its file was only edited, a line says so.
@@ -96,8 +96,11 @@ class RanksMagics(Magics):  # type: ignore[misc]
         text = python_of_cell("\n" + cell, self.shell.input_transformer_manager.transform_cell)
         filename = self.shell.compile.cache(text, self._number())
         compile(text, filename, "exec", FLAGS, dont_inherit=True)  # a SyntaxError starts and ends no ranks
+        limits = [("--hang-timeout", options.hang_timeout), ("--start-timeout", options.start_timeout)]
+        limits += [("--timeout", options.timeout)] if options.timeout is not None else []
+        hang_timeout, *_ = [limit_in_seconds(name, limit) for name, limit in limits]  # before ranks end
         pool = self._pool(count, members, options.device, options.start_timeout)
-        pool.hang_timeout = limit_in_seconds("hang_timeout", options.hang_timeout)
+        pool.hang_timeout = hang_timeout
         results = pool.run_cell(text, filename, members, options.timeout, wanted=bool(options.out))
         if options.out:
             self.shell.user_ns[options.out] = results

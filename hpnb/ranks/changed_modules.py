@@ -102,8 +102,12 @@ class ImportedModules:
 
     def outdated(self) -> dict[str, SourceFile]:
         """Modules whose file has changed since, and that the caller has not reloaded."""
-        files = {name: file for name, (file, _) in self._modules.items() if file.has_changed}
-        return {name: file for name, file in files.items() if name not in self.reloaded()}
+        reloaded = self.reloaded()
+        return {
+            name: file
+            for name, (file, _) in self._modules.items()
+            if name not in reloaded and file.has_changed
+        }
 
 
 def modules_to_reload(ranks: Iterable[ImportedModules]) -> tuple[str, ...]:

@@ -15,7 +15,8 @@ from hpnb.ranks.gpu_turns import gpu_turns
 
 
 class CopyWork(dist.Work):
-    """A communication that a thread does. `wait` returns when it is done, and raises what it raised."""
+    """A communication that a thread does. `wait` returns when it is done, and raises what it raised, or a
+    RuntimeError when its timeout is over."""
 
     def __init__(self, future: torch.futures.Future[Any], source: int = -1) -> None:
         super().__init__()
@@ -24,17 +25,31 @@ class CopyWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         turns = gpu_turns()
         if turns is None or self._future.done():
-            self._future.wait()
+            self._wait(timeout)
         else:
             with turns.released():
-                self._future.wait()
+                self._wait(timeout)
         return True
+
+    def _wait(self, timeout: timedelta | None) -> None:
+        if timeout:  # 0 is torch's word for none
+            done = threading.Event()
+            self._future.add_done_callback(lambda _: done.set())
+            if not done.wait(timeout.total_seconds()):
+                raise RuntimeError(f"a communication has not ended within {timeout.total_seconds():g} s")
+        self._future.wait()
 
     def is_completed(self) -> bool:
         return bool(self._future.done())
 
     def is_success(self) -> bool:
-        return bool(self._future.done())
+        if not self._future.done():
+            return False
+        try:
+            self._future.value()
+        except Exception:
+            return False
+        return True
 
     def get_future(self) -> torch.futures.Future[Any]:
         return self._future
@@ -57,10 +72,11 @@ class GlooWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         turns = gpu_turns()
+        limit = () if timeout is None else (timeout,)
         if turns is None:
-            return self._work.wait()
+            return self._work.wait(*limit)
         with turns.released():
-            return self._work.wait()
+            return self._work.wait(*limit)
 
     def is_completed(self) -> bool:
         return self._work.is_completed()

@@ -82,7 +82,7 @@ def threads_per_rank(cores: int, ranks: int) -> int:
 
 
 def default_ranks() -> int:
-    """All GPUs where there are at least 2, else 4 on the CPU: fewer show little, whatever the cores."""
+    """One a GPU where there are at least 2, else 4, which share a single GPU: fewer show little."""
     gpus = torch.cuda.device_count()
     return gpus if gpus >= 2 else 4
 

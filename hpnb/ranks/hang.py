@@ -2,9 +2,10 @@
 
 No limit fits all programs, so a call is judged by what its ranks do. A rank makes progress while the
 processes of its group use the CPU, or while it prints. There is one exception: NCCL and CUDA may spin while
-they wait, so a rank that has stood at one place of a collective does not count, whatever it uses. Once no
-rank has made progress for `limit` seconds, the call hangs: ranks wait in collectives that do not match, or
-for a rank that was stopped or sleeps. A rank that waits while another one computes is no hang.
+they wait, so a rank that has stood at one place of a collective does not count, whatever it uses. On a GPU
+that is also a line that asks for a result, such as `.item()`. Once no rank has made progress for `limit`
+seconds, the call hangs: ranks wait in collectives that do not match, or for a rank that was stopped or
+sleeps. A rank that waits while another one computes is no hang.
 
 A rank that has returned answers no collective any more. So where some ranks have returned and all the others
 stand in collectives without using the CPU, nobody can end the call, and it hangs after `GRACE` seconds. One
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _LEAST_SHARE = 0.05  # of a core, which a rank that computes uses; noting where it is costs 0.01
 _LEAST_SECONDS = 0.03  # the kernel counts in steps of 0.01
 _CHECKS = 12  # in a limit
+_FIRST_CHECK = 0.2  # seconds after the begin of a call
 GRACE = 10.0  # seconds in which ranks wait for ones that have returned
 _LOOK_EVERY = 1.0  # meanwhile
 _STALE = 2.0  # seconds after which a rank that writes no notes is stopped, and not in a collective
@@ -40,7 +42,7 @@ CpuSeconds = Mapping[int, float] | None
 
 
 class HangWatch:
-    """Watches one call; `hangs` is asked again and again, every `period` seconds."""
+    """Watches one call; `hangs` is asked again and again, and looks every `period` seconds."""
 
     def __init__(
         self,
@@ -53,8 +55,10 @@ class HangWatch:
         self._processes = processes
         self._cpu_seconds = cpu_seconds or cpu_seconds_of_groups
         self._checked = self._progress = time.monotonic()
-        self._cpu = self._cpu_seconds(processes.pids) if limit < math.inf else None
-        self._cpu_at_progress = self._cpu
+        # What was used before the first check, read a little later: most calls have ended by then.
+        self._cpu: CpuSeconds = None
+        self._cpu_at_progress: CpuSeconds = None
+        self._is_first = True
         self._printed = processes.bytes_printed
         self._looked = -math.inf
         self._stood: tuple[float, Mapping[int, float]] | None = None  # since when, and the CPU time then
@@ -63,7 +67,8 @@ class HangWatch:
         """When to ask again, in time.monotonic(); never if the limit is infinite."""
         if self.limit == math.inf:
             return math.inf
-        return min(self._checked + self.period, self._looked + _LOOK_EVERY if some_returned else math.inf)
+        period = min(self.period, _FIRST_CHECK) if self._is_first else self.period
+        return min(self._checked + period, self._looked + _LOOK_EVERY if some_returned else math.inf)
 
     def note_progress(self) -> None:
         self._progress = time.monotonic()
@@ -74,6 +79,9 @@ class HangWatch:
         if now < self.next_check():
             return False
         cpu, printed = self._cpu_seconds(self._processes.pids), self._processes.bytes_printed
+        if self._is_first:
+            self._is_first, self._checked, self._cpu, self._cpu_at_progress = False, now, cpu, cpu
+            return False
         if printed != self._printed or any(self._computes(rank, cpu, now) for rank in waiting):
             self._progress, self._cpu_at_progress = now, cpu
         self._checked, self._cpu, self._printed = now, cpu, printed

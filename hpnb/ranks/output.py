@@ -1,8 +1,9 @@
 r"""What ranks print, shown as they print it: complete lines under their label, progress bars in place.
 
-A line that a rank has ended is shown at once. A row that it rewinds with "\r" is a bar: in a notebook all
-bars of a call share one output that is updated in place, so a stored notebook keeps their last state; in a
-terminal the latest bar stays on the last line; elsewhere only a bar's last state is printed.
+A line that a rank has ended is shown at once, a warning perhaps two seconds later (`repeated_warnings.py`).
+A row that it rewinds with "\r" is a bar: in a notebook all bars of a call share one output that is updated in
+place, so a stored notebook keeps their last state; in a terminal the latest bar stays on the last line;
+elsewhere only a bar's last state is printed.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class _RankTerminal:
         self._bars: dict[int, str] = {}  # row -> text, for rows that were rewound
         self._row = 0
         self._column: int | None = None  # in a bar that is being written; None: writing a line
-        self._line = ""
+        self._line: list[str] = []  # parts of it: a long line without an end is not copied with each
         self._carriage_return = ""
         self.bars_changed = False
 
@@ -113,8 +114,7 @@ class _RankTerminal:
                 self._row, self._column = max(0, self._row - 1), None
             elif token.endswith("\n"):
                 if self._line or self._row not in self._bars:
-                    lines.append(self._line)
-                    self._line = ""
+                    lines.append(self.rest())
                 else:  # a bar's row is left, downwards
                     self._row += 1
                 self._column = None
@@ -123,18 +123,19 @@ class _RankTerminal:
         return lines
 
     def rest(self) -> str:
-        rest, self._line = self._line, ""
+        """The line that is not complete yet, which is then empty."""
+        rest = "".join(self._line)
+        self._line = []
         return rest
 
     def _rewind(self) -> None:
         if self._row not in self._bars:
-            self._bars[self._row] = self._line
-            self._line = ""
+            self._bars[self._row] = self.rest()
         self._column = 0
 
     def _write(self, text: str) -> None:
         if self._column is None:  # printed between two states of a bar: a separate line
-            self._line += text
+            self._line.append(text)
             return
         old = self._bars[self._row]
         end = self._column + len(text)

@@ -27,10 +27,10 @@ _LARGE = 1 << 20  # a captured value over 1 MB is worth a warning
 
 @dataclass(frozen=True)
 class SentGlobals:
-    """What ranks have in addition once a call has arrived: names, numbers of modules and parameters, and
-    entries of shared tables."""
+    """What ranks have in addition once a call has arrived: globals with their values, numbers of modules and
+    parameters, and entries of shared tables."""
 
-    names: frozenset[Name] = frozenset()
+    names: Mapping[Name, Any] = field(default_factory=dict)
     objects: frozenset[int] = frozenset()
     entries: TableEntries = field(default_factory=dict)
 
@@ -95,7 +95,7 @@ def pack_call(
     path = tuple(map(str, sys.path))
     bodies = tuple(pickled for _, pickled in entries)
     call = Call(body, sources, tuple(sorted(modules)), cwd, path, dict(os.environ), entries=bodies)
-    return call, SentGlobals(frozenset(missing), frozenset(pickler.numbered), missing_entries)
+    return call, SentGlobals(missing, frozenset(pickler.numbered), missing_entries)
 
 
 def _pickle(

@@ -5,7 +5,8 @@
         ranks.run(fn)
 
 A call sends the same pickle to every rank, then waits: it shows what the ranks print and collects one result
-per rank. At the first failure it collects every rank's stack, stops the ranks and raises one RankError.
+per rank. After a failure it gives the others a moment to report theirs, collects every rank's stack, and
+raises one RankError. Ranks that nobody waits for and that are still in step stay; others are stopped.
 """
 
 from __future__ import annotations
@@ -68,13 +69,14 @@ def launch(
     Tensors, as arguments and as results, arrive on the CPU and without a graph.
 
     Args:
-        ranks: how many processes; by default one a GPU, or 4 on a CPU.
+        ranks: how many processes; by default one a GPU, or 4 where there are fewer than 2 GPUs.
         device: "auto" (the GPUs, which ranks share if there are too few; the CPU if there are none), "cpu" or
             "cuda".
         timeout: seconds after which the call fails, however busy the ranks are; None: no limit.
         hang_timeout: seconds after which the call fails if no rank has computed or printed anything in them;
             None: never. A rank may wait for another one that computes for as long as it takes.
-        start_timeout: seconds that the processes have to import and to find each other; None: no limit.
+        start_timeout: seconds that each of three steps may take: the process that starts ranks answers, it
+            imports and forks, the ranks find each other. None: no limit.
 
     Raises:
         RankError: a rank raised, died or hung, or something could not be pickled.
@@ -98,10 +100,10 @@ class Ranks:
             every call.
 
     Globals that a call assigns are there in the next call, also if some ranks have raised and the others have
-    finished within 5 seconds. Ranks are stopped if one dies or hangs, if some raise while others wait for them
-    or compute for longer, or if they have raised after different communications. Ctrl-C, or a notebook's
-    interrupt, ends the call with a RankInterrupt that says where each rank was, and the ranks with their
-    state: save what must stay, and start new ones. So does an exception of a signal handler.
+    finished within 5 seconds. Ranks are stopped if one dies or hangs, if some raise while others wait for
+    them or compute for longer, and if they have raised after different communications. Ctrl-C, or a
+    notebook's interrupt, ends the call with a RankInterrupt that says where each rank was, and the ranks with
+    their state: save what must stay, and start new ones. An exception of a signal handler ends the ranks too.
 
     >>> with hpnb.Ranks(2, device="cpu") as ranks:
     ...     ranks.run(lambda: hpnb.rank())
@@ -325,11 +327,12 @@ class Ranks:
             if reply is None:
                 continue
             if isinstance(reply, Done) or reply.took_names:
-                self._globals[rank].mark_sent(sent.names, namespaces)
+                self._globals[rank].mark_sent(sent.names)
                 self._globals[rank].objects |= sent.objects
                 self._globals[rank].mark_entries(sent.entries)
             # A name that a rank has assigned stays the rank's until the caller reassigns it.
             self._globals[rank].mark_assigned(reply.new_names, namespaces)
+            self._globals[rank].forget(reply.deleted_names)
             self._imported[rank].note(reply.imported)
             self.assigned |= dict.fromkeys(sorted(name for _, name in reply.new_names))
 

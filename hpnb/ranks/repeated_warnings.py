@@ -55,9 +55,13 @@ class RepeatedWarnings:
                 self._show(rank, lead, below)
                 shown += [(rank, line) for line in (lead, *below)]
             else:
-                if not self._held.get(rank):
+                held = self._held.setdefault(rank, {})
+                if held.get(lead, below) != below:  # the same line warns of something else
+                    shown += [*self._release(rank), *((rank, line) for line in (lead, *below))]
+                    continue
+                if not held:
                     self._held_since[rank] = time.monotonic()
-                self._held.setdefault(rank, {})[lead] = below
+                held[lead] = below
         return shown
 
     def late(self) -> list[Line]:

@@ -83,11 +83,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Done:
-    """A call has returned: its pickled result, the globals that it has assigned, what was imported, and the
-    figures of a cell, as PNG."""
+    """A call has returned: its pickled result, the globals that it has assigned and deleted, what was
+    imported, and the figures of a cell, as PNG."""
 
     result: bytes
     new_names: frozenset[Name] = frozenset()
+    deleted_names: frozenset[Name] = frozenset()
     imported: dict[str, SourceFile] = field(default_factory=dict)
     figures: tuple[bytes, ...] = ()
     call: int = 0  # its number; 0 for the start of a rank
@@ -103,6 +104,7 @@ class Failed:
     place: tuple[Any, ...]
     time: float  # time.monotonic(), which processes of one machine share
     new_names: frozenset[Name] = frozenset()
+    deleted_names: frozenset[Name] = frozenset()
     took_names: bool = False  # whether the globals that were sent with the call have arrived
     imported: dict[str, SourceFile] = field(default_factory=dict)
     call: int = 0
@@ -203,11 +205,13 @@ class _Rank:
                     torch.cuda.synchronize()  # an asynchronous error belongs to the call that made it
                 reply = self._done(value, where)
             except BaseException as error:
-                reply = replace(_failed(error, self._new_names()), took_names=self.took_names)
+                reply = replace(_failed(error), took_names=self.took_names)
             _flush()
             if os.getpid() != rank_pid:
                 _end_child(reply)
-            send_message(self.control, replace(reply, imported=take_imports(), call=call.number))
+            new, deleted = self._changed_names()
+            reply = replace(reply, new_names=new, deleted_names=deleted, imported=take_imports())
+            send_message(self.control, replace(reply, call=call.number))
 
     def _run(self, call: Call) -> tuple[object, types.CodeType | None]:
         """The value, and the code of the function that gave it."""
@@ -215,8 +219,7 @@ class _Rank:
         self.page.note()
         sys.path[:] = call.path
         self._adopt(call.environ)
-        if os.getcwd() != call.cwd:
-            os.chdir(call.cwd)
+        os.chdir(call.cwd)
         for name, text in call.sources.items():
             linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
         for name in call.modules:
@@ -259,7 +262,7 @@ class _Rank:
         try:
             by_value = {id(of): module for module, of in serialize_function.rank_namespaces().items()}
             result = serialize_function.dumps(value, by_value)
-            return Done(result, self._new_names(), figures=cell_figures.take_pictures())
+            return Done(result, figures=cell_figures.take_pictures())
         except Exception as error:
             summary = (
                 f"TypeError: rank {self.spec.rank} returned a {type(value).__name__} that cannot be pickled "
@@ -269,15 +272,16 @@ class _Rank:
             stack = traceback.StackSummary.from_list([traceback.FrameSummary(*made)]).format()
             text = "".join(stack) + summary + "\n"
             place = ("unpicklable", made)
-            return Failed(text, summary, "TypeError", place, time.monotonic(), self._new_names(), True)
+            return Failed(text, summary, "TypeError", place, time.monotonic(), took_names=True)
 
-    def _new_names(self) -> frozenset[Name]:
+    def _changed_names(self) -> tuple[frozenset[Name], frozenset[Name]]:
+        """Globals that were assigned since this was last called, and those that were deleted."""
         namespaces = serialize_function.rank_namespaces().items()
         names = frozenset(
             (of, name) for of, values in namespaces for name in values.keys() - MODULE_ATTRIBUTES
         )
-        new, self.known = names - self.known, self.known | names
-        return new
+        known, self.known = self.known, names
+        return names - known, known - names
 
 
 _NEVER_FROM_CALLER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -303,7 +307,7 @@ def run_cell(text: str, filename: str, namespace: dict[str, Any], wanted: bool =
 _frames_around_a_cell = (__file__, run_code.__code__.co_filename, os.path.dirname(asyncio.__file__) + os.sep)
 
 
-def _failed(error: BaseException, new_names: frozenset[Name] = frozenset()) -> Failed:
+def _failed(error: BaseException) -> Failed:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_frames_around_a_cell):
         trace = trace.tb_next
@@ -317,7 +321,7 @@ def _failed(error: BaseException, new_names: frozenset[Name] = frozenset()) -> F
     summary = type(error).__name__ + (f": {message.rstrip()}" if message else "")
     frames = tuple((f.f_code.co_filename, line) for f, line in traceback.walk_tb(trace))
     place = (type(error).__name__, frames)
-    return Failed("".join(lines), summary, type(error).__name__, place, time.monotonic(), new_names)
+    return Failed("".join(lines), summary, type(error).__name__, place, time.monotonic())
 
 
 def _end_child(reply: Done | Failed) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 import hpnb
 from hpnb.models import Anatomy, Part, registry
+from hpnb.models.compare_parts import FirstStepCheck
 
 
 class PooledNet(nn.Module):
@@ -32,6 +33,13 @@ class PooledNet(nn.Module):
 class LossOnlyNet(PooledNet):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
         return nn.functional.cross_entropy(super().forward(input_ids), labels)
+
+
+class PositionsNet(PooledNet):
+    """Its position_ids are (3, B, s), as those of texts with images."""
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return super().forward(input_ids) + position_ids[0].sum(1, keepdim=True)
 
 
 class Parts(Anatomy):
@@ -65,14 +73,21 @@ class MoreOutputs(Parts):
         return super().finish(hidden, inputs) | {"hidden": hidden}
 
 
-def check(kind: type[Parts], net: type[PooledNet] = PooledNet) -> str:
+def register(kind: type[Parts], net: type[PooledNet]) -> None:
     def parts(model: Any) -> Anatomy:
         blocks = tuple(Part(f"blocks.{i}", block) for i, block in enumerate(model.blocks))
         return kind((Part("tokens", model.tokens),), blocks, (Part("output", model.output),))
 
     hpnb.models.register(net, parts)
-    batch = {"input_ids": torch.arange(20).view(4, 5) % 11, "labels": torch.arange(4) % 3}
-    return hpnb.models.check(net(), batch, ranks=1)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.arange(20).view(4, 5) % 11, "labels": torch.arange(4) % 3}
+
+
+def check(kind: type[Parts], net: type[PooledNet] = PooledNet) -> str:
+    register(kind, net)
+    return hpnb.models.check(net(), batch(), ranks=1)
 
 
 @pytest.fixture(autouse=True)
@@ -97,3 +112,12 @@ def test_what_was_not_compared_is_named() -> None:
     report = check(Parts, LossOnlyNet)
     assert "no logits of shape (4, 3)" in report
     assert "gradients" not in report
+
+
+def test_a_first_step_with_three_positions_per_token_is_checked() -> None:
+    register(Parts, PositionsNet)  # whose finish forgets the positions
+    positions = torch.arange(5).expand(3, 4, 5)
+    with pytest.raises(ValueError, match="differ by"):
+        FirstStepCheck(PositionsNet()).run(batch() | {"position_ids": positions})
+    with pytest.raises(ValueError, match="differ by"):
+        FirstStepCheck(PositionsNet()).run({"position_ids": positions} | batch())

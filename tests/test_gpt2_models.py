@@ -499,7 +499,7 @@ def test_the_mask_comes_from_the_batch_and_not_from_a_shard(shape: tuple[int, ..
     assert wanted is not None
     assert wanted.shape == (3, 1, 8, 8)
     copied = copy.deepcopy(found)
-    assert copied.mask._cached is None
+    assert copied.mask._cache._value is None
     shard = copied.mask(found.config, torch.zeros(shape, dtype=D), inputs)
     assert shard is not None
     assert torch.equal(shard, wanted)
@@ -528,9 +528,9 @@ def test_a_mask_is_made_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(asked) == 2
     found.run(anatomy(gpt2(TINY)).blocks[0], hidden.float(), inputs)  # other hidden states: another mask
     assert asked == [D, D, torch.float32]
-    assert found.mask._cached is not None
+    assert found.mask._cache._value is not None
     del inputs["attention_mask"]
-    assert found.mask._cached is None  # a mask does not outlive its batch
+    assert found.mask._cache._value is None  # a mask does not outlive its batch
     with torch.inference_mode():
         hidden, padding = hidden.clone(), torch.ones(3, 8)
         for _ in range(2):

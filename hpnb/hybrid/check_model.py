@@ -32,7 +32,6 @@ from hpnb.layout import Layout
 from hpnb.mesh import Axis, Mesh
 from hpnb.models import registry
 from hpnb.models.compare_parts import (
-    TARGETS,
     arguments_of,
     compare_outputs,
     draw_weights,
@@ -40,7 +39,7 @@ from hpnb.models.compare_parts import (
     run_parts,
     tensors_of,
 )
-from hpnb.models.model_anatomy import tied
+from hpnb.models.model_anatomy import TARGETS, tied
 from hpnb.models.registry import (
     SEE_CHECK,
     Registration,

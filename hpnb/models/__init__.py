@@ -67,7 +67,7 @@ __all__ = [
     "vit",
 ]
 
-# Read when first used, because they import transformers: sizes and roles are known without.
+# These import transformers, so they are imported when they are first used. Sizes and roles need no import.
 _FROM = {
     "check": "hpnb.hybrid.check_model",  # above this package, because it runs every strategy
     "accept_empty_batch": "empty_batch",

@@ -13,6 +13,7 @@ when it is asked; the first step of a model that was registered does it by itsel
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -23,12 +24,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from hpnb.models.model_anatomy import Anatomy, Part, WrappedAnatomy
+from hpnb.models.model_anatomy import TARGETS, Anatomy, Part, WrappedAnatomy
 from hpnb.models.registry import anatomy, is_registered_by_user
 
-TARGETS = ("labels", "label", "targets", "target")
 LARGEST = 2**26  # parameters whose values the check of a first step compares, in a second and not a minute
 _CHECKS: WeakKeyDictionary[nn.Module, FirstStepCheck | None] = WeakKeyDictionary()
 
@@ -58,7 +58,7 @@ class FirstStepCheck:
         if model is None or not isinstance(inputs, Mapping):
             return
         try:
-            few = tree_map(_two_samples, dict(inputs))
+            few = _first_two_samples(dict(inputs))
             device = torch.device("cpu" if self._compares else "meta")
             with torch.autocast("cpu", enabled=False), device, torch.no_grad():
                 if not self._compares:
@@ -69,7 +69,7 @@ class FirstStepCheck:
                 difference = find_difference(model.eval(), few)
         except ReadsOtherParts:  # tensor parallelism would go on, with a part of the weight
             raise
-        except Exception:  # what fails here fails in the step, where the traceback is that of the model
+        except Exception:  # it will fail in the step too, with a traceback through the model
             return
         if difference is not None:
             raise ValueError(f"{difference}; hpnb.models.check(model, batch) says more")
@@ -197,10 +197,10 @@ def run_parts(parts: Anatomy, inputs: Mapping[str, Any]) -> Any:
 
     Each runs with its own section alone, as on a pipeline stage.
     """
-    written = parts
-    while isinstance(written, WrappedAnatomy):
-        written = written.inner
-    kind = type(written).__name__
+    innermost = parts
+    while isinstance(innermost, WrappedAnatomy):
+        innermost = innermost.inner
+    kind = type(innermost).__name__
     with _naming(f"{kind}.embed", inputs):
         hidden = _run_alone(f"{kind}.embed", parts, "embedding", lambda a: a.embed(inputs))
     for block in parts.blocks:
@@ -347,10 +347,22 @@ def _empty(p: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(torch.empty_like(p, device="meta", dtype=torch.float32), requires_grad=False)
 
 
-def _two_samples(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return _of_float32((value[:2] if value.dim() else value).detach().cpu())
+def _first_two_samples(inputs: Any) -> Any:
+    """On the CPU, in float32. The number of samples is the first size that most tensors have."""
+    tensors = [value for value in tree_leaves(inputs) if isinstance(value, torch.Tensor) and value.dim()]
+    sizes = Counter(len(tensor) for tensor in sorted(tensors, key=lambda tensor: tensor.dim()))
+    samples = sizes.most_common(1)[0][0] if sizes else 0
+
+    def first_two(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.dim() and len(value) == samples:
+            value = value[:2]
+        elif value.dim() > 2 and value.size(1) == samples:  # position_ids (3, B, s) of images in texts
+            value = value[:, :2]
+        return _of_float32(value.detach().cpu())
+
+    return tree_map(first_two, inputs)
 
 
 def _moved(device: torch.device, value: Any) -> Any:

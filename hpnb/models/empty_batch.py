@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from hpnb.models.model_anatomy import Anatomy
 
@@ -54,7 +55,11 @@ class _PlaceholderSample:
         return tuple(_add_sample(x) for x in args), {name: _add_sample(x) for name, x in kwargs.items()}
 
     def after(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return output[:0] if self.added else None
+        return tree_map(_without_samples, output) if self.added else None
+
+
+def _without_samples(value: Any) -> Any:
+    return value[:0] if isinstance(value, torch.Tensor) and value.dim() else value
 
 
 def _is_empty(value: Any) -> bool:

@@ -13,12 +13,12 @@ once per block.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 from transformers.masking_utils import create_causal_mask
 
+from hpnb.models.batch_cache import BatchCache
 from hpnb.models.model_anatomy import Inputs
 
 
@@ -26,7 +26,7 @@ class CausalMask:
     """Makes masks, and keeps the last one for as long as the tensor lives that it was made from."""
 
     def __init__(self) -> None:
-        self._cached: tuple[weakref.ref[torch.Tensor], tuple[Any, ...], torch.Tensor | None] | None = None
+        self._cache = BatchCache()
         self._needs_none: tuple[Any, ...] | None = None  # for which shapes sdpa takes no mask
 
     def __call__(self, config: Any, hidden: torch.Tensor, inputs: Inputs) -> torch.Tensor | None:
@@ -48,20 +48,7 @@ class CausalMask:
             mask = None if form == self._needs_none else _make_mask(*arguments)
             self._needs_none = form if mask is None else None
             return mask
-        if source.is_inference():  # whose values may change unnoticed
-            return _make_mask(*arguments)
-        key = (source._version, *form)
-        if self._cached is not None and self._cached[0]() is source and self._cached[1] == key:
-            return self._cached[2]
-        mask = _make_mask(*arguments)
-        self._cached = (weakref.ref(source, self._forget), key, mask)
-        return mask
-
-    def _forget(self, reference: weakref.ref[torch.Tensor]) -> None:
-        self._cached = None
-
-    def __reduce__(self) -> tuple[type[CausalMask], tuple[()]]:
-        return CausalMask, ()  # a copy starts with an empty cache
+        return self._cache.get({"source": source, "form": form}, hidden, lambda: _make_mask(*arguments))
 
 
 def _make_mask(

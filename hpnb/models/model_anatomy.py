@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 Inputs = Mapping[str, Any]
+TARGETS = ("labels", "label", "targets", "target")  # entries of a batch that only the loss reads
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Anatomy(ABC):
         """The same with these parts alone; every attribute stays."""
         other = copy(self)
         for name, value in (("embedding", embedding), ("blocks", blocks), ("head", head)):
-            object.__setattr__(other, name, value)  # it is frozen, and of a subclass nobody knows
+            object.__setattr__(other, name, value)  # frozen, and a subclass may take other arguments
         return other
 
     def shared(self) -> dict[str, nn.Module | torch.Tensor]:

@@ -21,10 +21,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hpnb.models.model_anatomy import Inputs, Part, check_token_ids
+from hpnb.models.batch_cache import BatchCache
+from hpnb.models.model_anatomy import TARGETS, Inputs, Part, check_token_ids
 from hpnb.models.shell_arguments import (
     Arguments,
-    PreparedArguments,
     empty_hidden,
     first_argument,
     first_floats,
@@ -34,8 +34,7 @@ from hpnb.models.shell_arguments import (
 from hpnb.models.shell_copy import argument_names, copy_module, place_of
 
 REFUSED = ("inputs_embeds", "past_key_values")
-TARGETS = ("labels", "label", "targets", "target")
-RECORDED = ("output_router_logits",)
+RECORDED = ("output_hidden_states", "output_attentions")
 HANDS_ON = (
     "{} of a {} hands more to the next layer than hidden states ({}), and stages pass these alone; use "
     "pp_size=1, or register its parts with hpnb.models.register"
@@ -75,7 +74,7 @@ class ModelShell(nn.Module):
         self.copies = tuple(self.model.modules())  # without the parts that are put in
         self.gives_tuple: bool | None = None  # of a layer; None: not known yet
         self.names = argument_names(model, model.base_model)
-        self.prepared = PreparedArguments()
+        self.prepared = BatchCache()
 
     def embed(self, parts: Sequence[Part], inputs: Inputs) -> torch.Tensor:
         """The batch -> hidden states before layer 0, (B, s, h)."""
@@ -92,14 +91,11 @@ class ModelShell(nn.Module):
     def prepare(self, name: str, hidden: torch.Tensor, inputs: Inputs) -> Callable[[torch.Tensor], Arguments]:
         """What the layer called `name` is called with: a function of its hidden states.
 
-        Of `hidden` only the device and dtype count.
+        Only the device and dtype of `hidden` matter.
         """
         arguments = self._arguments(inputs)
-        made: dict[int, Arguments] | None = self.prepared.get(arguments, hidden)
-        if made is None:
-            made = self._prepare(hidden, arguments)
-            self.prepared.put(arguments, hidden, made)
-        args, kwargs = made[self.layers.index(name)]
+        of_layers = self.prepared.get(arguments, hidden, lambda: self._prepare(hidden, arguments))
+        args, kwargs = of_layers[self.layers.index(name)]
         return partial(with_hidden, args, kwargs)
 
     def finish(self, parts: Sequence[Part], hidden: torch.Tensor, inputs: Inputs) -> Any:
@@ -230,19 +226,31 @@ class ModelShell(nn.Module):
         """For one forward: these parts, functions in place of the layers, and nothing else of the parts."""
         present = {part.name for part in parts}
         forwards: dict[str, Callable[..., Any]] = {}
-        layers_done: list[bool] = []
-        early, late = (
-            partial(self._check_place, layers_done, True),
-            partial(self._check_place, layers_done, False),
-        )
-        forwards |= {name: partial(early, name, first_floats) for name in self.embedding}
-        forwards |= {name: partial(late, name, on_head) for name in self.head}
+        last_layer_ran = False
+
+        def in_place_of(name: str, early: bool, forward: Callable[..., Any]) -> Callable[..., Any]:
+            """What runs in place of an absent part, which belongs before the layers (`early`) or after."""
+
+            def run(*args: Any, **kwargs: Any) -> Any:
+                if early == last_layer_ran:
+                    when = "before the layers and after them" if early else "before the last layer"
+                    raise ValueError(
+                        f"the forward of a {type(self.model).__name__} calls {name} {when}, and a pipeline "
+                        "has it on one stage; use pp_size=1, or register its parts with hpnb.models.register"
+                    )
+                return forward(*args, **kwargs)
+
+            return run
+
+        forwards |= {name: in_place_of(name, True, first_floats) for name in self.embedding}
+        forwards |= {name: in_place_of(name, False, on_head) for name in self.head}
         if self.embedding:
             first = self.embedding[0]
-            forwards[first] = partial(early, first, partial(empty_hidden, self.hidden_size, like))
+            forwards[first] = in_place_of(first, True, partial(empty_hidden, self.hidden_size, like))
 
         def run_layer(i: int, *args: Any, **kwargs: Any) -> Any:
-            layers_done[:] = [True] * (i == len(self.layers) - 1)
+            nonlocal last_layer_ran
+            last_layer_ran = i == len(self.layers) - 1
             return on_layer(i, *args, **kwargs)
 
         forwards |= {name: partial(run_layer, i) for i, name in enumerate(self.layers)}
@@ -261,24 +269,6 @@ class ModelShell(nn.Module):
                 parent._modules[child] = copies[name]
                 vars(copies[name]).pop("forward", None)
 
-    def _check_place(
-        self,
-        layers_done: list[bool],
-        early: bool,
-        name: str,
-        forward: Callable[..., Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Run what is in place of an absent part, if the layers have not run (`early`), or have."""
-        if early == bool(layers_done):
-            when = "before the layers and after them" if early else "before the last layer"
-            raise ValueError(
-                f"the forward of a {type(self.model).__name__} calls {name} {when}, and a pipeline has it on "
-                "one stage; use pp_size=1, or register its parts with hpnb.models.register"
-            )
-        return forward(*args, **kwargs)
-
     def _set_training(self, training: bool) -> None:
         for module in self.copies:
             module.training = training
@@ -286,5 +276,8 @@ class ModelShell(nn.Module):
     def _arguments(self, inputs: Inputs) -> dict[str, Any]:
         check_token_ids(type(self.model).__name__, inputs, REFUSED)
         taken = {name: inputs[name] for name in self.names if name in inputs and name not in TARGETS}
-        # No routers run in a shell; their loss comes from the parts (`hpnb.expert_parallel.router_sums`).
-        return {**taken, "use_cache": False, **{name: False for name in RECORDED if name in self.names}}
+        # No layers run in a shell, so it cannot record their outputs. The loss of their routers comes from
+        # the parts (`hpnb.expert_parallel.router_sums`).
+        off = {name: False for name in RECORDED if getattr(self.model.config, name, False) or name in taken}
+        off |= {name: False for name in ("output_router_logits",) if name in self.names}
+        return {**taken, "use_cache": False, **off}

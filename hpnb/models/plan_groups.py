@@ -37,9 +37,9 @@ class Group(NamedTuple):
     """The sharded weights of an attention, an MLP or a layer of experts.
 
     Attributes:
-        styles: of its members by path: linear layers, or parameters of the module itself.
-        units: into how many pieces, which stay whole, each of its weights falls; 0 if it is replicated.
-        widths: by member, of what lies side by side in one weight.
+        styles: {path: style} of its members, which are linear layers or parameters of the module itself.
+        units: how many pieces that cannot be split further each weight has; 0 if it is replicated.
+        widths: {path: relative widths} of weights that hold several matrices side by side.
         reason: why it is replicated, unless the plan says so.
         summed: paths of replicated parameters of which each rank uses its heads' or neurons' share.
         latent: of latent attention, by path: how many last outputs go to all heads without another matrix.
@@ -117,10 +117,11 @@ def _attention(model: Any, parent: str, styles: dict[str, str], inside: dict[str
     odd = next((path for path, size in outputs.items() if size % kv_heads), None)
     if odd is not None or heads % kv_heads:
         what = f"{heads} heads" if odd is None else f"the {outputs[odd]} outputs of {odd}"
-        return group._replace(reason=f"{what} do not fall to {kv_heads} key-value heads")
+        return group._replace(reason=f"{what} cannot be divided by {kv_heads} key-value heads")
     sizes = {path: p.numel() for path, p in _parameters(model, parent) if path in styles}
     if odd := next((path for path, size in sizes.items() if size % kv_heads), None):
-        return group._replace(reason=f"the {sizes[odd]} numbers of {odd} do not fall to {kv_heads} heads")
+        what = f"the {sizes[odd]} numbers of {odd}"
+        return group._replace(reason=f"{what} cannot be divided by {kv_heads} key-value heads")
     rest = [(path, p) for path, p in _parameters(model, parent) if not _is_of(path, styles)]
     group = group._replace(units=kv_heads, widths=packed)
     if latent:

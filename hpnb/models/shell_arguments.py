@@ -1,58 +1,15 @@
-"""What a model's forward calls its layers with, kept as long as the batch's tensors live; and what stands in
-for modules that are on another stage.
+"""What a model's forward calls its layers with, and what stands in for modules that are on another stage.
 
 layer(hidden, mask, position_embeddings=..)      hidden is exchanged, the rest stays the same for a batch
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-class PreparedArguments:
-    """What was prepared last, for as long as the tensors live that it was prepared from."""
-
-    def __init__(self) -> None:
-        self._key: tuple[Any, ...] | None = None
-        self._sources: tuple[weakref.ref[torch.Tensor], ...] = ()
-        self._made: dict[int, Arguments] | None = None
-
-    def get(self, arguments: Mapping[str, Any], hidden: torch.Tensor) -> dict[int, Arguments] | None:
-        tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
-        if self._key is None or any(t.is_inference() for t in tensors):
-            return None
-        same = len(tensors) == len(self._sources) and all(
-            source() is tensor for source, tensor in zip(self._sources, tensors, strict=True)
-        )
-        return self._made if same and self._key == _key(arguments, hidden) else None
-
-    def put(self, arguments: Mapping[str, Any], hidden: torch.Tensor, made: dict[int, Arguments]) -> None:
-        tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
-        if any(t.is_inference() for t in tensors):  # whose values may change unnoticed
-            return
-        self._key, self._made = _key(arguments, hidden), made
-        self._sources = tuple(weakref.ref(tensor, self._forget) for tensor in tensors)
-
-    def _forget(self, reference: weakref.ref[torch.Tensor]) -> None:
-        if any(source is reference for source in self._sources):
-            self._key, self._sources, self._made = None, (), None
-
-    def __reduce__(self) -> tuple[type[PreparedArguments], tuple[()]]:
-        return PreparedArguments, ()  # a copy starts empty
-
-
-def _key(arguments: Mapping[str, Any], hidden: torch.Tensor) -> tuple[Any, ...]:
-    values = [
-        (name, value._version if isinstance(value, torch.Tensor) else value)
-        for name, value in arguments.items()
-    ]
-    return (hidden.dtype, hidden.device, *values)
 
 
 def split_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str | None]:

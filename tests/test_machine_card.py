@@ -76,6 +76,31 @@ def test_a_record_without_all_its_ranks_cannot_be_replayed() -> None:
         lesson.replay(Timeline((collective(0, 0.0, 1.0, (0, 1)),)), WIRE)
 
 
+def test_a_send_of_a_pipeline_does_not_wait_for_its_receiver() -> None:
+    """1F1B: rank 0 sends two activations before it receives a gradient."""
+    forward, backward = (0, 1), (1, 0)
+    first = [("compute", ()), ("send", forward), ("compute", ()), ("send", forward), ("receive", backward)]
+    second = [
+        ("receive", forward),
+        ("compute", ()),
+        ("send", backward),
+        ("receive", forward),
+        ("compute", ()),
+    ]
+    events = [
+        Event(rank, -1, op, -1, float(i), i + 1.0, "pp" if group else "", 30.0 * bool(group), group)
+        for rank, ops in enumerate((first, second))
+        for i, (op, group) in enumerate(ops)
+    ]
+    hop = seconds("send", 30.0, 2, WIRE)
+    ends = {(e.rank, e.op): e.end for e in lesson.replay(Timeline(tuple(events)), WIRE).events}
+    assert ends[1, "receive"] == ends[0, "send"] == 2 + 2 * hop
+    assert ends[0, "receive"] == ends[1, "send"] == 1 + hop + 1 + hop
+    sends = tuple(e for e in events if e.op != "receive")  # all that a pipeline's step records
+    with pytest.raises(ValueError, match="simulate its schedule instead"):
+        lesson.replay(Timeline(sends), WIRE)
+
+
 def test_a_card_is_measured_once_and_makes_sense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPNB_HOME", str(tmp_path))
     card = lesson.machine_card(2, device="cpu")

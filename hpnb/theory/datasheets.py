@@ -36,6 +36,7 @@ class GPU:
         dtype: the 16-bit dtype that it trains in.
         matmul_share, memory_share, link_share: what programs reach of the peaks.
         latency: seconds of a message within a node.
+        network_share, network_latency: of the network between nodes, which --measure does not see.
     """
 
     name: str
@@ -52,6 +53,8 @@ class GPU:
     memory_share: float = MEMORY_SHARE
     link_share: float = LINK_SHARE
     latency: float = LATENCY
+    network_share: float = LINK_SHARE
+    network_latency: float = 1.5 * LATENCY
 
     def cluster(self, gpus: int, per_node: int | None = None) -> Cluster:
         """So many of them, in nodes."""
@@ -66,7 +69,7 @@ class GPU:
             )
         cards = self.cards if per_node is None else max(1, self.cards * node // self.per_node)
         inside = Link(self.latency, self.link * self.link_share, self.link_name)
-        between = Link(1.5 * self.latency, self.network * self.link_share, "network")
+        between = Link(self.network_latency, self.network * self.network_share, "network")
         return Cluster(
             gpus, min(node, gpus), self.peak, self.memory, self.memory_bandwidth * self.memory_share,
             inside, between, min(cards, min(node, gpus)), self.matmul_share,

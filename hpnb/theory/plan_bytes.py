@@ -5,7 +5,8 @@
     cp         keys, values and their gradients around a ring or gathered, or Ulysses' all-to-alls
                (`context`); the class token of an image, and its gradient
     ep         4 all-to-alls of a block's routed tokens, 6 with recomputation, evenly routed (`experts`)
-    pp         activations and their gradients at every stage's border; the gradient of a table at both ends
+    pp         activations and their gradients at every stage's border, a t-th of them with sequence
+               parallelism; the gradient of a table at both ends
     dp, edp    gradients, and weights under ZeRO, over dp x cp; of experts over the ranks that have the same
 
 Losses, counts and norms of gradients are left out. With ZeRO 3 and without stages, a backward begins with the
@@ -67,7 +68,8 @@ def plan_bytes(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
         "cp": attention * (again * sent.forward + sent.backward)
         + 2 / p * bytes_sent("broadcast", class_tokens, c),
         "ep": routed,
-        "pp": 2 * borders / p * activation + both_ends * 2 / p * bytes_sent("all_reduce", table, 2),
+        "pp": 2 * borders / p * activation / (t if layout.sequence_parallel else 1)
+        + both_ends * 2 / p * bytes_sent("all_reduce", table, 2),
         "dp": bytes_sent("all_gather", weights["dp"], layout.dp * c),
         "edp": bytes_sent("all_gather", weights["edp"], max(1, layout.dp * c // layout.ep)),
     }

@@ -1,9 +1,10 @@
 """The memory of any `ModelShape` on any layout: bytes of the fullest rank, by category.
 
 The peak is the largest of the moments of `step_memory`, since gradients are not there yet when activations
-are most. This module has what hpnb's programs take at them. Of the blocks, the last and the first are looked
-at, since the bytes between them change evenly. At the turn there are the activations of all microbatches in
-flight, and the gradients of earlier ones; in the step there is what Adam copies for one pass over memory.
+are most. This module has what hpnb's programs take at them. Of the blocks, the first two and the last two
+are looked at, since the bytes between them change evenly. At the turn there are the activations of all
+microbatches in flight, and the gradients of earlier ones; in the step there is what Adam copies for one pass
+over memory.
 
 States are 2 + 2 + 12 bytes a parameter by ZeRO stage (`model_states`), sharded over dp x cp, and experts'
 over the ranks that have the same. Gradients, with w bytes in each of P parameters of a rank:
@@ -137,7 +138,8 @@ def rank_moments(task: PlanTask, layout: ParallelLayout, rank: int, compiled: bo
     passed = entry / (t if layout.sequence_parallel else 1)  # what one block gives the next
     recomputed = layout.recomputation == "full"
     stored, inside = (passed, max(block_kept, plain_kept)) if recomputed else (block_kept, 0.0)
-    inner = model.chosen * task.imbalance * model.mlp + model.shared_mlp if model.experts else model.mlp
+    fullest = task.imbalance if layout.ep > 1 else 1.0
+    inner = model.chosen * fullest * model.mlp + model.shared_mlp if model.experts else model.mlp
     flow = inside + w * tokens * (3 * max(inner, plain and model.dense_mlp) / t + 2 * model.hidden)
     head_kept, head_passing = _head_bytes(task, layout, compiled) if last else (0.0, 0.0)
     head_kept = (1 + model.mtp_modules) * head_kept + module_bytes(task, layout, compiled)
@@ -174,14 +176,17 @@ def rank_moments(task: PlanTask, layout: ParallelLayout, rank: int, compiled: bo
         copies=passes if compiled else 4 * masters,
         workspaces=float(MATMUL_WORKSPACES) if compiled else 0.0,
     )
-    return step_moments(terms, blocks, stored_of, passing, (blocks - 1, 0))
+    # A block between the ends has a neighbour gathered ahead and another's gradients on the way, which the
+    # last and the first lack.
+    looked_at = sorted({blocks - 1, max(0, blocks - 2), min(1, blocks - 1), 0}, reverse=True)
+    return step_moments(terms, blocks, stored_of, passing, looked_at)
 
 
 def _block_parameters(task: PlanTask, layout: ParallelLayout) -> float:
-    """Of one block on a rank."""
+    """Of one block on the tensor-parallel rank with most heads."""
     model, t = task.model, layout.tp
-    others = model.block_parameters - model.expert_parameters - model.replicated_weights
-    return model.replicated_weights + others / t + model.expert_parameters / t / layout.ep
+    norms_and_biases = model.block_parameters - model.dense_weights - model.expert_parameters
+    return model.rank_weights(t) + norms_and_biases / t + model.expert_parameters / t / layout.ep
 
 
 def _rank_parameters(

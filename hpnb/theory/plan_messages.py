@@ -69,9 +69,14 @@ def seconds(op: str, nbytes: float, ranks: int, link: Link) -> float:
     NCCL's double binary trees (Sanders, Speck & Traff 2009) send as many bytes as a ring does, in steps that
     grow with the logarithm of the ranks.
     """
-    ring, rounds = collective_cost(op, ranks), (ranks - 1).bit_length()
-    steps = min(ring.steps, 2 * rounds if op == "all_reduce" else rounds) if ranks > 2 else ring.steps
-    return steps * link.latency + ring.serial * nbytes / ranks / link.bandwidth
+    serial = collective_cost(op, ranks).serial
+    return messages(op, ranks) * link.latency + serial * nbytes / ranks / link.bandwidth
+
+
+def messages(op: str, ranks: int) -> int:
+    """Messages of a collective that follow one another: of a ring or of a tree, whichever has fewer."""
+    ring, rounds = collective_cost(op, ranks).steps, (ranks - 1).bit_length()
+    return min(ring, 2 * rounds if op == "all_reduce" else rounds) if ranks > 2 else ring
 
 
 def attention_of(task: PlanTask, layout: ParallelLayout) -> Attention:

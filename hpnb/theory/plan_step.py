@@ -241,7 +241,8 @@ def stage_seconds(task: PlanTask, layout: ParallelLayout) -> list[dict[str, floa
                 times[part] += n * (dense[part] - block[part])
     if p > 1:
         for times in stages:
-            times["launches"] += 2 * layout.chunks_per_rank * task.software.action_seconds
+            actions = 3 if layout.schedule.startswith("zb") else 2  # a split backward is two
+            times["launches"] += actions * layout.chunks_per_rank * task.software.action_seconds
     outputs, last = b * task.rank_outputs(c) * model.outputs / t, last_rank(placed)
     outputs *= 1 + model.mtp_modules
     stages[last]["matmuls"] += 6 * outputs * model.hidden / task.rate
@@ -275,12 +276,7 @@ def plan_parts(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
         raise ValueError(f"{layout}: {why[1]}")
     model, p, t, v, m = task.model, layout.pp, layout.tp, layout.chunks_per_rank, task.microbatches(layout)
     link, stages = links(task.cluster, layout), stage_seconds(task, layout)
-    # One hop: a t-th of the activation, all-gathered where it arrives.
-    activation = 2.0 * task.microbatch_size(layout) * task.rank_tokens(layout.cp) * model.hidden
-    hop = 0.0
-    if p > 1:
-        hop = seconds("send", activation / t, 2, link["pp"])
-        hop += seconds("all_gather", activation, t, link["tp"])
+    hop = _hop_seconds(task, layout) if p > 1 else 0.0
     schedule = "1f1b" if layout.schedule == "interleaved" else layout.schedule
     parts = pipeline_parts(stages, m, schedule, layout.chunks, hop if task.software.overlap else 0.0)
     parts["exposed pp"] = 0.0 if task.software.overlap else 2 * m * v * hop
@@ -294,6 +290,15 @@ def plan_parts(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
     updated = dense / replicas + experts / max(1, replicas // layout.ep)
     parts["optimizer"] = _ADAM * updated / task.cluster.memory_bandwidth
     return {part: parts[part] for part in PLAN_PARTS}
+
+
+def _hop_seconds(task: PlanTask, layout: ParallelLayout) -> float:
+    """Seconds in which a microbatch's activation passes from one stage to the next."""
+    t, link = layout.tp, links(task.cluster, layout)
+    activation = 2.0 * task.microbatch_size(layout) * task.rank_tokens(layout.cp) * task.model.hidden
+    if not task.software.scatters_hops:
+        return seconds("send", activation / (t if layout.sequence_parallel else 1), 2, link["pp"])
+    return seconds("send", activation / t, 2, link["pp"]) + seconds("all_gather", activation, t, link["tp"])
 
 
 def _exposed_dp(task: PlanTask, layout: ParallelLayout, stage: float) -> float:
@@ -324,7 +329,7 @@ def _exposed_dp(task: PlanTask, layout: ParallelLayout, stage: float) -> float:
     if layout.zero_stage == 3:  # every microbatch gathers the weights twice, and the last sends gradients
         gather = over("all_gather", 2, blocks)
         scatter = over("reduce_scatter", soft.gradient_bytes, blocks)
-        times = stage / 3 / blocks, 2 / 3 * stage / blocks, blocks
+        times = stage / 3 / blocks, 2 / 3 * stage / blocks, blocks - 1
         exposed = zero3_exposed_seconds(gather, scatter, *times)
         earlier = scatter if soft.reduces_every_microbatch else 0.0
         exposed += (m - 1) * zero3_exposed_seconds(gather, earlier, *times)

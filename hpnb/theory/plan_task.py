@@ -30,6 +30,9 @@ class Software:
         shards_norms: with sequence parallelism, what a norm gives is kept as a shard and gathered again.
         fuses_messages: blocks with experts, or whose attention sends messages, have fused kernels, too. hpnb
             does not compile them, so RMS norms, rotations and gated products are many kernels.
+        scatters_hops: a pipeline's hop sends a t-th of the activation from each rank of tp, and tp gathers it
+            where it arrives. Otherwise each rank sends what it has: all, or its tokens with sequence
+            parallelism.
         gathers_context: over cp, keys and values are all-gathered before the attention instead of sent around
             a ring beside it.
         attention_share: of the matmul rate, what its fused attention reaches.
@@ -62,6 +65,7 @@ class Software:
     action_seconds: float = 1e-3
     shards_norms: bool = False
     fuses_messages: bool = False
+    scatters_hops: bool = False
     gathers_context: bool = False
     attention_share: float = ATTENTION_SHARE
     stops_early: bool = False
@@ -142,7 +146,7 @@ def refusal(task: PlanTask, layout: ParallelLayout) -> tuple[str, str] | None:
         return (
             "batch does not divide",
             f"a batch of {task.batch} cannot be split over {d} pipelines into microbatches of {b}; "
-            + _sizes_that_divide(task.batch, d),
+            + _sizes_that_divide(task.batch, d, b),
         )
     if t > model.kv_heads and model.shards_attention:
         return (
@@ -199,11 +203,12 @@ def refusal(task: PlanTask, layout: ParallelLayout) -> tuple[str, str] | None:
     return None
 
 
-def _sizes_that_divide(batch: int, pipelines: int) -> str:
+def _sizes_that_divide(batch: int, pipelines: int, microbatch_size: int) -> str:
     """What to use where a batch cannot be split."""
     samples, rest = divmod(batch, pipelines)
     if rest:
-        near = [n for n in (samples * pipelines, (samples + 1) * pipelines) if n]
+        count, multiple = batch // (pipelines * microbatch_size), pipelines * microbatch_size
+        near = [n for n in (count * multiple, (count + 1) * multiple) if n]
         return f"use a batch of {' or '.join(map(str, near))}"
     sizes = [f"mb{n}" for n in range(1, samples + 1) if samples % n == 0]
     return f"use {', '.join(sizes[:-1])} or {sizes[-1]}" if len(sizes) > 1 else "use mb1"

@@ -1,8 +1,9 @@
 """The same step on another link: recorded compute, recomputed communication.
 
 Each rank repeats what it recorded: its compute takes as long as it took, and so does what lay between two
-events. A communication begins when the last of its group has come and takes what `hpnb.theory` says of the
-new link. What comes out is a Timeline like any other, labelled "simulated".
+events. A collective begins when the last of its group has come and takes what `hpnb.theory` says of the new
+link. A send does not wait for its receiver, and a receive ends when the message is there, or at once if it
+was there before. What comes out is a Timeline like any other, labelled "simulated".
 
 Where ranks share a GPU and computed by turns, the times between two events are the turns of other ranks, and
 are left out. The label is then "replayed from measured GPU time" and the link's name.
@@ -27,12 +28,15 @@ def replay(recorded: Timeline, link: Link, algorithm: str = "ring") -> Timeline:
         algorithm: of the all-reduces; other collectives go round a ring.
 
     Raises:
-        ValueError: the record lacks a rank that took part in a communication.
+        ValueError: the record lacks a rank that took part in a communication, or the receives of its sends,
+            as the record of a pipeline's step does.
     """
     by_turns = recorded.source == "measured by turns"
     todo = {rank: deque(events) for rank, events in recorded.by_rank.items()}
     before = {rank: events[0].start for rank, events in recorded.by_rank.items()}
     clock = dict.fromkeys(before, 0.0) if by_turns else dict(before)
+    arrivals: dict[tuple[str, int, int], deque[float]] = {}  # by axis, sender and receiver
+    receiving: dict[int, tuple[str, int, int]] = {}
     waiting: dict[tuple[object, ...], dict[int, Event]] = {}
     seen: Counter[tuple[object, ...]] = Counter()
     done: list[Event] = []
@@ -40,7 +44,11 @@ def replay(recorded: Timeline, link: Link, algorithm: str = "ring") -> Timeline:
     while ready:
         rank = ready.popleft()
         while todo[rank]:
-            event = todo[rank].popleft()
+            event = todo[rank][0]
+            if event.op == "receive" and not arrivals.get(_edge(event)):
+                receiving[rank] = _edge(event)
+                break  # this rank goes on when the message is sent
+            todo[rank].popleft()
             # `before` is the end of the previous event as recorded, to keep what lay between.
             start = clock[rank] + (0.0 if by_turns else max(0.0, event.start - before[rank]))
             before[rank] = event.end
@@ -48,7 +56,19 @@ def replay(recorded: Timeline, link: Link, algorithm: str = "ring") -> Timeline:
                 clock[rank] = start + event.duration
                 done.append(replace(event, start=start, end=clock[rank]))
                 continue
-            kind = (event.axis, event.group, event.op in ("send", "receive"))
+            if event.op in ("send", "receive"):
+                edge = _edge(event)
+                if event.op == "send":
+                    clock[rank] = start + communication_seconds(event, link, algorithm)
+                    arrivals.setdefault(edge, deque()).append(clock[rank])
+                    if receiving.get(edge[2]) == edge:
+                        ready.append(edge[2])
+                        del receiving[edge[2]]
+                else:
+                    clock[rank] = max(start, arrivals[edge].popleft())
+                done.append(replace(event, start=start, end=clock[rank]))
+                continue
+            kind = (event.axis, event.group)
             seen[rank, kind] += 1
             call = waiting.setdefault((kind, seen[rank, kind]), {})
             call[rank] = replace(event, start=start)
@@ -60,6 +80,12 @@ def replay(recorded: Timeline, link: Link, algorithm: str = "ring") -> Timeline:
                 done.append(replace(e, end=clock[other]))
                 ready.append(other)
             break
+    if any(arrivals.values()):
+        sender, receiver = next(edge for edge, times in arrivals.items() if times)[1:]
+        raise ValueError(
+            f"the record has sends from rank {sender} that rank {receiver} does not receive in it, as in the "
+            "step of a pipeline; simulate its schedule instead, with Costs(transfer=seconds of a message)"
+        )
     if any(todo.values()) or len(done) < len(recorded.events):
         missing = {r for call in waiting.values() for e in call.values() for r in e.group} - todo.keys()
         raise ValueError(
@@ -67,6 +93,12 @@ def replay(recorded: Timeline, link: Link, algorithm: str = "ring") -> Timeline:
             "as well; gather the timeline from all ranks"
         )
     return Timeline(tuple(done), f"replayed from measured GPU time, {link.name}" if by_turns else "simulated")
+
+
+def _edge(event: Event) -> tuple[str, int, int]:
+    """(axis, sender, receiver) of a send or a receive."""
+    peer = next((r for r in event.group if r != event.rank), event.rank)
+    return (event.axis, event.rank, peer) if event.op == "send" else (event.axis, peer, event.rank)
 
 
 def communication_seconds(event: Event, link: Link, algorithm: str = "ring") -> float:

@@ -98,7 +98,9 @@ def vocabulary_bytes(block: Block, ranks: int) -> float:
 def sequence_bytes(way: str, tokens: int, hidden: int, ranks: int, bytes_per_value: int = 2) -> float:
     """Bytes that leave a rank in forward and backward of one attention whose tokens are sharded.
 
-    Gradients of weights that every rank holds (Ulysses, ring) are not counted.
+    Gradients of weights that every rank holds (Ulysses, ring) are not counted. A ring sends keys, values and
+    their gradients once each here, all in `bytes_per_value`. hpnb's ring sends keys and values a second time
+    in the backward, and gradients in float32 or wider: twice as much in 16 bits (`context.ring_bytes`).
 
     Raises:
         ValueError: another way.

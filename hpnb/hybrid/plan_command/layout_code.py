@@ -34,6 +34,14 @@ def layout_code(layout: ParallelLayout) -> str:
 def parse_layout_code(code: str) -> ParallelLayout:
     """The layout of a word."""
     sizes: dict[str, Any] = {}
+
+    def add(name: str, value: object, word: str) -> None:
+        if name in sizes:
+            raise ValueError(
+                f"{code!r} says {name.replace('_', ' ')} twice; leave one out, as {word}"
+            )
+        sizes[name] = value
+
     rest = code.strip().lower()
     while rest:
         match = re.match(
@@ -45,17 +53,19 @@ def parse_layout_code(code: str) -> ParallelLayout:
                 f"{code!r} is no layout, from {rest!r} on; write it as dp8-pp4-tp2-zero1-1f1b-mb2-full-sp"
             )
         word, number, switch = match.groups()
+        text = match[0].rstrip("-")
         if word == "interleaved":
-            sizes |= {"schedule": "interleaved", "chunks": int(number)}
+            add("schedule", "interleaved", text)
+            add("chunks", int(number), text)
         elif word:
-            sizes[{"zero": "zero_stage", "mb": "microbatch_size"}.get(word, word)] = int(number)
+            add({"zero": "zero_stage", "mb": "microbatch_size"}.get(word, word), int(number), text)
         elif switch in ("full", "selective"):
-            sizes["recomputation"] = "full" if switch == "full" else "attention"
+            add("recomputation", "full" if switch == "full" else "attention", text)
         elif switch == "sp":
-            sizes["sequence_parallel"] = True
+            add("sequence_parallel", True, text)
         elif switch in ("ulysses", "all-gather"):
-            sizes["context_parallel"] = switch
+            add("context_parallel", switch, text)
         else:
-            sizes["schedule"] = switch
+            add("schedule", switch, text)
         rest = rest[match.end() :]
     return ParallelLayout(**{"microbatch_size": 1, **sizes})

@@ -144,7 +144,7 @@ def _plan(options: argparse.Namespace) -> int:
         if options.top is not None:  # beside the best
             result = search(task)
             plans = [plan for plan in result.best(top, options.variants) if plan.code != chosen.code]
-            plans = sorted([*plans[:top], chosen], key=lambda plan: plan.step)
+            plans = sorted([*plans[:top], chosen], key=lambda plan: plan.ranked_by)
     else:
         result = search(task)
         if not result.plans:

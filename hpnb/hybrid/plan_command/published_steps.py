@@ -41,7 +41,9 @@ def gpt_shape(
 # --- Megatron-LM on A100s ----------------------------------------------------------------------------
 
 # Scores are written to memory and dropped out, and gradients are sent after the backward.
-MEGATRON_LM = Software(fused=False, overlap=False, loss_bytes=52, action_seconds=0.0, shards_norms=True)
+MEGATRON_LM = Software(
+    fused=False, overlap=False, loss_bytes=52, action_seconds=0.0, shards_norms=True, scatters_hops=True
+)
 
 
 def megatron_rows() -> Iterator[PublishedStep]:
@@ -84,6 +86,7 @@ MEGATRON_CORE_2024 = Software(
     action_seconds=0.0,
     shards_norms=True,
     fuses_messages=True,
+    scatters_hops=True,
 )
 _STRONG = (  # GPUs, PFLOP/s of all: centres of the dots. The text has 47 % and 42 % of the peak for the ends.
     (96, 44.5), (144, 66.9), (288, 133.1), (576, 263.4), (1152, 517.8), (2304, 1004.9), (3072, 1310.0),

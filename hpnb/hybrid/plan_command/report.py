@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpnb.hybrid.plan_command.layout_code import layout_code
-from hpnb.hybrid.plan_command.search import Plan, Search, usable_bytes
+from hpnb.hybrid.plan_command.search import ZERO_BUBBLE_ERROR, Plan, Search, usable_bytes
 from hpnb.mesh import ParallelLayout
 from hpnb.record.memory_profile import MemoryProfile
 from hpnb.theory.datasheets import GPU
@@ -43,6 +43,7 @@ def format_report(task: PlanTask, gpu: GPU, result: Search, plans: Sequence[Plan
             *_memory_table(plans),
             "",
             refused_sentence(result) if result.seen > 1 else bytes_sentence(task, plans[0].layout),
+            *assumptions(task, gpu, plans),
         ]
     )
 
@@ -73,6 +74,8 @@ def _time_table(task: PlanTask, plans: Sequence[Plan]) -> list[str]:
 def lag(best: Plan, plan: Plan) -> str:
     """What a plan takes longer than the best, and in which part most of it."""
     behind = plan.step - best.step
+    if behind < 0 and plan.zero_bubble:
+        return f"{100 * behind / best.step:+.1f} %, within the error of zero-bubble schedules"
     if behind <= 0:
         return ""
     part = max(plan.parts, key=lambda name: plan.parts[name] - best.parts[name])
@@ -111,6 +114,27 @@ def refused_sentence(result: Search) -> str:
     reasons = ", ".join(f"{count:,} ({reason})" for reason, count in result.refused.most_common())
     refused = f"; refused were {reasons}" if reasons else ""
     return f"Of {result.seen:,} layouts {len(result.plans):,} fit{refused}."
+
+
+def assumptions(task: PlanTask, gpu: GPU, plans: Sequence[Plan]) -> list[str]:
+    """What of the printed numbers was not measured, or was measured to be wrong."""
+    lines = []
+    if any(plan.zero_bubble for plan in plans):
+        lines.append(
+            f"Zero-bubble schedules took {ZERO_BUBBLE_ERROR:g} times the predicted step or more where they "
+            "were measured (--check), so they stand behind what they beat by less."
+        )
+    if gpu.name == "measured" and task.cluster.gpus > task.cluster.host:
+        lines.append(
+            f"The network between nodes was not measured: {network_words(gpu)} are assumed for each of "
+            f"{task.cluster.cards} cards of a node."
+        )
+    return lines
+
+
+def network_words(gpu: GPU) -> str:
+    bandwidth = f"{gpu.network_share:.0%} of {gpu.network / 1e9:g} GB/s"
+    return f"{bandwidth} and {gpu.network_latency * 1e6:g} us a message"
 
 
 def bytes_sentence(task: PlanTask, layout: ParallelLayout) -> str:

@@ -16,9 +16,9 @@
     context                             a ring and Ulysses: bytes, and what is exposed of their time
     failures, experts, published_runs   how often to save; mixtures of experts; what others have measured
 
-Names of `cluster`, `planner` and the last four are used with the module's, as in
-`theory.planner.best_layout`. The name `hpnb.theory.overlap` is the function, although a submodule has the
-same name.
+Names of `cluster`, `planner`, `context`, `failures`, `experts` and `published_runs` are used with the
+module's, as in `theory.planner.best_layout`. Import `model_shape`, `datasheets` and `plan_*` as modules.
+The name `hpnb.theory.overlap` is the function, although a submodule has the same name.
 """
 
 from hpnb.theory import cluster, context, experts, failures, planner, published_runs

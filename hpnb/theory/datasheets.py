@@ -8,7 +8,11 @@ direction. A datasheet says what hardware cannot exceed. What programs reach is 
     memory    0.8 of the bandwidth, for compiled element-wise kernels
     links     0.66 of the line rate and 20 us a message: all-reduces of four H200s, 298 of 450 GB/s
 
-`python -m hpnb plan --measure` replaces all of them by measurements.
+The latency counts a ring's six messages, as `fit_link` does. `plan_messages` counts a tree's four, for which
+it would be 30 us; with that, published steps are predicted as well (mean error 4.8 %).
+
+`python -m hpnb plan --measure` measures peak, memory bandwidth and the link within a node. It leaves the
+network between nodes and what a step reaches of a matmul's rate.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ forward, and two more for the gradients. For n tokens of h values, w bytes a val
 where n counts the tokens of one rank. If tp sharded the layer over the same ranks, every rank would reduce
 the tokens of all of them: 4 (p-1)/p (p n) h w bytes, p/k times as many. A rank computes 48 k n h^2 FLOPs for
 k n tokens through 8 h^2 weights, so with 2-byte values computing over sending is 6 h p / ((p-1) rho),
-whatever k and E are. That is p times what the same layer has under tp.
+whatever k and E are. That is p/k times what the same layer has under tp.
 
 Under dualpipe-v a forward and a backward of two microbatches run as a pair: one computes while messages of
 the other travel. With L layers in a chunk each has 2 L messages of t seconds, and computing falls evenly

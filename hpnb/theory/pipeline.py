@@ -91,7 +91,7 @@ def pipeline_parts(
 ) -> dict[str, float]:
     """{part: seconds} of a step through a pipeline, mean over its stages, and last the "bubble".
 
-    Every prediction of a step in `hpnb.theory` is put together here. A stage that takes t_s seconds a
+    `layout_step`, `cluster` and `plan_step` put their steps together here. A stage that takes t_s seconds a
     microbatch works for m t_s, so the mean of a part is m / p times its sum over the stages. The step takes
 
         span = sum of t_s + (m-1) max t_s + 2 (p-1) hops

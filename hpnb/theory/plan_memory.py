@@ -125,7 +125,8 @@ def rank_moments(task: PlanTask, layout: ParallelLayout, rank: int, compiled: bo
         sum(getattr(s, name) for s in states) for name in ("parameters", "gradients", "optimizer")
     )
     full, local_experts = w * (dense + experts), model.expert_parameters / t / layout.ep
-    one = w * (_block_parameters(task, layout) - local_experts * (replicas == layout.ep))  # what is sharded
+    sharded = _block_parameters(task, layout) - local_experts * (replicas == layout.ep)
+    block_weights = w * sharded
     kept_between = full if stage == 1 or (stage == 0 and replicas > 1) else 0.0
     added_up = full if m > 1 and not (stage == 3 and task.software.reduces_every_microbatch) else 0.0
     complete = full if stage == 0 else reduced if stage > 1 else 0.0
@@ -145,7 +146,7 @@ def rank_moments(task: PlanTask, layout: ParallelLayout, rank: int, compiled: bo
     head_kept = (1 + model.mtp_modules) * head_kept + module_bytes(task, layout, compiled)
     head_kept *= in_flight(layout, m, rank) if last else 0.0
     bucket = min(BUCKET_BYTES, full)
-    sending = 2 * bucket if stage == 2 else one if stage == 3 and replicas > 1 else 0.0
+    sending = 2 * bucket if stage == 2 else block_weights if stage == 3 and replicas > 1 else 0.0
 
     def stored_of(first: int) -> float:
         """Bytes of the first so many blocks."""
@@ -153,7 +154,7 @@ def rank_moments(task: PlanTask, layout: ParallelLayout, rank: int, compiled: bo
         return first * stored + min(first, plain) * more
 
     def passing(i: int) -> float:
-        gathering = (1 + min(1, i)) * one if stage == 3 else 0.0
+        gathering = (1 + min(1, i)) * block_weights if stage == 3 else 0.0
         return flow + gathering + (sending if i < blocks - 1 else 0.0)
 
     masters = optimizer / 12 if w == 2 else 0.0  # float32 weights that this rank updates
@@ -171,7 +172,7 @@ def rank_moments(task: PlanTask, layout: ParallelLayout, rank: int, compiled: bo
         head_passing=head_passing,
         table_gradient=w * model.outputs * model.hidden / t if last and m == 1 else 0.0,
         gathered=w * root if stage == 3 else 0.0,
-        gathered_ahead=one if stage == 3 else 0.0,
+        gathered_ahead=block_weights if stage == 3 else 0.0,
         sending=sending,
         copies=passes if compiled else 4 * masters,
         workspaces=float(MATMUL_WORKSPACES) if compiled else 0.0,

@@ -13,14 +13,22 @@ of whose tokens a rank has a c-th. Parts of the mean rank:
     ep           4 all-to-alls a block, 6 with recomputation (`experts`); with dualpipe-v what of them the
                  computing of another microbatch leaves exposed
     bubble       of the schedule (`pipeline_parts`), and waits for the slowest stage
-    exposed pp   hops that nothing hides
-    exposed dp   gradients behind the last backward, weights of ZeRO, over dp x cp, and experts' over the
-                 ranks that have the same; and of this and of ep, half of what is hidden, because
-                 communication takes SMs and bandwidth from the computing beside it
+    exposed pp   hops, where nothing overlaps with them, and the all-reduce of a table that both ends have
+    exposed dp   gradients behind the last backward, and weights under ZeRO, over dp x cp; those of experts
+                 over the ranks that have the same. Overlapped messages of dp and ep add half of their time,
+                 because they take SMs and memory bandwidth from the computing beside them
     optimizer    28 bytes a parameter, over memory bandwidth
 
-What a program overlaps and how it keeps gradients is a `Software`, by default this library. Constants without
-a source are fitted to its benchmarks on H200s (`hpnb plan --check` has ratios, `--published` other programs).
+What a program overlaps and how it keeps gradients is a `Software`, by default this library. Its constants
+were fitted to this library's benchmarks on H200s until 2026-11-24, so that ratios of these rows are no
+evidence for them (`hpnb plan --check` has ratios, `--published` those of other programs):
+
+    HOPPER_SHARE 0.585         GPT-2 XL on one H200
+    LINK_SHARE, LATENCY        all-reduces of four H200s, with a ring's six messages (`datasheets`)
+    action_seconds 1 ms        the pipelines; of which models, nobody wrote down
+    SPLIT_BACKWARD 1.3         zb-v beside 1f1b on two H200s, both rows of the check
+    ATTENTION_SHARE, OVERLAP_COST, LAUNCH_SECONDS, MEMORY_SHARE     to which rows, nobody wrote down
+
 Narayanan et al. 2021 (arXiv 2104.04473) for the parts, Dao 2023 (arXiv 2307.08691) for fused attention.
 """
 

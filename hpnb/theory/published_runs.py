@@ -1,4 +1,4 @@
-"""What others have measured and published: the planner is fitted to one run and checked by the others."""
+"""Steps that others measured and published: `planner` is fitted to one, and compared with the rest."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ to its reduction, and 1/N of it until the next step starts. Rajbhandari et al. 2
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from hpnb.theory.model_states import model_states
 from hpnb.theory.tensor_memory import activation_terms
@@ -84,7 +84,7 @@ class Moment:
 
     @property
     def total(self) -> float:
-        return float(sum(getattr(self, field.name) for field in fields(self) if field.name != "name"))
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.temporary
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,14 @@ For P parameters of w bytes on N ranks, a backward of T_b and a forward of T_f =
     stage 0      all-reduce of w P in buckets behind the backward        `overlap.exposed_seconds`
     stage 1, 2   reduce-scatter behind the backward, half as long; after the step an exposed all-gather of w P
     stage 3      all-gathers behind the forward; all-gathers and reduce-scatters behind the backward
-                 exposed = first gather + (L-1) max(0, g - T_f/L)  +  g + (L-1) max(0, g + r - T_b/L) + r
+                 exposed = root + 2 g + r + (L-1) (max(0, g - T_f/L) + max(0, g + r - T_b/L))
     optimizer    1/N of its time from stage 1 on
     recompute    the recomputed forwards
     offload      gradients down and weights up a slower link, in stage 3 up twice; the step at the CPU's pace
 
 g and r are the all-gather and the reduce-scatter of one block. In stage 3 the root is gathered first and
-reduced last. The model ignores that reductions slow down the computing beside them.
+reduced last, and nothing overlaps with either. The model ignores that reductions slow down the computing
+beside them.
 """
 
 from __future__ import annotations

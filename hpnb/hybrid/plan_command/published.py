@@ -1,4 +1,4 @@
-"""What others measured and published, beside its prediction: one row is fitted for each constant, no other.
+"""What others measured and published, beside its prediction: one row of each program is fitted, no other.
 
     for group in GROUPS:
         for row in group.compare(): ...      # name, predicted and published seconds, whether it was fitted

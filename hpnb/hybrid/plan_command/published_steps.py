@@ -18,7 +18,7 @@ from hpnb.theory.published_runs import MEGATRON, MEGATRON_CORE
 
 @dataclass(frozen=True)
 class PublishedStep:
-    """One published step, in seconds; microbatch_size None and chunks 0 where the source does not say."""
+    """One published step, in seconds; microbatch_size and chunks are None where the source does not say."""
 
     name: str
     model: ModelShape

@@ -92,16 +92,19 @@ def usable_bytes(task: PlanTask) -> float:
     return USABLE * task.cluster.memory
 
 
-def make_plan(task: PlanTask, layout: ParallelLayout) -> Plan:
-    """Predict one layout."""
+def make_plan(task: PlanTask, layout: ParallelLayout, memory: dict[str, float] | None = None) -> Plan:
+    """Predict one layout; its memory, if that is not known."""
     parts = plan_parts(task, layout)
     step = sum(parts.values())
-    return Plan(layout, parts, plan_memory(task, layout), task.tokens / step, mfu(task, step))
+    return Plan(layout, parts, memory or plan_memory(task, layout), task.tokens / step, mfu(task, step))
 
 
 def candidates(task: PlanTask) -> Iterator[ParallelLayout]:
-    """Every dp x pp x cp x tp with every ep, microbatch, schedule, ZeRO stage and recomputation. A batch that
-    dp does not divide gives one candidate, so that its refusal is counted."""
+    """Every dp x pp x cp x tp with every ep, microbatch, ZeRO stage and recomputation.
+
+    Schedules are 1f1b, zb-h1, zb-v, interleaved in `CHUNKS`, and dualpipe-v where there is ep. A batch that
+    dp does not divide gives one candidate a schedule, so that its refusal is counted.
+    """
     for sizes in candidate_sizes(task):
         samples, rest = divmod(task.batch, sizes.dp)
         microbatches = [1] if rest else divisors(samples)
@@ -156,13 +159,14 @@ def search(task: PlanTask, progress: bool = True) -> Search:
         if (why := refusal(task, layout)) is not None:
             result.refused[why[0]] += 1
             continue
-        total = sum(plan_memory(task, layout).values())
+        memory = plan_memory(task, layout)
+        total = sum(memory.values())
         if result.smallest is None or total < result.smallest[0]:
             result.smallest = (total, layout)
         if total > limit:
             result.refused[NO_MEMORY] += 1
             continue
-        result.plans.append(make_plan(task, layout))
+        result.plans.append(make_plan(task, layout, memory))
     result.plans.sort(key=lambda plan: (plan.ranked_by, task.microbatches(plan.layout), plan.bytes))
     return result
 

@@ -101,6 +101,14 @@ def test_a_send_of_a_pipeline_does_not_wait_for_its_receiver() -> None:
         lesson.replay(Timeline(sends), WIRE)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sends_around_a_ring_begin_together(ranks: int) -> None:
+    group = tuple(range(ranks))
+    events = [Event(rank, -1, "compute", -1, 0.0, rank + 1.0) for rank in group]
+    events += [collective(rank, rank + 1.0, 9.0, group, "send") for rank in group]
+    assert lesson.replay(Timeline(tuple(events)), WIRE).end == ranks + seconds("send", 30.0, ranks, WIRE)
+
+
 def test_a_card_is_measured_once_and_makes_sense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPNB_HOME", str(tmp_path))
     card = lesson.machine_card(2, device="cpu")

@@ -35,6 +35,7 @@ def replay(recorded: Timeline, link: Link, algorithm: str = "ring") -> Timeline:
     todo = {rank: deque(events) for rank, events in recorded.by_rank.items()}
     before = {rank: events[0].start for rank, events in recorded.by_rank.items()}
     clock = dict.fromkeys(before, 0.0) if by_turns else dict(before)
+    exchanges = _exchanges(recorded)
     arrivals: dict[tuple[str, int, int], deque[float]] = {}  # by axis, sender and receiver
     receiving: dict[int, tuple[str, int, int]] = {}
     waiting: dict[tuple[object, ...], dict[int, Event]] = {}
@@ -56,7 +57,7 @@ def replay(recorded: Timeline, link: Link, algorithm: str = "ring") -> Timeline:
                 clock[rank] = start + event.duration
                 done.append(replace(event, start=start, end=clock[rank]))
                 continue
-            if event.op in ("send", "receive"):
+            if event.op in ("send", "receive") and (event.axis, event.group) not in exchanges:
                 edge = _edge(event)
                 if event.op == "send":
                     clock[rank] = start + communication_seconds(event, link, algorithm)
@@ -93,6 +94,16 @@ def replay(recorded: Timeline, link: Link, algorithm: str = "ring") -> Timeline:
             "as well; gather the timeline from all ranks"
         )
     return Timeline(tuple(done), f"replayed from measured GPU time, {link.name}" if by_turns else "simulated")
+
+
+def _exchanges(recorded: Timeline) -> set[tuple[str, tuple[int, ...]]]:
+    """(axis, group) of sends that all ranks of a group make at once, as around a ring, without receives."""
+    senders: dict[tuple[str, tuple[int, ...]], set[int]] = {}
+    received = {(event.axis, event.group) for event in recorded.events if event.op == "receive"}
+    for event in recorded.events:
+        if event.op == "send":
+            senders.setdefault((event.axis, event.group), set()).add(event.rank)
+    return {call for call, ranks in senders.items() if ranks == set(call[1]) and call not in received}
 
 
 def _edge(event: Event) -> tuple[str, int, int]:

@@ -165,7 +165,8 @@ def test_bytes_and_states_are_those_of_real_ranks(
     fused = kind in ("llama", "mixtral", "deepseek_v2") and layout.context_parallel != "all-gather"
     if fused and layout.cp * layout.ep > 1 and not layout.recomputation:
         peaks = [profile.peak_of("activations") for _, profile in results]  # by chance some have more rows
-        predicted_peak = rank_memory(task, layout, 0)["activations"]
+        moments = rank_moments(task, layout, 0, False).moments  # the fullest may be one with more gradients
+        predicted_peak = max(moment.activations for moment in moments)
         assert predicted_peak == pytest.approx(sum(peaks) / len(peaks), rel=0.15)
 
 

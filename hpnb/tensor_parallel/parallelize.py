@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import nn
 
 from hpnb import placement
-from hpnb.data_parallel.replicas import broadcast
 from hpnb.mesh import Axis, Mesh, axis_of
 from hpnb.meta_device import move_module
 from hpnb.models import Role, anatomy, attentions, roles
@@ -138,7 +137,11 @@ def parallelize(
             explain_first_failure(block, axis.size, to_shard, sequence_parallel, is_grid=mode != "1d")
     if not any(p.is_meta for p in model.parameters()):
         model.to(this_device())
-        broadcast([b for name, b in model.named_buffers() if name in model.state_dict()], axis)
+        stored = model.state_dict().keys() if axis.size > 1 else ()
+        for buffer in (b.detach() for name, b in model.named_buffers() if name in stored):
+            value = buffer.contiguous()
+            dist.broadcast(value, axis.ranks[0], axis.group)
+            buffer.copy_(value)
     return model
 
 

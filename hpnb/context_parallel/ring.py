@@ -13,7 +13,7 @@ Each rank merges the block of a step into a running output O and log-sum-exp L o
 
 After cp steps every query has met every key. In the forward a rank holds at most two blocks at a time, beside
 the keys and values of its tokens (Liu et al. 2023, "Ring attention with blockwise transformers", arXiv
-2310.01889). In the backward it holds up to four gradients of blocks as well: that of its own block, that of
+2310.01889). In the backward it holds up to four gradients of blocks as well: that of its block, that of
 this step's block, the one that leaves and the one that arrives. It sends cp - 1 messages forward and
 2 (cp - 1) backward. For n bytes of keys and values, w bytes a value:
 

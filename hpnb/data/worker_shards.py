@@ -13,8 +13,8 @@ dataset asks for its rank besides get_worker_info().
 Unless the dataset shards itself, a global batch is the same set of samples on any number of replicas and
 workers. A dataset that shards itself must call get_worker_info() before its first sample.
 
-A dataset may shuffle with the random numbers of its worker process. Workers that read the whole stream are
-seeded alike, and those that read a shard each get a seed of their own.
+A dataset may shuffle with the random numbers of its worker process. Workers that read the full stream are
+seeded alike, and those that read a shard each get different seeds.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _ReplicaWorkerInfo:
             seed_generators(info.seed - info.id)
 
     def _ask(self) -> None:
-        if self._seeds and not self.asked:  # a shard has random numbers of its own
+        if self._seeds and not self.asked:  # each shard has other random numbers
             seed_generators(self.seed)
         self.asked = True
 

@@ -75,7 +75,7 @@ def assign_buckets_by_group(groups: Sequence[Mapping[str, Any]], bucket_mb: floa
     """Assign an optimizer's trained parameters to buckets, in the order in which these will be full.
 
     A bucket has parameters of one group, so that `split_groups` keeps experts, which ZeRO reduces along
-    another axis, in buckets of their own. The order is a guess: a group may be
+    another axis, in separate buckets. The order is a guess: a group may be
     spread over the model, as all biases are, and is then complete when the backward is. So the k-th of a
     group's n parameters is expected after k/n of the backward, and among equals the last group's first.
     """

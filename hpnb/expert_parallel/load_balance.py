@@ -71,7 +71,7 @@ def share_balancing_loss(model: nn.Module, axis: Axis) -> bool:
     masks: list[Any] = [None]  # of the forward that is under way
 
     def keep_mask(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """The model's own loss is 0 / 0 without a token, so a mask that has none becomes ones: that loss is
+        """transformers' loss is 0 / 0 without a token, so a mask that has none becomes ones: that loss is
         then finite, and `replace_loss` subtracts it."""
         masks[0] = mask = kwargs.get("attention_mask")
         if not isinstance(mask, torch.Tensor):

@@ -44,7 +44,7 @@ class HybridParallelPlugin(PluginOptions):
         precision: "fp16", "bf16", "fp32", "fp64", or "amp-fp16", "amp-bf16" for float32 weights
             (`hpnb.precision.policy`); a dtype such as torch.bfloat16 too. "auto", the default, is fp32 on a
             CPU, and on a GPU bf16, or fp16 if it has no bf16; `plugin.policy.name` says which.
-        num_microbatches: of a batch in `execute_pipeline`; if given, microbatch_size is ignored.
+        num_microbatches: of a batch in `execute_pipeline`; if it is set, microbatch_size is ignored.
         microbatch_size: samples of a microbatch; a batch then has as many microbatches as it needs. Without
             either there are four for each rank of the pipeline, and at most one a sample.
         pp_style: a schedule's name (`hpnb.pipeline_parallel.schedules`).

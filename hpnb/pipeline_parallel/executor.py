@@ -14,10 +14,10 @@ backwards start before the count N of the batch is known, from a guess N' (`loss
 after the last stage's last forward learns N by an all-reduce over the replicas. The correction N'/N then
 travels with that microbatch's gradient, and every rank multiplies its gradients by it (`grad_ready.py`).
 
-On a GPU of one's own everything here only launches work: kernels wait for transfers and the process does not,
-so it is always ahead of the device. The exceptions are a message of unknown shape, until the sender has sent
-the shape, and a first step (`step_queues.py`). On a CPU, and where ranks share a GPU, the process waits for
-every tensor that it receives.
+Where each rank has a GPU, everything here only launches work: kernels wait for transfers and the process does
+not, so it is always ahead of the device. The exceptions are a message of unknown shape, until the sender has
+sent the shape, and a first step (`step_queues.py`). On a CPU, and where ranks share a GPU, the process waits
+for every tensor that it receives.
 
 A stage that has a CUDA graph (`cuda_graphs.py`) goes through the same steps, and a replay of the graph
 computes F, I, W or B. `graphs`, `_input_grads` and `_loss_inputs` are for these stages alone.

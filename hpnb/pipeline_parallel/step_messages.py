@@ -70,8 +70,8 @@ class StepMessages:
     def take(self, source: Action) -> list[torch.Tensor]:
         """The result of `source`, which another action needs now, from another rank or from this one.
 
-        On a GPU of one's own, kernels that are launched from here on wait for it. On a CPU, where ranks share
-        a GPU, and in a first step this process does.
+        Where each rank has a GPU, kernels that are launched from here on wait for it. On a CPU, where ranks
+        share a GPU, and in a first step this process does.
         """
         if source in self._pending:
             return self._pending.pop(source).wait()

@@ -4,11 +4,12 @@
     steps with shapes that are new            over process groups, NCCL, until slots are large enough
     all others                                by copy engines between GPUs of one node, otherwise over NCCL
 
-CUDA loads a kernel at its first launch, and may wait for the whole GPU to do so (CUDA C++ Programming Guide,
-"Lazy Loading"). A receive over NCCL is a kernel as well, which runs until the sender has come. So a rank that
-has posted a receive and then launches a new kernel waits for the sender. If the sender waits in the same way
-for a message of this rank, neither goes on. In a first step nearly all kernels are new, so its messages take
-a way on which no kernel waits. On CPUs, and where ranks share a GPU, there is one set of queues.
+CUDA loads a kernel at its first launch, and may wait until the GPU is idle to do so (CUDA C++ Programming
+Guide, "Lazy Loading"). A receive over NCCL is a kernel as well, which runs until the sender has come. So a
+rank that has posted a receive and then launches a new kernel waits for the sender. If the sender waits in the
+same way for a message of this rank, neither goes on. In a first step nearly all kernels are new, so its
+messages take a way on which no kernel waits. On CPUs, and where ranks share a GPU, there is one set of
+queues.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class GroupQueue:
 class HostQueue(GroupQueue):
     """A queue between GPUs through the memory of their CPUs, over gloo: slow, and no kernel waits in it.
 
-    The process waits for its own work when it sends, and for the message when it takes it.
+    The process waits for the work that it has launched when it sends, and for the message when it takes it.
     """
 
     def __init__(self, axis: Axis, route: Route, device: torch.device) -> None:
@@ -168,7 +168,7 @@ def _route_groups(
     """One group of two ranks for each route that this rank is on.
 
     A new group is split off from that of all ranks, so every rank takes part each time. Routes without a
-    common rank are made in one round; a rank that is on none of them makes a group of its own.
+    common rank are made in one round; a rank that is on none of them makes a group alone.
     """
     world = dist.group.WORLD
     assert world is not None

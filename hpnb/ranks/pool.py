@@ -38,7 +38,7 @@ from hpnb.ranks.errors import RankError, RankInterrupt
 from hpnb.ranks.failed_call import FailedCall, Replies, TooLong, did_not_start, grace, hung, timed_out
 from hpnb.ranks.forkserver import START_TIMEOUT
 from hpnb.ranks.hang import HangWatch
-from hpnb.ranks.meeting import are_in_step, finish_begun_work
+from hpnb.ranks.in_step import are_in_step, finish_begun_work
 from hpnb.ranks.output import Output, show_figures
 from hpnb.ranks.pack_call import SentGlobals, pack_call
 from hpnb.ranks.processes import RankProcesses

@@ -55,13 +55,13 @@ class RepeatedWarnings:
                 self._show(rank, lead, below)
                 shown += [(rank, line) for line in (lead, *below)]
             else:
-                held = self._held.setdefault(rank, {})
-                if held.get(lead, below) != below:  # the same line warns of something else
+                delayed = self._held.setdefault(rank, {})
+                if delayed.get(lead, below) != below:  # the same line warns of something else
                     shown += [*self._release(rank), *((rank, line) for line in (lead, *below))]
                     continue
-                if not held:
+                if not delayed:
                     self._held_since[rank] = time.monotonic()
-                held[lead] = below
+                delayed[lead] = below
         return shown
 
     def late(self) -> list[Line]:

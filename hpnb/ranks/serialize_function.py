@@ -201,7 +201,7 @@ def _contents(cell: types.CellType) -> tuple[Any, ...]:
 
 
 def _fill_cell(cell: types.CellType, contents: tuple[Any, ...]) -> None:
-    """The cell exists before its contents, because a function may be in its own closure."""
+    """The cell exists before its contents, because a closure may contain its function."""
     (cell.cell_contents,) = contents
 
 

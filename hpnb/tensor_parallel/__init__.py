@@ -12,7 +12,7 @@ What to read for what:
     split_heads.py, sharded_linear.py        which shard a rank gets; the base class of layers with shards
     async_all_reduce.py                      the backward's all-reduce overlaps the weight gradients
     tp_2d.py, summa.py, tp_2d_linear.py      2D: SUMMA products on a q x q grid, and their autograd
-    tp_25d.py                                2.5D: d such grids, each with its own samples
+    tp_25d.py                                2.5D: d such grids, each with other samples
     tp_3d.py, tp_3d_matmul.py                3D: the matrix product on an l x l x l cube
     tp_grid.py, tp_grid_layers.py            what 2D, 2.5D and 3D have in common
     tp_grid_checks.py, activation_layout.py  what sizes a grid needs; how hidden states lie on it

@@ -48,7 +48,7 @@ class RegionEntry:
     backward: Callable[[torch.Tensor], StartedCollective]
 
     def differentiable_backward(self, dx: torch.Tensor) -> torch.Tensor:
-        """`backward` to its end, with a backward of its own."""
+        """`backward` to its end, as a function that has a backward."""
         return comm.with_backward(dx, self._finished_backward, self.forward)
 
     def _finished_backward(self, dx: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ class RegionExit:
     keep_slice: Callable[[torch.Tensor], torch.Tensor]  # of what `backward` gives, what dz was
 
     def differentiable_backward(self, dz: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`backward` with a backward of its own, for the operands of a matrix, which differ between ranks,
+        """`backward` as functions with a backward: for the operands of a matrix, which differ between ranks,
         and for a bias, of which all ranks compute the same gradient."""
         summed = comm.with_backward(dz, self.backward, lambda y: self.forward(y.clone()))
         return summed, comm.with_backward(dz, self.backward, self.keep_slice)

@@ -5,8 +5,8 @@ A graph may run backward twice, and not always to its end:
     torch.autograd.grad(loss, h, retain_graph=True)      # fills lists in front of h, and stops at h
     loss.backward()                                      # must not read what the first one has left
 
-So each backward has its own list, by the number that autograd gives it. A backward that starts inside another
-one, as in a hook, has another number, and so has one on another thread.
+So each backward has a separate list, by the number that autograd gives it. A backward that starts inside
+another one, as in a hook, has another number, and so has one on another thread.
 """
 
 from __future__ import annotations

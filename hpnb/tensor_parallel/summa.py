@@ -30,7 +30,7 @@ blocks of n_x, n_w, n_z and n_e bytes, forward and backward send from each rank
     Z = X E^T     along the row  2 (q-1) n_z        along the column  3 (q-1) n_e
 
 n_z and n_e are means over the panels if V does not divide by q. The gradients of X and E share the panels of
-dZ. In 2.5D the d grids of d x q x q ranks do this side by side, each with its own samples, and dW is summed
+dZ. In 2.5D the d grids of d x q x q ranks do this side by side, each with other samples, and dW is summed
 over depth: 2 (d-1)/d n_w more (Wang et al. 2021, "Tesseract", arXiv 2105.14500, section 3).
 """
 

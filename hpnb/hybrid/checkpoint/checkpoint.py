@@ -290,7 +290,7 @@ def _check_loads(lr_scheduler: Any, state: Any, folder: Path, group: dist.Proces
     def load() -> None:
         try:
             lr_scheduler.load_state_dict(state)
-        except Exception as error:  # a class has errors of its own
+        except Exception as error:  # each class raises other errors
             raise ValueError(
                 f"{folder}: this {type(lr_scheduler).__name__} does not take the state that was saved "
                 f"({first_line(error)}); make it as it was, or leave it out"

@@ -1,7 +1,7 @@
 """After a failed call: are the ranks that are left still in step?
 
 Ranks that stay must agree on which message comes next. If one of them has started a send or a collective that
-nobody has answered, the next call would get the data of that one, so the ranks are asked to meet.
+nobody has answered, the next call would get the data of that one, so ranks have to exchange messages.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from hpnb.ranks.processes import RankProcesses
 from hpnb.ranks.worker import Done
 
 _FINISHING = 30.0  # seconds for what a failed call has begun in the background, such as a save
-_MEETING = 3.0  # seconds in which ranks that are in step meet
+_CHECK = 3.0  # seconds that ranks in step need at most to exchange them
 
 
 def are_in_step(processes: RankProcesses, known: Sequence[KnownGlobals]) -> bool:
-    """Whether all ranks meet, once each has finished what it had begun in the background."""
-    return finish_begun_work(processes, known) and _all_return(meet, processes, known, _MEETING)
+    """Whether messages between all ranks arrive as sent, after each has finished its background work."""
+    return finish_begun_work(processes, known) and _all_return(check_groups, processes, known, _CHECK)
 
 
 def finish_begun_work(processes: RankProcesses, known: Sequence[KnownGlobals]) -> bool:
@@ -57,7 +57,7 @@ def _nothing() -> None:
     """A call that returns has finished what was begun before it."""
 
 
-def meet() -> None:
+def check_groups() -> None:
     """On every rank: return only if each group that this rank belongs to is in step.
 
     A group is in step if a collective and a message between every two ranks of it arrive as they were sent.

@@ -263,8 +263,8 @@ BREAKAGES = (
     Breakage(
         "all replicas train on the same samples",
         "data/distributed_sampler.py",
-        "start, stop = split_range(len(samples), self.ranks, self.rank)",
-        "start, stop = split_range(len(samples), self.ranks, 0)",
+        "start, stop = split_range(len(everyone), self.ranks, self.rank)",
+        "start, stop = split_range(len(everyone), self.ranks, 0)",
         ("tests/test_data.py",),
     ),
     Breakage(

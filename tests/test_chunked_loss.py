@@ -202,6 +202,15 @@ def test_a_model_gives_its_loss_and_no_logits() -> None:
     assert apart(copied.lm_head.weight.grad, model.lm_head.weight.grad) < 1e-12
 
 
+@pytest.mark.parametrize("count", [None, 0, torch.tensor(0)])
+def test_the_mean_loss_over_no_target_is_zero(count: Any) -> None:
+    batch = rows()
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    counted = {} if count is None else {"num_items_in_batch": count}
+    loss = chunk_loss(gpt2(SIZE, dtype=D), 7)(**batch, **counted).loss
+    assert loss.item() == 0
+
+
 def test_what_keeps_its_logits() -> None:
     with pytest.raises(TypeError, match="is for a GPT2LMHeadModel, not for a GPT2ForSequenceClassification"):
         chunk_loss(gpt2(SIZE, classes=2), 4)

@@ -574,7 +574,10 @@ def no_targets() -> tuple[float, int, float]:
     total, count = cross_entropy(logits, torch.full((2, 3), -100), axis, 9)
     total.backward()
     assert logits.grad is not None
-    return float(total), int(count), float(logits.grad.abs().sum())
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    model = parallelize(gpt2(words=9), axis)
+    mean = model(input_ids=ids, labels=torch.full_like(ids, -100), num_items_in_batch=0).loss
+    return float(total), int(count), float(logits.grad.abs().sum()) + float(mean)
 
 
 def test_no_targets_count_for_nothing(four: hpnb.Ranks) -> None:

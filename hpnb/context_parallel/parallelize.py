@@ -45,6 +45,7 @@ from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.layout import CP_MODES, CP_MODES_IN_WORDS
 from hpnb.mesh import Axis, Mesh, axis_of
 from hpnb.models.compare_parts import skip_first_step_check
+from hpnb.models.linear_cross_entropy import mean_over_targets
 from hpnb.models.model_anatomy import Anatomy, Inputs, WrappedAnatomy, wrap_anatomy
 from hpnb.models.registry import anatomy, is_known
 
@@ -283,7 +284,7 @@ def next_token_loss(
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.size(-1))
     total = F.cross_entropy(wide, targets, ignore_index=ignore_index, reduction="sum")
     count = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
-    return total / (count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1))
+    return mean_over_targets(total, count)
 
 
 class _LossOfShifted:

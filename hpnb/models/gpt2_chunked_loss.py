@@ -23,7 +23,12 @@ from transformers.utils import ModelOutput
 
 from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.models.in_place_cross_entropy import VocabShard
-from hpnb.models.linear_cross_entropy import LossSum, chunked_cross_entropy, cross_entropy_sum
+from hpnb.models.linear_cross_entropy import (
+    LossSum,
+    chunked_cross_entropy,
+    cross_entropy_sum,
+    mean_over_targets,
+)
 from hpnb.models.model_anatomy import Inputs, Part, WrappedAnatomy, wrap_anatomy
 
 M = TypeVar("M", bound=nn.Module)
@@ -174,8 +179,8 @@ class _ChunkedLossHooks:
         if logits.dim():
             targets = F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].to(logits.device)
             logits = self.loss_sum(logits.flatten(0, 1), targets.flatten())
-        count = (labels[:, 1:] != IGNORE_INDEX).sum().clamp(min=1)
-        return logits / (count if num_items_in_batch is None else num_items_in_batch)
+        count = (labels[:, 1:] != IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch
+        return mean_over_targets(logits, count)
 
     def before_forward(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self.head.set_labels(kwargs.get("labels"))

@@ -58,6 +58,11 @@ class _Chunking:
         return shard
 
 
+def mean_over_targets(total: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
+    """`total` (), a sum over `count` targets, as their mean; over no target it is 0, not nan."""
+    return total / (count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1))
+
+
 def chunked_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from hpnb.data.tokenizer import IGNORE_INDEX
+from hpnb.models.linear_cross_entropy import mean_over_targets
 from hpnb.models.model_anatomy import Inputs
 from hpnb.tensor_parallel.lazy_logits import with_lazy_logits
 from hpnb.tensor_parallel.mode import TensorParallelMode
@@ -53,7 +54,7 @@ def keep_logits_sharded(
             label_smoothing=label_smoothing,
             z_loss=z_loss,
         )
-        return total / (count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+        return mean_over_targets(total, count if num_items_in_batch is None else num_items_in_batch)
 
     def gather(logits: torch.Tensor) -> torch.Tensor:
         return mode.gather_logits(logits, vocab_size)

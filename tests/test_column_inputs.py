@@ -225,6 +225,7 @@ def test_equal_with_recomputation(pools: RankPools, call: str, sequence: bool, r
     assert max(pools[2].run(parity, call, sequence, reentrant=reentrant)) < 1e-12
 
 
+@pytest.mark.sampled(4, cover=True)
 @pytest.mark.parametrize(
     ("mode", "ranks", "options"), [("2d", 4, {}), ("2.5d", 8, {"depth": 2}), ("3d", 8, {})]
 )

@@ -150,6 +150,7 @@ def check_training(name: str, layout: str, samples: int, pools: RankPools) -> No
                 assert hybrid_cases.distance(ours, theirs) < 1e-12, "gradients"
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_vit_trains_as_on_one_process(layout: str, pools: RankPools) -> None:
     check_training("transformers", layout, 4, pools)

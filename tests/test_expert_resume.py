@@ -113,6 +113,7 @@ def saved(pools: RankPools, tmp_path_factory: pytest.TempPathFactory) -> tuple[s
     return str(folder / "run"), (*results, read(str(folder / "one")))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", OTHERS)
 def test_on_another_layout_exactly(pools: RankPools, saved: tuple[str, Any], layout: str) -> None:
     folder, (losses, rates, imbalances, weights) = saved

@@ -306,6 +306,7 @@ def counted_by_hand(criterion: Any) -> Any:
     return losses, curve, curve[-1], norm.item(), model.state_dict()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("how", "plain", "ranks"),
     [

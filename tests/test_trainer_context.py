@@ -146,6 +146,7 @@ def train_ragged(kind: str, packed: bool = False, **layout: Any) -> tuple[list[f
     return losses, trainer.evaluate(loader)["loss"], weights
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "packed", "layout"),
     [
@@ -220,6 +221,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("own_criterion", [False, True])
 @pytest.mark.parametrize(
     ("saved_by", "resumed_by"),

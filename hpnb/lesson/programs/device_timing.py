@@ -119,6 +119,11 @@ def timing_gpt2(size: GPT2Size, dtype: torch.dtype) -> Any:
     return deepcopy(_drawn_gpt2(size, dtype))
 
 
+def bytes_kept_for_timing(size: GPT2Size, dtype: torch.dtype) -> int:
+    """Bytes of the model that `timing_gpt2` copies on a CPU: `record.memory` counts it beside the copy."""
+    return sum(p.nbytes for p in _drawn_gpt2(size, dtype).parameters())
+
+
 @lru_cache(maxsize=1)
 def _drawn_gpt2(size: GPT2Size, dtype: torch.dtype) -> Any:
     return models.gpt2(size, dtype=dtype)

@@ -27,7 +27,13 @@ import hpnb
 from hpnb import theory
 from hpnb.hybrid.model_loss import causal
 from hpnb.hybrid.plugins import HybridParallelPlugin
-from hpnb.lesson.programs.device_timing import Batch, random_gpt2, random_tokens, warmup_steps
+from hpnb.lesson.programs.device_timing import (
+    Batch,
+    bytes_kept_for_timing,
+    random_tokens,
+    timing_gpt2,
+    warmup_steps,
+)
 from hpnb.lesson.programs.rank_rates import MIN_BUCKETS
 from hpnb.lesson.programs.rank_rates import layout_task as layout_task
 from hpnb.lesson.programs.rank_rates import measure_rates as measure_rates
@@ -55,7 +61,8 @@ class LayoutRun:
     """A training step of all ranks on one layout.
 
     `bytes` that a rank sends are a mean over the ranks, in messages of 1 kB or more; `peak` is of the fullest
-    rank (on a CPU: of the first replica). Where the step is replayed, messages are modelled on `link`.
+    rank. On a CPU both are recorded by one rank of each stage. Where the step is replayed, messages are
+    modelled on `link`.
     """
 
     layout: ParallelLayout
@@ -157,8 +164,7 @@ def _build(
     size: GPT2Size, dtype: torch.dtype, layout: ParallelLayout, schedule: Schedule | None
 ) -> tuple[hpnb.Booster, Any, Any]:
     """(booster, model, optimizer) of a new GPT-2. A rank keeps nothing of other ranks' stages."""
-    on_cpu = hpnb.device().type == "cpu"
-    model: Any = hpnb.models.gpt2(size, dtype=dtype) if on_cpu else random_gpt2(size, dtype)
+    model = timing_gpt2(size, dtype)
     adam: Any = torch.optim.AdamW(model.parameters(), lr=5e-4, fused=True)
     return boost_layout(layout, model, adam, schedule)
 
@@ -173,7 +179,8 @@ def _record_rank(
     batches: Sequence[Batch],
 ) -> RankRecord:
     gc.collect()  # what earlier layouts have left is not this one's memory
-    occupied = torch.cuda.memory_allocated() if hpnb.device().type == "cuda" else 0
+    on_cpu = hpnb.device().type == "cpu"
+    occupied = bytes_kept_for_timing(size, dtype) if on_cpu else torch.cuda.memory_allocated()
     record = RankRecord({})
     alone = contended() or gpu_turns() is not None  # actions are measured one by one, and then replayed
 
@@ -192,22 +199,24 @@ def _record_rank(
     began = time.perf_counter()
     place = layout.mesh_layout.coordinates(hpnb.rank())
     # On a CPU only what is allocated inside counts, so gradient buckets have to be made inside, too. There
-    # recording doubles a step, so one replica's ranks record: the others have tensors of the same sizes.
-    records_memory = hpnb.device().type != "cpu" or place["dp"] == 0
-    with hpnb.record.memory([]) if records_memory else nullcontext() as memory:
+    # recording doubles a step, so one rank of each stage records: the first of dp and of tp, whose shards are
+    # the largest, and who sends what the others send.
+    records = not on_cpu or place["dp"] == place["tp"] == 0
+    with hpnb.record.memory([]) if records else nullcontext() as memory:
         booster, boosted, optimizer = _build(size, dtype, layout, schedule)
         gc.collect()  # other ranks' stages
         mesh, random = booster.plugin.mesh, random_tokens(size, samples // layout.dp)
         record.coordinates = mesh.layout.coordinates(hpnb.rank())
         parts = [{name: x.chunk(layout.dp)[mesh.dp.rank] for name, x in batch.items()} for batch in batches]
         data = chain(parts, repeat(random))
-        with hpnb.record.traffic() as traffic:
+        with hpnb.record.traffic() if records else nullcontext() as traffic:
             train_step()
         built = time.perf_counter() - began
         train_step()
     for _ in range(warmup_steps() - 1):
         train_step()
-    record.messages = [m for m in traffic.messages if m.bytes >= _LEAST_BYTES]
+    if traffic is not None:
+        record.messages = [m for m in traffic.messages if m.bytes >= _LEAST_BYTES]
     if memory is not None:
         record.peak = max(s.total for s in memory.profile().samples if s.time >= built) - occupied
     for _ in range(repeats):
@@ -278,6 +287,10 @@ def run_layout(
     records: list[RankRecord] = pool.run(
         _record_rank, size, samples, dtype, layout, schedule, repeats, batches
     )
+    if pool.choice.device == "cpu":  # there one rank of each stage has recorded messages
+        of_stage = {record.coordinates["pp"]: record.messages for record in records if record.messages}
+        for record in records:
+            record.messages = of_stage.get(record.coordinates["pp"], [])
     sent = sum(m.bytes for record in records for m in record.messages) / len(records)
     peak = max(record.peak for record in records)
     v, m = layout.chunks_per_rank, layout.count_microbatches(samples // layout.dp)

@@ -8,7 +8,12 @@ With a GPU, or a core, for each rank the parts are read off a recorded step (`st
 the step is replayed from the time of each action alone and of every message on a link.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
+
+from hpnb.ranks.forkserver import start_ahead
+
+start_ahead("hpnb.hybrid.booster", "hpnb.hybrid.training.trainer")  # imported once for all ranks
 
 import gc
 import statistics

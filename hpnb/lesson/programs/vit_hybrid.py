@@ -1,6 +1,11 @@
 """What notebook 04 runs on its ranks: steps along one axis each, batches of leaves, a model evaluated."""
 
+# ruff: noqa: E402
 from __future__ import annotations
+
+from hpnb.ranks.forkserver import start_ahead
+
+start_ahead("hpnb.hybrid.booster", "hpnb.hybrid.training.trainer")  # imported once for all ranks
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -257,6 +257,33 @@ def test_all_ranks_read_the_same_and_share_the_batch(folder: Path, tmp_path: Pat
     assert torch.equal(torch.cat([first, second]), alone)
 
 
+def test_python_files_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not again for a vocabulary of another size, unless what was kept cannot be read."""
+    monkeypatch.setenv("HPNB_HOME", str(tmp_path))
+    parsed: list[bytes] = []
+    parse = text_sources._docstrings
+
+    def counting(raw: bytes) -> str:
+        parsed.append(raw)
+        return parse(raw)
+
+    monkeypatch.setattr(text_sources, "_docstrings", counting)
+    module = "\n".join(f'def f{i}():\n    """{f"What {i} does. " * 20}"""' for i in range(30)).encode()
+    raw = {f"module {name}.py": module.replace(b"does", name.encode()) for name in ("one", "two")}
+    source = text_sources.TextSource(hpnb.data.Source("Modules", "real", "two files"), raw, with_modules=True)
+    token_cache.tokenize_source(source, 290)
+    assert len(parsed) == 2
+    fewer = token_cache.tokenize_source(source, 280)
+    assert len(parsed) == 2
+    (kept,) = tmp_path.glob("docstrings-*.json")
+    kept.write_text("[[1]]", encoding="utf-8")
+    for path in tmp_path.glob("text-*.npz"):
+        path.unlink()
+    again = token_cache.tokenize_source(source, 280)
+    assert len(parsed) == 4
+    assert torch.equal(again.splits["train"].ids, fewer.splits["train"].ids)
+
+
 def test_data_sets_of_text_travel(folder: Path) -> None:
     found = text(source=folder, vocab_size=WORDS, rows="document", size=3)
     there = pickle.loads(pickle.dumps(found))

@@ -11,6 +11,7 @@ are separated by an empty line. A paragraph that appears word for word a second 
 from __future__ import annotations
 
 import ast
+import gc
 import os
 import re
 import sysconfig
@@ -74,11 +75,17 @@ class TextSource:
             ValueError: files that are not UTF-8, all of them, or no words in any.
         """
         seen: set[str] = set()
-        documents = [
-            Document(name, paragraphs)
-            for name, text in self._texts()
-            if (paragraphs := _split_paragraphs(text, seen))
-        ]
+        collects = gc.isenabled()
+        gc.disable()  # syntax trees are so many objects that collections take as long as the parser
+        try:
+            documents = [
+                Document(name, paragraphs)
+                for name, text in self._texts()
+                if (paragraphs := _split_paragraphs(text, seen))
+            ]
+        finally:
+            if collects:
+                gc.enable()
         if not documents:
             raise ValueError(f"{self.source.where} holds no words to read")
         return documents

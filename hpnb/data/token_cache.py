@@ -1,6 +1,7 @@
 """Documents as token ids, made once per machine and kept under the digest of what they were made from.
 
-    $HPNB_HOME/text-<digest>.npz      else $XDG_CACHE_HOME/hpnb, else ~/.cache/hpnb
+    $HPNB_HOME/text-<digest>.npz          else $XDG_CACHE_HOME/hpnb, else ~/.cache/hpnb
+    $HPNB_HOME/docstrings-<digest>.json   documents of Python files, for a vocabulary of another size
 
 The digest is of every byte that was read, of the vocabulary or tokenizer, and of FORMAT_VERSION, so another
 text, size or rule makes another file. One process makes it and the others wait; a file that cannot be read is
@@ -74,7 +75,7 @@ def tokenize_source(source: TextSource, vocab_size: int, tokenizer: Any = None) 
     else:
         with files.locked(folder / f".{name}.lock"):
             kept = _load(folder / name)
-            arrays = _make(source.documents(), vocab_size, tokenizer) if kept is None else kept
+            arrays = _make(_documents(source, folder), vocab_size, tokenizer) if kept is None else kept
             if kept is None:
                 _save(folder / name, arrays)
     if tokenizer is None:
@@ -143,6 +144,19 @@ def _merges(arrays: Arrays) -> list[Merge]:
 
 
 # --- the file ----------------------------------------------------------------------------------------------
+
+
+def _documents(source: TextSource, folder: Path) -> list[Document]:
+    """Documents of `source`. Those of Python files are kept in `folder`, because parsing takes seconds."""
+    if not source.with_modules:
+        return source.documents()
+    path = folder / f"docstrings-{_digest(source, 0, '')}.json"
+    with suppress(OSError, ValueError, TypeError):
+        return [Document(name, tuple(paragraphs)) for name, paragraphs in json.loads(path.read_text("utf-8"))]
+    documents = source.documents()
+    with suppress(OSError):  # a full disk: the next one parses again
+        files.write_text(path, json.dumps([[each.name, each.paragraphs] for each in documents]))
+    return documents
 
 
 def _digest(source: TextSource, vocab_size: int, reads: str) -> str:

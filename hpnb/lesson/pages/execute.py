@@ -63,6 +63,7 @@ def execute(source: Path, target: Path, timeout: float = 600.0) -> str | None:
             kernel_name="python3",
             kernel_manager_class=ThisPython,
             timeout_func=_time_left(start + timeout),
+            shutdown_kernel="immediate",  # its outputs are here, and ending by itself takes a second
             resources={"metadata": {"path": str(source.parent)}},
         )
         with log.open("wb") as file:

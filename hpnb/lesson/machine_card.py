@@ -33,7 +33,8 @@ _SIZES = {
     "cpu": tuple(1 << k for k in range(8, 26)),  # 256 B to 32 MB
     "cuda": tuple(1 << k for k in range(10, 30)),  # 1 kB to 0.5 GB
 }
-_MOST_REPEATS = {"cpu": 10, "cuda": 30}  # of one size in a pass
+_LEAST_REPEATS = {"cpu": 2, "cuda": 3}  # of one size in a pass: on CPUs 32 MB take a tenth of a second
+_MOST_REPEATS = {"cpu": 10, "cuda": 30}
 _MATMUL_SIDE = {"cpu": 512, "cuda": 8192}
 _PASSES = 3  # over all sizes, so that a busy moment does not fall on one size
 
@@ -152,7 +153,7 @@ def measure() -> tuple[list[float], float, str]:
         dist.all_reduce(buffers[n])
     rounds = [n for _ in range(_PASSES) for n in sizes]
     for n in tqdm(rounds, "measuring this machine", disable=hpnb.rank() > 0, leave=False):
-        repeats = max(3, min(_MOST_REPEATS[device.type], (1 << 22) // n))
+        repeats = max(_LEAST_REPEATS[device.type], min(_MOST_REPEATS[device.type], (1 << 22) // n))
         runs[n] += [_timed(partial(dist.all_reduce, buffers[n])) for _ in range(repeats)]
     return [statistics.median(runs[n]) for n in sizes], *matmul_rate()
 

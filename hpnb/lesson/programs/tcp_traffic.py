@@ -15,6 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from hpnb.ranks.forkserver import start_ahead
+
+start_ahead("torch._dynamo")  # else each rank of notebook 00 imports it for its first sends: two seconds
+
 # Where the kernel's `struct tcp_info` (linux/tcp.h) has what we need: 64 bits, but for the queue's 32.
 _NOT_SENT, _SENT, _RETRANSMITTED = 144, 200, 208
 _SIZE = 216

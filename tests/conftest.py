@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import shutil
@@ -32,6 +33,16 @@ def one_thread() -> None:
     """Ranks and other tests want the cores, and two threads that share theirs wait for each other."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def servers_import_what_ranks_would() -> None:
+    """The first step of an optimizer imports torch._dynamo, for two seconds of a rank, and functions of
+    tests import pytest. A server that is idle imports the former, but servers of tests are never idle."""
+    if "torch" in sys.modules:
+        from hpnb.ranks import forkserver
+
+        forkserver.start_ahead("torch._dynamo", "pytest", "_pytest.assertion.rewrite")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,6 +77,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             _skip(items, "one_gpu", "needs a CUDA GPU")
         if gpus < 2:
             _skip(items, "gpu", f"needs at least 2 CUDA GPUs; here: {gpus}")
+
+
+def pytest_collection_finish() -> None:
+    """A garbage collection would walk all that was imported, for half a second each."""
+    gc.freeze()
 
 
 def _not_drawn(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
@@ -115,4 +131,5 @@ def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
 
 
 def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or libraries call what they have made at import a leak, at the end of the process
     shutil.rmtree(_home, ignore_errors=True)

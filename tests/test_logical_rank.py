@@ -43,6 +43,8 @@ def task_of(name: str, code: str, batch: int) -> PlanTask:
 
 
 def record_step(name: str, task: PlanTask, code: str) -> MemoryProfile:
+    import products_16_bits  # noqa: F401
+
     return make_step(name, task, parse_layout_code(code), "bf16")()
 
 

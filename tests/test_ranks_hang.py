@@ -105,6 +105,7 @@ def receive_in_background() -> None:
         work.wait()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["loop", "background"])
 def test_a_rank_that_waits_for_one_that_has_returned_hangs_soon_and_learns_why(
     way: str, monkeypatch: pytest.MonkeyPatch
@@ -144,7 +145,7 @@ def test_an_error_of_hpnb_that_a_function_caught_is_named(
     monkeypatch.setattr(hang, "GRACE", 2.0)
     with pytest.raises(hpnb.RankError) as caught:
         hpnb.launch(
-            step_with_a_refused_criterion, waits_on, ranks=2, device="cpu", timeout=60, hang_timeout=6
+            step_with_a_refused_criterion, waits_on, ranks=2, device="cpu", timeout=60, hang_timeout=4
         )
     summary = caught.value.summary
     assert "Rank 1 raised ValueError: the loss function returned a tensor of shape (2,)" in summary
@@ -165,7 +166,7 @@ def backward_that_one_rank_refuses() -> None:
 def test_so_is_one_of_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hang, "GRACE", 2.0)
     with pytest.raises(hpnb.RankError) as caught:
-        hpnb.launch(backward_that_one_rank_refuses, ranks=2, device="cpu", timeout=60, hang_timeout=6)
+        hpnb.launch(backward_that_one_rank_refuses, ranks=2, device="cpu", timeout=60, hang_timeout=4)
     assert "Rank 1 raised ValueError: the loss function returned a cross entropy" in caught.value.summary
 
 
@@ -178,11 +179,11 @@ def test_slow_work_after_the_last_collective_of_others_goes_on(monkeypatch: pyte
             return 0.0
         value = torch.full((1,), 7.0)
         if hpnb.rank() == 2:
-            time.sleep(5)
+            time.sleep(3)
             dist.send(value, 1)
         else:
             dist.recv(value.zero_(), 2)
-            time.sleep(3)
+            time.sleep(2)
         return value.item()
 
     assert hpnb.launch(run, ranks=3, device="cpu", timeout=60) == [0.0, 7.0, 7.0]

@@ -306,7 +306,7 @@ def counted_by_hand(criterion: Any) -> Any:
     return losses, curve, curve[-1], norm.item(), model.state_dict()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("how", "plain", "ranks"),
     [
@@ -960,7 +960,10 @@ def test_the_bar_goes_to_the_end_and_shows_the_loss(
 def test_a_slow_step_is_the_last_one_and_a_quick_one_the_last_but_one() -> None:
     """A rank is asked to stop in step 1 or 3. If steps take a minute, a grace period ends before another."""
 
+    slow_step = 0.5
+
     def stopped_after(seconds: dict[int, float], asked_in: int) -> int:
+        stop_hook.SLOW_STEP = slow_step
         booster = SimpleNamespace(wait=lambda: None)
         hook, trainer = stop_hook.StopHook(None), SimpleNamespace(step=0, booster=booster)
         hook.release()
@@ -975,10 +978,10 @@ def test_a_slow_step_is_the_last_one_and_a_quick_one_the_last_but_one() -> None:
         return 0
 
     with hpnb.Ranks(2, device="cpu", timeout=120) as two:
-        slow = dict.fromkeys(range(1, 7), stop_hook.SLOW_STEP + 0.1)
+        slow = dict.fromkeys(range(1, 7), slow_step + 0.1)
         assert two.run(stopped_after, slow, 1) == [1, 1]
         assert two.run(stopped_after, slow, 3) == [3, 3]
-        assert two.run(stopped_after, {1: stop_hook.SLOW_STEP + 0.1}, 3) == [4, 4]  # the first is always slow
+        assert two.run(stopped_after, {1: slow_step + 0.1}, 3) == [4, 4]  # the first is always slow
 
 
 def test_a_save_that_fails_stops_the_fit_or_is_a_warning(alone: hpnb.Ranks, tmp_path: Path) -> None:
@@ -1110,6 +1113,7 @@ def on_two_ranks(*extra: Hook) -> tuple[Trainer, Any, Any]:
     return trainer, *(plugin.prepare_dataloader(Points(n), 2) for n in (23, 9))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("event", "at", "rows"), [("before_step", 5, 0), ("before_evaluate", 12, 2), ("after_fit", 12, 2)]
 )
@@ -1218,6 +1222,7 @@ def stopped_on(event: str, at: int, path: Path) -> tuple[list[Any], list[Any], l
     return found[0], found[1], [folder.name for folder in resuming.saved(path)], stops
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("event", "at", "rows"),
     [
@@ -1435,6 +1440,7 @@ def check_same(found: Found, wanted: Found, off: float = 1e-10) -> None:
         }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "how", "ranks", "accumulation", "shows"),
     [

@@ -218,9 +218,21 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled(14, cover=True)
+# What each of these tests is also in one of the other layouts.
+SIMPLER = (
+    "dp 2 x ep 2", "dp 2 x ep 2, ZeRO 1", "ep 2, ZeRO 3", "dp 2 x ep 2, ZeRO 3 within nodes",
+    "dp 4 x ep 2, ZeRO 3 within nodes", "tp 2 x ep 2, ZeRO 3", "pp 2 x ep 2, ZeRO 3",
+    "dp 2 x ep 2, recomputation", "pp 2 x ep 2", "cp 2 = ep 2", "tp 2 x ep 2, ZeRO 1",
+    "pp 2 x ep 2, dualpipe-v",
+)  # fmt: skip
+
+
+@pytest.mark.sampled(12, cover=True)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in SIMPLER else []) for name in LAYOUTS],
+)
 def test_boosted_steps_and_their_checkpoint_equal_one_process(
     pools: RankPools, kind: str, layout: str, tmp_path: Any
 ) -> None:
@@ -257,6 +269,7 @@ def test_the_balancing_loss_is_that_of_all_tokens(pools: RankPools, plugin: dict
     assert losses[0] > without[0][0] + 0.4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "plugin",
     [{"ep_size": 2}, {"ep_size": 2, "tp_size": 2}, {"ep_size": 2, "pp_size": 2, "num_microbatches": 2}],

@@ -181,12 +181,12 @@ def steps(kind: str, plugin: dict[str, Any], overlaps: bool) -> Any:
 @pytest.mark.parametrize(
     ("kind", "more"),
     [
-        ("Mixtral", {"ep_size": 2}),
+        pytest.param("Mixtral", {"ep_size": 2}, marks=pytest.mark.slow),
         ("DeepseekV3", {"ep_size": 2}),
         ("Qwen3Moe", {"ep_size": 2, "zero_stage": 2}),
-        ("Qwen3Moe", {"ep_size": 2, "activation_checkpointing": "full"}),
+        pytest.param("Qwen3Moe", {"ep_size": 2, "activation_checkpointing": "full"}, marks=pytest.mark.slow),
         ("Mixtral", {"ep_size": 2, "cp_size": 2}),
-        ("Mixtral", {"ep_size": 2, "zero_stage": 3}),
+        pytest.param("Mixtral", {"ep_size": 2, "zero_stage": 3}, marks=pytest.mark.slow),
         ("Qwen3Moe", {"ep_size": 2, "zero_stage": 3, "activation_checkpointing": "full"}),
     ],
     ids=str,
@@ -207,6 +207,7 @@ def bytes_of_steps(more: dict[str, Any], overlaps: bool) -> dict[str, float]:
     return dict(sent.bytes)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("more", [{}, {"zero_stage": 3}], ids=str)
 def test_what_both_sides_of_a_pair_send_is_counted(pools: RankPools, more: dict[str, Any]) -> None:
     apart, paired = (pools[4].run(bytes_of_steps, more, overlaps) for overlaps in (False, True))

@@ -59,7 +59,7 @@ def test_it_is_the_loss_of_all_logits(chunk: int, recompute: bool) -> None:
     assert apart(own_weight.grad, weight.grad) < 1e-12
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3, cover=True)
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
 @pytest.mark.parametrize("recompute", [False, True])
@@ -299,7 +299,9 @@ def test_every_layout_is_one_process_with_all_its_logits(cases: tuple[Case, ...]
             assert off(case, ranks.run(train, case, {"loss_chunk": 5})) < 1e-11, case
 
 
-def test_compiled_it_is_one_process_too() -> None:
+# A pipeline, which test_fast.py compiles too, and words cut.
+@pytest.mark.parametrize("case", [pytest.param(TWO[3], marks=pytest.mark.slow), TWO[7]], ids=["pp", "tp"])
+def test_compiled_it_is_one_process_too(case: Case) -> None:
     """Words cut over ranks whose three numbers are combined; 53 words as 27 and 26, each with rows to 32."""
 
     def fast(case: Case) -> Any:
@@ -310,8 +312,7 @@ def test_compiled_it_is_one_process_too() -> None:
             compile_blocks.ON_CPUS, linear_cross_entropy.ROWS = None, {}
 
     with hpnb.Ranks(2, timeout=120) as ranks:
-        for case in (TWO[3], TWO[7]):  # a pipeline, and words cut
-            assert off(case, ranks.run(fast, case)) < 1e-11, case
+        assert off(case, ranks.run(fast, case)) < 1e-11
 
 
 def test_a_chunk_that_is_forgotten_shows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,7 +193,12 @@ def train_in_context(options: dict[str, Any], knobs: dict[str, Any]) -> tuple[fl
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"distilled": True}, {"representation_size": 6}], ids=["plain", "distilled", "repr"]
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.slow, id="plain"),
+        pytest.param({"distilled": True}, id="distilled"),  # which has one more token that is no patch
+        pytest.param({"representation_size": 6}, marks=pytest.mark.slow, id="repr"),
+    ],
 )
 def test_context_parallelism_is_exact(options: dict[str, Any], pools: RankPools) -> None:
     """5 or 6 tokens of an image, on 2 or 4 ranks of cp: loss, gradients and weights of one process."""

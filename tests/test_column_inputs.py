@@ -206,18 +206,20 @@ def parity(call: str, sequence: bool, samples: int = 8, mode: str = "1d", **opti
 EXACT_ON_SEQUENCES = [call for call in CALLS if call != "input added inside"]
 
 
-@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("tp", [2, pytest.param(3, marks=pytest.mark.sampled(3))])
 @pytest.mark.parametrize("call", CALLS)
 def test_equal_to_one_process(pools: RankPools, call: str, tp: int) -> None:
     assert max(pools[tp].run(parity, call, False)) < 1e-12
 
 
+@pytest.mark.sampled(9, cover=True)
 @pytest.mark.parametrize("samples", [2, 3])  # as many samples as ranks; tokens that do not divide
 @pytest.mark.parametrize("call", EXACT_ON_SEQUENCES)
 def test_equal_with_sequence_parallelism(pools: RankPools, call: str, samples: int) -> None:
     assert max(pools[2].run(parity, call, True, samples)) < 1e-12
 
 
+@pytest.mark.sampled(4, cover=True)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("call", ["cross attention", "by name", "children, two tensors", "recomputed inside"])
@@ -251,6 +253,7 @@ def weights_after_two_steps(call: str, sequence: bool, **options: Any) -> dict[s
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
+@pytest.mark.sampled(3, cover=True)
 @pytest.mark.parametrize(
     ("sequence", "options"),
     [

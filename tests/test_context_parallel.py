@@ -201,6 +201,7 @@ def attend(
     }
 
 
+@pytest.mark.sampled(21, cover=True)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("mode", ["ring", "all-gather", "ulysses"])
 def test_attention_over_ranks_is_dense_attention(mode: str, case: str, pools: RankPools) -> None:

@@ -79,6 +79,7 @@ def biases(weights: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     return [value for name, value in weights.items() if name.endswith("correction_bias")]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("adam", "zero"), [(False, 0), (True, 2), (True, 3)], ids=["sgd", "adamw, ZeRO 2", "adamw, ZeRO 3"]
 )
@@ -113,7 +114,7 @@ def saved(pools: RankPools, tmp_path_factory: pytest.TempPathFactory) -> tuple[s
     return str(folder / "run"), (*results, read(str(folder / "one")))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", OTHERS)
 def test_on_another_layout_exactly(pools: RankPools, saved: tuple[str, Any], layout: str) -> None:
     folder, (losses, rates, imbalances, weights) = saved

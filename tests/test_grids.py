@@ -524,6 +524,7 @@ def odds(grid: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("grid", GRIDS)
 def test_odds(eight: hpnb.Ranks, grid: str) -> None:
     for found in eight.run(odds, grid):
@@ -594,6 +595,7 @@ def sixteen_bits(grid: str) -> tuple[float, float, float]:
     return offs[0], offs[1], abs(float(loss / exact_loss) - 1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("grid", GRIDS)
 def test_autocast(eight: hpnb.Ranks, grid: str) -> None:
     for one_process, here, loss in eight.run(sixteen_bits, grid):

@@ -202,6 +202,7 @@ def test_a_replica_that_stays_without_samples_is_named(
             assert "a step trains on 4 samples instead of 8" in said[0]
 
 
+@pytest.mark.sampled(5, cover=True)
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_goes_on_where_it_was(pools: RankPools, kind: str, workers: int) -> None:

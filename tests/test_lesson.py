@@ -535,6 +535,7 @@ def ragged_loss(empty: str, losses: torch.Tensor, axis: Any) -> Any:
     return losses.sum() * axis.size / count
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("empty", ["before", "after"])
 def test_a_rank_that_returns_no_loss_is_named_and_nobody_waits_for_it(empty: str) -> None:
     found = check(notebook_01.ragged_mean, partial(ragged_loss, empty)).findings
@@ -576,6 +577,7 @@ def reduce_each(
     return finish
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("factor", "asks"), [(1.0, True), (1 / 3, False), (0.5, False)])
 def test_a_sum_in_place_of_a_mean_is_asked_about(factor: float, asks: bool) -> None:
     found = check(notebook_01.reducer, partial(reduce_each, factor)).findings

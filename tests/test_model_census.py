@@ -30,13 +30,13 @@ def pools() -> Iterator[RankPools]:
     made.close()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_tensor_and_pipeline_parallel_train_as_one_process(pools: RankPools, name: str) -> None:
     check_exact(pools, name, "pp2-tp2")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "layout", [n for n, one in LAYOUTS.items() if n != "pp2-tp2" and not one.recomputation]
@@ -48,7 +48,7 @@ def test_other_layouts_train_as_one_process(pools: RankPools, name: str, layout:
 RECOMPUTING = [name for name, layout in LAYOUTS.items() if layout.recomputation]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("layout", RECOMPUTING)
 def test_recomputation_trains_as_one_process(pools: RankPools, name: str, layout: str) -> None:

@@ -157,7 +157,7 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max(float((a[n] - b[n]).norm() / b[n].norm()) for n in b)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(8, cover=True)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_trains_as_on_one_process(pools: RankPools, kind: str, layout: Layout) -> None:
@@ -176,6 +176,7 @@ TAGS = {
 }
 
 
+@pytest.mark.sampled(4, cover=True)
 @pytest.mark.parametrize("kind", ["Llama", "GPTNeoX"])
 @pytest.mark.parametrize("layout", TAGS.values(), ids=TAGS)
 def test_classes_of_tokens_are_learned_without_a_criterion(

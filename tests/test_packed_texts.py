@@ -139,6 +139,7 @@ COMBINED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", COMBINED, ids=str)
 def test_packed_texts_are_separated_in_layouts_of_four(pools: RankPools, layout: dict[str, Any]) -> None:
     kind = "gpt2" if "tp_mode" in layout else "llama"

@@ -175,6 +175,7 @@ def refused(options: dict[str, Any]) -> str:
     return "trained"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mode", "tp_size"), [("2d", 4), ("3d", 8)])
 def test_a_grid_refuses_it(mode: str, tp_size: int) -> None:
     options = {"tp_size": tp_size, "tp_mode": mode, "precision": "fp64"}

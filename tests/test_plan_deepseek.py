@@ -256,6 +256,7 @@ def test_one_rank_of_a_model_with_experts_is_refused_in_a_sentence(
     assert said.count("\n") == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("value_size", [48, 24])
 def test_one_rank_of_latent_attention_is_as_full_as_predicted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], value_size: int

@@ -105,6 +105,7 @@ def by_one_process(model: nn.Module, criterion: Any, batch: Any) -> tuple[float,
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.sampled(2, cover=True)
 @pytest.mark.parametrize("shifts", [False, True], ids=["shifted already", "shifts itself"])
 @pytest.mark.parametrize("known", [True, False], ids=["GPT-2", "layers"])
 def test_labels_that_are_shifted_already_are_stated_and_checked(

@@ -232,6 +232,7 @@ def test_closed_forms(f: int, i: int, w: int) -> None:
             assert exact("zb-h2", p, m, 1, f, i, w)[0] == (p - 1) * (f + i - 2 * w)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "delay"), [("zb-h1", 1), ("zb-h2", 2)])
 def test_the_forms_of_zb_h1_and_zb_h2_hold_if_w_is_at_most_f(name: str, delay: int) -> None:
     differ = {

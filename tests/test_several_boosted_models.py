@@ -123,6 +123,7 @@ LOSSES = (adversarial, other_model_in_the_criterion, sum_and_count, gradient_pen
 CASES = {loss.__name__: loss for loss in LOSSES}
 
 
+@pytest.mark.sampled(18, cover=True)
 @pytest.mark.parametrize("options", [{}, {"zero_stage": 2}], ids=str)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("case", CASES)

@@ -107,6 +107,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled(5, cover=True)
 @pytest.mark.parametrize("how", [by_places, by_first_names], ids=["places", "first names"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_block_at_two_places_trains_as_in_one_process(

@@ -461,6 +461,7 @@ def checkpointed(use_reentrant: bool) -> Callable[[nn.Module, torch.Tensor], Any
     return lambda model, x: checkpoint(model, x, use_reentrant=use_reentrant)
 
 
+@pytest.mark.sampled(3, cover=True)
 @pytest.mark.parametrize("way", WAYS[1:])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoints(use_reentrant: bool, way: str) -> None:

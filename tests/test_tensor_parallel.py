@@ -104,6 +104,7 @@ def test_equal_to_one_process(ranks: hpnb.Ranks, name: str, sequence: bool) -> N
     assert max(ranks.run(parity, name, sequence, 1, False, expected(name))) < 1e-12
 
 
+@pytest.mark.sampled(2, cover=True)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", ["vit", "gpt2"])
 def test_accumulation_and_recomputation(four: hpnb.Ranks, name: str, sequence: bool) -> None:
@@ -365,6 +366,7 @@ def errors_of_a_copy(name: str, sequence: bool, recomputes: bool) -> dict[str, f
     return found
 
 
+@pytest.mark.sampled(3, cover=True)
 @pytest.mark.parametrize(("sequence", "recomputes"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("name", ["vit", "gpt2", "own"])
 def test_a_copy_of_a_model_has_the_gradients_of_one_process(
@@ -1083,6 +1085,7 @@ def loss_of_a_stage(outputs: Any, inputs: Any) -> torch.Tensor:
     return loss
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "style", "sequence", "chunks"),
     [

@@ -448,6 +448,7 @@ def test_more_steps_than_before_go_on_inside_the_epoch(
         assert row["loss"] == pytest.approx(other["loss"], rel=1e-13)  # a sum in two parts
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "changes",
     [{"training__seed": 5}, {"data__rows": 16}, {"data__batch_size": 2, "training__accumulation": 2}],

@@ -70,6 +70,7 @@ def test_batches_weigh_as_on_one_process(alone: Any) -> None:
         assert found[2] == pytest.approx(weights, rel=1e-12)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "layout", [{}, {"context_parallel": "ulysses"}, {"pp_size": 2, "num_microbatches": 2}], ids=str
 )
@@ -146,7 +147,7 @@ def train_ragged(kind: str, packed: bool = False, **layout: Any) -> tuple[list[f
     return losses, trainer.evaluate(loader)["loss"], weights
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "packed", "layout"),
     [
@@ -221,7 +222,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("own_criterion", [False, True])
 @pytest.mark.parametrize(
     ("saved_by", "resumed_by"),

@@ -129,6 +129,7 @@ def test_each_block_is_gathered_while_the_one_before_it_runs(kind: str, style: s
             assert counts["most"] <= 2 + 1  # the block at work, the one ahead, and that of the next action
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("style", ["1f1b", "gpipe", "interleaved", "zb-v"])
 def test_blocks_that_stay_between_actions_are_exact(style: str, pools: RankPools) -> None:
     """Three steps of Adam: a block that stayed over an optimizer's step would have old weights."""

@@ -39,6 +39,7 @@ from hpnb.lesson.programs.device_timing import (
     timing_gpt2,
     warmup_steps,
 )
+from hpnb.lesson.programs.layer_times import on_busy_cores
 from hpnb.lesson.programs.rank_rates import MIN_BUCKETS
 from hpnb.lesson.programs.rank_rates import layout_task as layout_task
 from hpnb.lesson.programs.rank_rates import measure_rates as measure_rates
@@ -310,24 +311,32 @@ def compare_with_library(
     `model` on all ranks and of Booster's. Booster and one process train `steps` steps of SGD on `batch` here.
     """
     like: dict[str, Any] = {"dtype": next(model.parameters()).dtype, "device": hpnb.device()}
-    library, serial = (hpnb.models.gpt2(size, **like) for _ in range(2))
+    library = hpnb.models.gpt2(size, **like)
     sgd: Any = torch.optim.SGD(library.parameters(), lr)
     booster, boosted, optimizer = boost_layout(layout, library, sgd)
-    alone, mesh = torch.optim.SGD(serial.parameters(), lr), booster.plugin.mesh
+    mesh = booster.plugin.mesh
     local = {name: x.chunk(layout.dp)[mesh.dp.rank] for name, x in batch.items()}
     for _ in range(steps):
         optimizer.zero_grad()
         booster.execute_pipeline(iter([local]), boosted, None, optimizer)
         optimizer.step()
-        alone.zero_grad()
-        causal(serial(input_ids=batch["input_ids"]), batch["labels"]).backward()
-        alone.step()
+
+    def train_alone() -> dict[str, torch.Tensor]:
+        serial = hpnb.models.gpt2(size, **like)
+        sgd = torch.optim.SGD(serial.parameters(), lr)
+        for _ in range(steps):
+            sgd.zero_grad()
+            causal(serial(input_ids=batch["input_ids"]), batch["labels"]).backward()
+            sgd.step()
+        return dict(serial.state_dict())
+
+    alone = on_busy_cores(train_alone)
     by_hand, weights = dict(model.named_parameters(remove_duplicate=False)), {}
     for way in ("by Booster", "by hand"):
         if way == "by hand":
             for name, p in boosted.named_parameters():
                 p.data.copy_(by_hand[name])
         full = full_state_dict(boosted.unwrap(), mesh.pp, [mesh.dp, mesh.tp])
-        expected = [serial.state_dict()[name] for name in full]
+        expected = [alone[name] for name in full]
         weights[way] = relative_distance(full.values(), expected)
     return {way: {"weights": weights[way]} for way in ("by hand", "by Booster")}

@@ -605,7 +605,11 @@ def test_hpnb_is_held_to_the_plain_model_too(monkeypatch: pytest.MonkeyPatch) ->
     assert [entry.failed for entry in found.entries] == [told, told]
 
 
-def test_the_plain_model_is_run_once_for_all_layouts_of_a_task() -> None:
+def interrupted(*_: object) -> None:
+    raise hpnb.RankInterrupt("interrupted", rank=0)
+
+
+def test_the_plain_model_is_run_once_for_all_layouts_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
     of, said = tiny(), list[str]()
     with harness.rank_pools("cpu", 60) as among:
         plain = among.reference_losses(of, 2, said.append)
@@ -615,6 +619,9 @@ def test_the_plain_model_is_run_once_for_all_layouts_of_a_task() -> None:
         assert among.reference_losses(of, 2, said.append) is plain
         assert among.get(2) is pool
         assert among.reference_losses(replace(of, rows=-1), 2, said.append) == ()
+        monkeypatch.setattr(hpnb.Ranks, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):  # Ctrl-C, and no failure of a model
+            among.reference_losses(replace(of, lr=1.0), 2, said.append)
     assert len(said) == 1
     assert said[0].startswith("without the losses of the plain model: rank ")
 

@@ -201,6 +201,7 @@ def test_what_else_stops_hpnb() -> None:
     assert found(dataclasses.replace(with_gpus(H100, H100), nccl=None), "NCCL") == ["problem"]
     broken = dataclasses.replace(H100, fault="out of memory")
     assert found(with_gpus(H100, broken), "GPU 1 (NVIDIA H100 80GB HBM3) fails") == ["problem"]
+    assert found(with_gpus(broken), "GPU 0 (NVIDIA H100 80GB HBM3) fails") == ["problem"]
 
 
 def test_what_is_only_worth_a_note() -> None:

@@ -9,6 +9,7 @@ import base64
 import io
 import itertools
 import math
+import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -472,6 +473,30 @@ def test_exposed_is_what_no_computing_hides() -> None:
     np.testing.assert_allclose(extents(fig.axes[0], "exposed")[:, :2], [[4.0, 5.0], [6.0, 6.5]])
     assert "bubble 18.8 % and exposed communication 9.4 % of ranks × makespan" in said(fig)
     assert "exposed communication: not overlapped by this rank's compute" in words(fig)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_exposed_parts_cover_each_idle_moment_of_a_message_once(seed: int) -> None:
+    draw = random.Random(seed)
+    events = []
+    for _ in range(draw.randint(1, 14)):
+        start = draw.randint(0, 20)
+        times = float(start), float(start + draw.randint(1, 6))
+        computes = draw.random() < 0.5
+        events.append(Event(0, 0, "F", 0, *times) if computes else Event(0, -1, "send", -1, *times, "pp"))
+    busy = {t for e in events if e.is_compute for t in range(int(e.start), int(e.end))}
+    talking = {t for e in events if not e.is_compute for t in range(int(e.start), int(e.end))}
+    parts = [(a, b) for _, a, b in exposed_parts(events)]
+    assert all(a < b for a, b in parts)
+    assert sorted(t for a, b in parts for t in range(int(a), int(b))) == sorted(talking - busy)
+
+
+def test_bars_without_rows_and_rows_without_bars_are_refused() -> None:
+    with pytest.raises(ValueError, match="no rows to draw"):
+        bars([BarPanel({})], STYLE, title="")
+    with pytest.raises(ValueError, match="row 'second' has no bars"):
+        bars([BarPanel({"first": [Bar({"F": 1.0})], "second": []})], STYLE, title="")
+    bars([BarPanel({"first": [Bar({"F": 1.0})]}, named=False)], STYLE, title="")
 
 
 @pytest.mark.parametrize(("count", "pause"), [(25, 0.0), (390, 0.0), (390, 0.3)])

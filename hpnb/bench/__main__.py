@@ -23,8 +23,9 @@ def main() -> None:
     what = chosen.pop("what")
     module, _, function = _COMMANDS[what][1].partition(".")
     try:
-        if chosen.get("rounds", 1) < 1:
-            raise ValueError(f"rounds={chosen['rounds']} measures nothing; use 1 or more")
+        for name in ("ranks", "rounds", "every"):
+            if chosen.get(name, 1) < 1:
+                raise ValueError(f"{name}={chosen[name]} measures nothing; use 1 or more")
         run = getattr(importlib.import_module(f"hpnb.bench.{module}"), function)  # which may take long
         run(**chosen)
     except ValueError as error:

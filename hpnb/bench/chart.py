@@ -88,7 +88,7 @@ def chosen(runs: Sequence[BenchmarkRun]) -> list[BenchmarkRun]:
 
 def panel(run: BenchmarkRun, peers: int) -> StandingPanel:
     """Rows of a run, in the usual order of layouts."""
-    usual = layouts.usual_layouts(run.ranks)
+    usual = [] if run.ranks > 1 and run.ranks % 2 else layouts.usual_layouts(run.ranks)
     order = sorted(run.layouts, key=lambda name: usual.index(name) if name in usual else len(usual))
     notes = (run.title.removeprefix(f"{run.what}: "),
              f"measured {tables.stamp(run)}, with torch {run.versions['torch']}")  # fmt: skip

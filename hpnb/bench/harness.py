@@ -59,6 +59,8 @@ class RankPools:
         if task not in self._references:
             try:
                 self._references[task] = tuple(self.get(ranks).run(worker.reference_losses, task)[0])
+            except RankInterrupt:
+                raise
             except RankError as error:
                 say(f"without the losses of the plain model: {_summary(error)}")
                 self._references[task] = ()

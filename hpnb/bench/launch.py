@@ -103,7 +103,10 @@ class _Turn:
         assert self._process.stdout is not None
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
-        self.seconds.append(float(self._process.stdout.readline()))
+        seconds = self._process.stdout.readline()
+        if not seconds:
+            raise RuntimeError(f"{self.name} ended without a time; its own error stands above")
+        self.seconds.append(float(seconds))
 
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):

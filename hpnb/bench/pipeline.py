@@ -9,7 +9,8 @@
     hpnb zb-v           beside   ScheduleZBVZeroBubble        2 chunks a rank, V-shaped
 
 Both of a pair have the same layers in the same stages, the same microbatches and the same AdamW, and take
-turns on the same ranks (harness.py). Nothing is compiled. On a CPU a small ViT in float32; on GPUs ViT-L/16
+turns on the same ranks (harness.py). Stages are not compiled; of PyTorch's, the
+loss of a GPT-2 is, in which it is ahead. On a CPU a small ViT in float32; on GPUs ViT-L/16
 and a GPT-2 of 1.3B parameters in bf16. The bubble of a step is measured from the device's own times, and
 simulated with the medians of the same step's actions, without transfers. GPipe holds the activations of all
 microbatches until their backwards; where they do not fit, its microbatches are smaller (`GPIPE_SHARE`), and

@@ -87,8 +87,7 @@ def _gpus(machine: Machine) -> Iterator[Problem]:
         )
     for index, gpu in enumerate(machine.gpus):
         if gpu.fault:
-            level = _stop if number >= 2 else _note
-            yield level(
+            yield _stop(
                 f"GPU {index} ({gpu.name}) fails at a first sum: {gpu.fault}",
                 "free it, or leave it out of CUDA_VISIBLE_DEVICES; device='cpu' works without it",
             )

@@ -103,9 +103,13 @@ def bars(
         text: False leaves out numbers and hatches, for a picture that moves.
 
     Raises:
-        ValueError: a part has no look, and would be missing from its bar.
+        ValueError: a part has no look, and would be missing from its bar; a row has no bars.
     """
     drawn = [bar for panel in panels for row in panel.rows.values() for bar in row]
+    if empty := [name for panel in panels for name, row in panel.rows.items() if not row]:
+        raise ValueError(f"row {empty[0]!r} has no bars; leave it out")
+    if not drawn:
+        raise ValueError("there are no rows to draw")
     if strange := [part for bar in drawn for part in bar.parts if part not in looks]:
         raise ValueError(f"there is no part {strange[0]!r}; there are {', '.join(looks)}")
     present = [part for part in looks if any(bar.parts.get(part) for bar in drawn)]
@@ -113,7 +117,7 @@ def bars(
         keys = [Key(looks[part], "box", looks[part].label or part) for part in present]
     names = [name for panel in panels if panel.named for name in panel.rows]
     if left is None:
-        left = 0.3 + max(text_inches(line) for name in names for line in name.split("\n"))
+        left = 0.3 + max((text_inches(line) for name in names for line in name.split("\n")), default=0.0)
     fig, axes = new_figure(
         [panel.row_inches * len(panel.rows) + 0.1 for panel in panels], title=title,
         legend=[*keys, *more_keys], caption=caption, left=left, right=right, gap=0.85,

@@ -9,6 +9,7 @@ The vertical axis of a panel is in inches, so that lanes look alike in every fig
 
 from __future__ import annotations
 
+import bisect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -173,22 +174,27 @@ def exposed_parts(events: Sequence[Event]) -> list[tuple[Event, float, float]]:
 
     A second communication at the same time hides behind the first, so no time counts twice.
     """
-    busy = [(e.start, e.end) for e in events if e.is_compute]
-    parts = []
+    starts: list[float] = []  # of disjoint busy intervals, in order of time
+    ends: list[float] = []
+
+    def add(start: float, end: float) -> list[tuple[float, float]]:
+        """Make this interval busy; which parts of it were not."""
+        first, last = bisect.bisect_left(ends, start), bisect.bisect_right(starts, end)
+        gaps, at = [], start
+        for busy_from, busy_until in zip(starts[first:last], ends[first:last], strict=True):
+            if busy_from > at:
+                gaps.append((at, busy_from))
+            at = max(at, busy_until)
+        if at < end:
+            gaps.append((at, end))
+        starts[first:last] = [min([start, *starts[first:last]])]
+        ends[first:last] = [max([end, *ends[first:last]])]
+        return gaps
+
     for e in events:
         if e.is_compute:
-            continue
-        at = e.start
-        for start, end in sorted(busy):
-            if end <= at or start >= e.end:
-                continue
-            if start > at:
-                parts.append((e, at, start))
-            at = max(at, end)
-        if at < e.end:
-            parts.append((e, at, e.end))
-        busy.append((e.start, e.end))
-    return parts
+            add(e.start, e.end)
+    return [(e, *gap) for e in events if not e.is_compute for gap in add(e.start, e.end)]
 
 
 def _joined(events: Sequence[Event], gap: float) -> list[tuple[str, float, float]]:

@@ -104,7 +104,7 @@ def by_layout(
         ValueError: nothing to draw, or another number of losses for one process.
         TypeError: a loss is no number.
     """
-    parts = list(legs.items()) if isinstance(legs, Mapping) else legs
+    parts, alone = list(legs.items()) if isinstance(legs, Mapping) else legs, list(alone)
     for name, leg in parts:
         _check_losses(f"of {name}", leg)
     _check_losses(f"of {whose}", alone)

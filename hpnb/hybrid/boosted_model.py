@@ -108,8 +108,8 @@ class Boosted(nn.Module):
         self._cache = CacheSwitch(module)
         self.packing_warning = PackingWarning(causal or context is not None, config)
         self._pipe, self._syncs = pipe, True
-        self._frees_other_stages = pipe is not None
-        self._compares_batch = True  # at the first step or forward
+        self._frees_other_stages, self._compares_batch = pipe is not None, True  # in the first step
+        self._trained = [p for p in module.parameters() if p.requires_grad]
         self._criterion: Criterion | None = None
         self._checked_criteria: set[object] = set()
         self.loss_reduction: LossReduction | None = None
@@ -333,7 +333,7 @@ class Boosted(nn.Module):
         reducer: Any = None if sink is None else SimpleNamespace(sink=sink)  # its hooks stay
         takes = inputs_of_forward(module, self._model_loss)
         no_cache = lambda kwargs: self._cache.arguments(kwargs, self.training)  # noqa: E731
-        stage = WholeModel(module, takes, self.causal, no_cache)
+        stage = WholeModel(module, takes, self.causal, no_cache, self._trained)
         self._pipe = Pipeline(
             stage, mesh.pp, self.plugin.schedule(1), self._loss, reducer, replicas=mesh.dp_cp,
             cuda_graphs=self.plugin.enable_cuda_graphs and self._device.type == "cuda",  # boost has warned

@@ -146,6 +146,8 @@ class WholeModel(Stages):
             of batch, and of a mapping if the model is a Sequential, it takes `first_input`.
         causal: whether its targets are its inputs, shifted by one.
         adds: what its forward gets besides these entries, or in place of them, (entries) -> arguments.
+        trained: the parameters that steps may train, though some are frozen now; by default those that are
+            trained now.
     """
 
     _whole_model: nn.Module
@@ -156,8 +158,10 @@ class WholeModel(Stages):
         takes: Callable[[Collection[str]], Collection[str]] = lambda names: names,
         causal: bool = False,
         adds: Callable[[Inputs], Inputs] = lambda given: {},
+        trained: Sequence[nn.Parameter] | None = None,
     ) -> None:
         nn.Module.__init__(self)
+        self._trained = trained
         # The model is no child, or its name would stand in front of all others: the two modules share their
         # tables of parameters, buffers and children.
         self.__dict__["_whole_model"] = model
@@ -171,6 +175,9 @@ class WholeModel(Stages):
         self.training = mode
         self._whole_model.train(mode)
         return self
+
+    def trained(self, stage: int) -> list[nn.Parameter]:
+        return super().trained(stage) if self._trained is None else list(self._trained)
 
 
 def _run_whole_model(

@@ -175,6 +175,27 @@ def test_without_forget_the_error_names_it() -> None:
         hpnb.launch(does_not_forget, ranks=2, device="cpu", hang_timeout=30)
 
 
+def freeze_one_name_of_two(both: bool) -> None:
+    model = hpnb.models.gpt2(hpnb.models.GPT2Size(hidden=8, layers=2, heads=2, mlp=8, vocab_size=9, length=4))
+    booster, model, optimizer = boost({"pp_size": 2, "num_microbatches": 2}, model)
+    ids = torch.arange(8).reshape(2, 4)
+    for name, p in model.named_parameters():
+        p.requires_grad_(not name.startswith(("transformer.wte", "lm_head") if both else "transformer.wte"))
+    for frozen in (True, False):
+        booster.execute_pipeline(iter([{"input_ids": ids, "labels": ids}]), model, None, optimizer)
+        for p in model.parameters():
+            p.requires_grad_(frozen)
+        model.forget()
+
+
+def test_a_tied_weight_is_frozen_under_all_its_names() -> None:
+    """One of its ranks waited for the other's gradient."""
+    hpnb.launch(freeze_one_name_of_two, True, ranks=2, device="cpu", hang_timeout=30)
+    words = r"transformer.wte.weight and lm_head.weight are one weight, and it is trained on 1 of its 2 ranks"
+    with pytest.raises(hpnb.RankError, match=words):
+        hpnb.launch(freeze_one_name_of_two, False, ranks=2, device="cpu", hang_timeout=30)
+
+
 def weighted_classes(outputs: torch.Tensor, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     weights = torch.tensor([1.0, 5.0, 0.2], dtype=D)
     total = F.cross_entropy(outputs, inputs[1], weight=weights, reduction="sum")

@@ -40,7 +40,7 @@ from hpnb.pipeline_parallel.stages import Stages, build_stages
 from hpnb.pipeline_parallel.step_messages import CORRECTION
 from hpnb.pipeline_parallel.step_queues import StepQueues
 from hpnb.pipeline_parallel.step_result import PipelineStepResult
-from hpnb.pipeline_parallel.tied_weights import tie_weights
+from hpnb.pipeline_parallel.tied_weights import check_frozen_alike, tie_weights
 from hpnb.ranks.current_rank import device as this_device
 from hpnb.ranks.current_rank import note_raised
 from hpnb.record.recorder import Recorder, active_recorder
@@ -171,7 +171,7 @@ class Pipeline:
         self._gradients: GradientSink | None = None
         self.gradients = gradients
         self._is_copy = False
-        self._compares_batch = True  # in the first step
+        self._compares_batch = self._compares_tied = True  # in the first step
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         """A copy of the layers, for an average of weights (EMA). It can be gathered and saved, and cannot
@@ -222,6 +222,9 @@ class Pipeline:
         inputs = self.split(batch, self.schedule.microbatches)
         if trains:
             self._check_sink()
+        if trains and self._compares_tied:
+            check_frozen_alike(self.module, self.module.tied, self._tied)
+            self._compares_tied = False
         loss = self._make_loss(inputs, scale, trains) if self.is_last_stage else None
         recorder = (active_recorder() or Recorder(aligned=False)) if record else None
         since = recorder.num_spans() if recorder is not None else 0
@@ -297,6 +300,7 @@ class Pipeline:
             self._graphs.forget()
         self._known_boundaries.clear()
         self._known_signatures.clear()
+        self._compares_tied = True
         if not keeps_gradients:
             self._grad_ready = self._make_grad_ready()
             self.gradients = None

@@ -56,6 +56,30 @@ def tie_weights(
     return ranks_of
 
 
+def check_frozen_alike(
+    module: nn.Module, tied_weights: Sequence[TiedWeight], ranks_of: Mapping[nn.Parameter, Axis]
+) -> None:
+    """Every rank that has a copy of a tied weight calls it.
+
+    Raises:
+        ValueError: a weight that is trained on some of its ranks and frozen on others. One of them would wait
+            for the other's gradient, or the copies would part.
+    """
+    named = dict(module.named_parameters(remove_duplicate=False))
+    for p, ranks in ranks_of.items():
+        trained = torch.tensor(float(p.requires_grad), device=p.device)
+        dist.all_reduce(trained, group=ranks.group)
+        if int(trained) not in (0, ranks.size):
+            names = next(
+                tied.names for tied in tied_weights if any(named.get(name) is p for name in tied.names)
+            )
+            raise ValueError(
+                f"{' and '.join(names)} are one weight, and it is trained on {int(trained)} of its "
+                f"{ranks.size} ranks and frozen on the others. A rank has it by the name in its own stage: "
+                "freeze or thaw it by all of these names"
+            )
+
+
 def sum_tied_gradient(holder: nn.Parameter, ranks: Axis) -> None:
     """Make the gradient of `holder` the sum of those of all copies: one all-reduce over the `ranks` that have
     one. A copy without a gradient in this step adds zeros."""

@@ -196,6 +196,26 @@ def test_a_tied_weight_is_frozen_under_all_its_names() -> None:
         hpnb.launch(freeze_one_name_of_two, False, ranks=2, device="cpu", hang_timeout=30)
 
 
+def gradient_thrown_away(zero_stage: int) -> list[float]:
+    """The weight after a backward whose gradient is thrown away by the model, and another that is stepped."""
+    model = nn.Linear(1, 1, bias=False).to(D)
+    nn.init.zeros_(model.weight)
+    plugin = hpnb.HybridParallelPlugin(precision="fp64", zero_stage=zero_stage)
+    booster = hpnb.Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1.0))  # type: ignore[assignment]
+    for factor in (100, 1):
+        model.zero_grad()
+        booster.backward(factor * model(torch.ones(1, 1, dtype=D)).mean(), optimizer)
+    optimizer.step()
+    return [float(p.sum()) for p in model.parameters() if p.numel()]
+
+
+@pytest.mark.parametrize("zero_stage", range(4))
+def test_zero_grad_of_the_model_throws_gradients_away(pools: RankPools, zero_stage: int) -> None:
+    """ZeRO 1 and 2 kept them in their shards."""
+    assert {w for rank in pools[2].run(gradient_thrown_away, zero_stage) for w in rank} == {-1.0}
+
+
 def weighted_classes(outputs: torch.Tensor, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     weights = torch.tensor([1.0, 5.0, 0.2], dtype=D)
     total = F.cross_entropy(outputs, inputs[1], weight=weights, reduction="sum")

@@ -193,6 +193,12 @@ class Boosted(nn.Module):
         named = any(name in kwargs for name in TARGET_NAMES) or not args
         return self.weigher(outputs, self._count_targets(kwargs if named else args), share)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero what ZeRO 1 and 2 have in their shards, too."""
+        super().zero_grad(set_to_none)
+        if self.plugin.zero_stage in (1, 2) and (optimizer := self.optimizer_ref()) is not None:
+            optimizer.zero_grad(set_to_none)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """See `Booster.no_sync`."""
@@ -205,8 +211,7 @@ class Boosted(nn.Module):
 
     def _hooks_off(self) -> AbstractContextManager[None]:
         """No hook reduces gradients."""
-        replica: DataParallel | None = self._replica
-        if replica is not None:
+        if (replica := self._replica) is not None:
             return replica.no_sync()
         if self.plugin.zero_stage == 3 and self.plugin.pp_size == 1:
             return data_parallel.no_sync(self.module)
@@ -245,8 +250,7 @@ class Boosted(nn.Module):
         criterion = criterion or loss_of_outputs
         pipe.causal = pipe.module.causal if causal is None else causal
         before, now = (getattr(f, "__code__", f) for f in (self._criterion, criterion))
-        if now is not before:
-            pipe.checked_causal = None
+        pipe.checked_causal = pipe.checked_causal if now is before else None
         pipe.checks_mean = trains and self.checks_mean_of(criterion)
         vars(self)["_criterion"] = pipe.loss_key = criterion  # by vars(): a criterion is no child
         if self.loss_reduction is not None:
@@ -292,8 +296,7 @@ class Boosted(nn.Module):
 
     @property
     def takes_counts(self) -> bool:
-        """Whether criteria of `run` may return (sum, count), as all ranks of a pipeline know after the first
-        step that trains."""
+        """Whether criteria may return (sum, count), as all ranks know after the first step that trains."""
         return self._pipe is not None and self._pipe.loss_reduction == "sum_and_count"
 
     def send_from_last_stage(self, x: torch.Tensor) -> torch.Tensor:
@@ -304,8 +307,7 @@ class Boosted(nn.Module):
 
     @property
     def per_target(self) -> float | torch.Tensor:
-        """What a criterion that counts for itself counts per target, as of the last step; the next one starts
-        from it. Set it to continue another run."""
+        """What a criterion that counts for itself counts per target; the next step starts from it."""
         if self._resumed_per_target is not None:
             return self._resumed_per_target
         return 1.0 if self._pipe is None else self._pipe.per_target
@@ -315,9 +317,8 @@ class Boosted(nn.Module):
         self._resumed_per_target = value.to(self._device)
 
     def _free_other_stages(self) -> None:
-        """Free the blocks of other ranks' stages, once, before the first step. A block whose forward is
-        replaced, as by `compile_blocks`, refers to itself, so only the garbage collector frees it: two stages
-        of a GPT-2 with 24 blocks kept 0.30 GB until then."""
+        """Free other ranks' blocks, once, before the first step: 0.30 GB of a GPT-2 with 24 blocks. A block
+        whose forward is replaced, as by `compile_blocks`, refers to itself: only the collector frees it."""
         if self._frees_other_stages:
             self._frees_other_stages = False
             gc.collect()
@@ -325,14 +326,11 @@ class Boosted(nn.Module):
     def _make_single_stage_pipe(self) -> Pipeline:
         """A pipeline with the full model as its only stage."""
         module, mesh = self.module, self.plugin.mesh
-        sink = None
-        if self.plugin.zero_stage == 3:
-            sink = data_parallel.sink(module)
-        elif self._replica is not None:
-            sink = self._replica.sink
+        of_replica = None if self._replica is None else self._replica.sink
+        sink = data_parallel.sink(module) if self.plugin.zero_stage == 3 else of_replica
         reducer: Any = None if sink is None else SimpleNamespace(sink=sink)  # its hooks stay
-        takes = inputs_of_forward(module, self._model_loss)
         no_cache = lambda kwargs: self._cache.arguments(kwargs, self.training)  # noqa: E731
+        takes = inputs_of_forward(module, self._model_loss)
         stage = WholeModel(module, takes, self.causal, no_cache, self._trained)
         self._pipe = Pipeline(
             stage, mesh.pp, self.plugin.schedule(1), self._loss, reducer, replicas=mesh.dp_cp,

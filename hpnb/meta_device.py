@@ -56,9 +56,10 @@ def fill_buffers(module: nn.Module, device: torch.device) -> None:
     """Give buffers on the meta device zeros on `device`."""
     on_meta = {name for name, buffer in module.named_buffers() if buffer.is_meta}
     if on_meta and (lost := on_meta - module.state_dict().keys()):
+        owner = ".".join(["model", *min(lost).split(".")[:-1]])
         raise ValueError(
-            f"buffer {min(lost)} is on the meta device and in no state dict, so nothing would fill it; give "
-            "it its values before"
+            f"buffer {min(lost)} is on the meta device and in no state dict, so nothing would fill it. Make "
+            f"its module anew on the CPU before; in transformers: {owner} = type({owner})(config)"
         )
     filled: dict[torch.Tensor, torch.Tensor] = {}
     for inner in module.modules():

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hpnb.mesh import Axis
+from hpnb.record.traffic import uncounted
 
 
 @dataclass(frozen=True)
@@ -67,16 +68,17 @@ def check_frozen_alike(
     """
     named = dict(module.named_parameters(remove_duplicate=False))
     for p, ranks in ranks_of.items():
-        trained = torch.tensor(float(p.requires_grad), device=p.device)
-        dist.all_reduce(trained, group=ranks.group)
-        if int(trained) not in (0, ranks.size):
+        trained = [p.requires_grad] * ranks.size
+        with uncounted():
+            dist.all_gather_object(trained, p.requires_grad, group=ranks.group)
+        if len(set(trained)) > 1:
             names = next(
                 tied.names for tied in tied_weights if any(named.get(name) is p for name in tied.names)
             )
             raise ValueError(
-                f"{' and '.join(names)} are one weight, and it is trained on {int(trained)} of its "
-                f"{ranks.size} ranks and frozen on the others. A rank has it by the name in its own stage: "
-                "freeze or thaw it by all of these names"
+                f"{' and '.join(names)} are one weight, trained on {sum(trained)} of its ranks and frozen "
+                f"on {trained.count(False)}. A rank has it by the name in its own stage: freeze or thaw it "
+                "by all these names"
             )
 
 

@@ -52,11 +52,15 @@ def move_module(module: nn.Module, device: torch.device) -> None:
     module.to(device)
 
 
-def fill_buffers(module: nn.Module, device: torch.device) -> None:
-    """Give buffers on the meta device zeros on `device`."""
-    on_meta = {name for name, buffer in module.named_buffers() if buffer.is_meta}
+def fill_buffers(module: nn.Module, device: torch.device, name: str = "model") -> None:
+    """Give buffers on the meta device zeros on `device`.
+
+    Args:
+        name: what an error calls `module`; "" if it has the model as its attribute `model`.
+    """
+    on_meta = {path for path, buffer in module.named_buffers() if buffer.is_meta}
     if on_meta and (lost := on_meta - module.state_dict().keys()):
-        owner = ".".join(["model", *min(lost).split(".")[:-1]])
+        owner = ".".join([*([name] if name else []), *min(lost).split(".")[:-1]])
         raise ValueError(
             f"buffer {min(lost)} is on the meta device and in no state dict, so nothing would fill it. Make "
             f"its module anew on the CPU before; in transformers: {owner} = type({owner})(config)"

@@ -352,6 +352,32 @@ def test_a_count_of_sequences_is_warned_of_once_where_ranks_have_some_of_their_t
     assert pools[2].run(train_on_sequences, {}, False) == [[], []]
 
 
+def train_on_shifted_mean(shifts: bool) -> float | None:
+    def criterion(outputs: Any, batch: Any) -> torch.Tensor:
+        logits, labels = outputs.logits, batch["labels"]
+        logits, labels = (logits[:, :-1], labels[:, 1:]) if shifts else (logits, labels)
+        return F.cross_entropy(logits.transpose(1, 2), labels)
+
+    plugin = hpnb.HybridParallelPlugin(precision="fp64", cp_size=2, num_microbatches=2)
+    booster = hpnb.Booster(plugin=plugin)
+    model = make_model("llama")
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.2))
+    batch = make_batches(packed=False)[0]
+    booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
+    return model.last_step.loss.item()  # type: ignore[no-any-return]
+
+
+def test_a_mean_that_shifts_labels_again_is_refused(pools: RankPools) -> None:
+    with pytest.raises(hpnb.RankError, match="context parallelism has shifted them already") as error:
+        pools[2].run(train_on_shifted_mean, True)
+    assert "at the same position" in str(error.value)
+    assert "pass causal=True" not in str(error.value)  # which would shift them twice, in silence
+    batch = make_batches(packed=False)[0]
+    logits = make_model("llama")(batch["input_ids"], batch["attention_mask"]).logits
+    expected = F.cross_entropy(logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:]).item()
+    assert pools[2].run(train_on_shifted_mean, False) == pytest.approx([expected] * 2, rel=1e-12)
+
+
 def refusals() -> list[str]:
     plugin = hpnb.HybridParallelPlugin(cp_size=2, precision="fp32")
     dropout = AutoModelForCausalLM.from_config(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9))

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import hpnb
 from hpnb.background import Pending
@@ -195,6 +195,37 @@ def test_a_model_from_the_meta_device_does_not_train_from_zeros(
         [expected] * 2, rel=1e-6
     )
     assert pools[2].run(step_from_meta, knobs, "ones")[0] > 0
+
+
+def llama_step_from_meta(knobs: dict[str, Any], folder: str, remake: bool) -> float:
+    """The loss of a step of a Llama, whose rotary table is in no state dict."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
+    if remake:
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    booster = hpnb.Booster(plugin=hpnb.HybridParallelPlugin(precision="fp64", num_microbatches=2, **knobs))
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster.load_model(boosted, folder)
+    booster.execute_pipeline(iter([words()]), boosted, None, optimizer)
+    return boosted.last_step.loss.item()
+
+
+@pytest.mark.parametrize("knobs", [{"pp_size": 2}, {"tp_size": 2}, {"zero_stage": 3}], ids=str)
+def test_a_rotary_table_on_the_meta_device_is_refused_with_what_to_do(
+    pools: RankPools, knobs: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=gpt2().config.vocab_size, **sizes)).double()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(hpnb.RankError) as failed:
+        pools[2].run(llama_step_from_meta, knobs, str(tmp_path), False)
+    assert "rotary_emb.inv_freq is on the meta device" in message_of(failed)
+    assert "model.model.rotary_emb = type(model.model.rotary_emb)(config)" in message_of(failed)
+    expected = model(**words()).loss.item()
+    assert pools[2].run(llama_step_from_meta, knobs, str(tmp_path), True) == pytest.approx(
+        [expected] * 2, rel=1e-6
+    )
 
 
 def step_of_pipeline_from_meta(fill: bool) -> float:

@@ -29,6 +29,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from hpnb.meta_device import fill_buffers
+
 Inputs = Mapping[str, Any]
 TARGETS = ("labels", "label", "targets", "target")  # entries of a batch that only the loss reads
 
@@ -128,6 +130,13 @@ class Anatomy(ABC):
     def move_shared(self, device: torch.device) -> None:
         """Move these to `device`: modules in place, tensors as attributes of this Anatomy alone."""
         for name, value in self.shared().items():
+            if isinstance(value, nn.Module):
+                fill_buffers(value, device, name)
+            elif value.is_meta and device.type != "meta":
+                raise ValueError(
+                    f"the tensor {name} of {type(self).__name__} is on the meta device and in no state dict, "
+                    "so nothing would fill it: make it on the CPU"
+                )
             object.__setattr__(self, name, value.to(device))
 
     @abstractmethod

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hpnb.meta_device import fill_buffers
 from hpnb.models.model_anatomy import Anatomy, Inputs, Part, tied
 from hpnb.models.model_shell import HANDS_ON, ModelShell
 
@@ -55,6 +56,10 @@ class PlanAnatomy(Anatomy):
 
     def finish(self, hidden: torch.Tensor, inputs: Inputs) -> Any:
         return self.shell.finish(self.head, hidden, inputs)
+
+    def move_shared(self, device: torch.device) -> None:
+        fill_buffers(self.shell, device, name="")  # the model is shell.model, so paths begin with "model."
+        super().move_shared(device)
 
 
 def has_plan(model: nn.Module) -> bool:

@@ -58,6 +58,7 @@ def check_weight(
     causal: bool,
     counted: tuple[int, int],
     otherwise: tuple[int, int],
+    shifted_before: bool = False,
 ) -> None:
     """Refuse a mean whose weight was counted with labels shifted, if the function does not shift them; or the
     other way round.
@@ -66,6 +67,7 @@ def check_weight(
         function, outputs, inputs, value: see `includes_first_label`.
         causal: whether labels were counted as shifted.
         counted, otherwise: the targets of this microbatch and of the batch, counted so and the other way.
+        shifted_before: context parallelism has shifted the labels, so no loss function may shift them again.
     """
     includes = includes_first_label(function, outputs, inputs, value)
     if includes is None or includes != causal:
@@ -75,6 +77,12 @@ def check_weight(
         if causal
         else "the loss function's mean leaves out the first label of each sequence, because it shifts labels"
     )
+    if shifted_before:
+        raise ValueError(
+            "the loss function shifts labels (its mean leaves out the first of each sequence), and context "
+            "parallelism has shifted them already, before it split the sequence: pass a loss function that "
+            "compares logits and labels at the same position; without cp_size it needs causal=False then"
+        )
     raise ValueError(
         f"{means}, and the weight of this microbatch, {counted[0]} of {counted[1]} targets, would have to be "
         f"{otherwise[0]} of {otherwise[1]}: pass causal={not causal} to execute_pipeline or Pipeline, or "

@@ -175,7 +175,8 @@ class BatchLoss:
         if counted[0] == otherwise[0] or counted[0] * otherwise[1] == otherwise[0] * counted[1]:
             return
         inputs = self._inputs[microbatch]
-        check_weight(self._function, outputs, inputs, value, self._causal, counted, otherwise)
+        shifted = self._replicas is not None and self._replicas.name == "dp_cp" and not self._causal
+        check_weight(self._function, outputs, inputs, value, self._causal, counted, otherwise, shifted)
         self._shift_counts, self.shift_checked = None, True
 
     def _step_counts(self) -> torch.Tensor:

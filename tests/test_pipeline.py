@@ -944,7 +944,7 @@ def test_what_a_loss_returns_is_stated_or_as_in_the_first_step() -> None:
                 assert loss == same == pytest.approx(wanted[kind][0], rel=EXACT), (kinds, kind)
                 assert distance({**a, **b}, wanted[kind][1]) < EXACT, (kinds, kind)
     for kinds, stated in ((["mean", "pair"], {}), (["pair"], {"loss_reduction": "mean"})):
-        with pytest.raises(hpnb.RankError, match="set loss_reduction='sum_and_count'"):
+        with pytest.raises(hpnb.RankError, match="set loss_reduction = 'sum_and_count'"):
             hpnb.launch(train_with_losses, kinds, ranks=2, device="cpu", timeout=20, **stated)
 
 

@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -474,17 +475,18 @@ def test_step_parts() -> None:
     assert len(fig.axes[0].collections) == 4  # before and after the update, filled and hollow
 
 
-def _title(measured: dict[ZeroConfig, dict[str, float]]) -> str:
-    return next(text.get_text() for text in figures.step_parts(measured, measured).texts)
+def _title(fig: Figure) -> str:
+    return fig.texts[0].get_text()
 
 
 def test_the_title_names_stages_that_always_communicate_after_the_update() -> None:
     early, late = ({"forward": 0.9, "exposed after the update": took} for took in (0.001, 0.1))
     both = {ZeroConfig(1): late, ZeroConfig(2): late, ZeroConfig(3): early}
-    assert _title(both) == "ZeRO-1 and ZeRO-2 communicate after the update"
+    assert _title(figures.step_parts(both, both)) == "ZeRO-1 and ZeRO-2 communicate after the update"
     one = {ZeroConfig(1): early, ZeroConfig(1, -1): late, ZeroConfig(2): late}
-    assert _title(one) == "ZeRO-2 communicates after the update"
-    assert _title({ZeroConfig(1): early}) == "Steps before, in and after the update"
+    assert _title(figures.step_parts(one, one)) == "ZeRO-2 communicates after the update"
+    none = {ZeroConfig(1): early}
+    assert _title(figures.step_parts(none, none)) == "Steps before, in and after the update"
 
 
 def test_what_the_page_says_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -570,6 +572,39 @@ def test_launch_floor_of_steps_that_launching_sets_knows_only_how_long_computing
     assert gpt2_zero_words.limit_in_words(1.0, 2.5) == {"word": "computing", "equal": "about"}
 
 
+@pytest.mark.parametrize(
+    ("took", "title"),
+    [
+        ({1: 1.0, 4: 1.2, 100: 11.0}, "Launching sets the time of small steps, computing that of large ones"),
+        ({1: 1.0, 4: 1.2, 100: 1.9}, "Launching sets the time of small steps"),
+        ({1: 1.0, 4: 4.0, 100: 99.0}, "Computing sets the time of large steps"),
+        ({1: 1.0, 4: 1.4, 100: 1.9}, "Forward and backward over the tokens of a rank"),
+    ],
+)
+def test_the_title_of_the_launch_floor_follows_the_times(took: dict[int, float], title: str) -> None:
+    rounds = {tokens: [seconds] for tokens, seconds in took.items()}
+    assert _title(figures.launch_floor(rounds, 1.0, 0.1, 100, False)) == title
+
+
+@pytest.mark.parametrize(
+    ("three", "where", "crossing"),
+    [
+        ([6.0, 3.0, 1.0], "fast links", 100.0),
+        ([3.0, 2.0, 1.0], "every link", 1.0),
+        ([6.0, 5.0, 4.0], "no link", None),
+        ([3.0, 5.0, 1.0], "some links", 1.0),
+    ],
+)
+def test_the_title_says_on_which_links_zero_3_exposes_less(
+    three: list[float], where: str, crossing: float | None
+) -> None:
+    lines = {"ZeRO-0": [4.0, 2.0, 0.5], "ZeRO-2": [4.0, 3.0, 2.0], "ZeRO-3": three}
+    fig = figures.exposed_by_link([1e9, 1e10, 1e11], lines, 38e9)
+    assert _title(fig) == f"XL, 8 GPUs: ZeRO-3 exposes less than ZeRO-2 on {where} · simulated"
+    at = {line.get_label(): line.get_xdata()[0] for line in fig.axes[0].lines}
+    assert at.get("crossing") == crossing
+
+
 def test_exposed_by_link() -> None:
     lines = {"ZeRO-0": [4.0, 0.5], "ZeRO-2": [4.0, 2.0], "ZeRO-3": [6.0, 1.0]}
     fig = figures.exposed_by_link([1e9, 1e10], lines, 38e9)
@@ -637,7 +672,10 @@ def test_prefetch_steps() -> None:
         words: theory.simulate_gathers(USES, [1.0] * 6, [0.5] * 3, [1.0] * 3, plan)
         for words, plan in plans.items()
     }
-    assert len(figures.prefetch_steps(steps, USES).axes) == 2
+    fig = figures.prefetch_steps(steps, USES)
+    assert len(fig.axes) == 2
+    assert _title(fig) == "Early, only the first gather is exposed"
+    assert _title(figures.prefetch_steps({"late": steps["late"]}, USES)) == "Later gathers are exposed, too"
 
 
 def test_batch_wall() -> None:
@@ -650,6 +688,19 @@ def test_batch_wall() -> None:
     assert [line.get_xdata()[0] for line in noise] == [3.0]
     fig = batch_wall({2: 100, 4: 70}, {"fit": (40.0, 3.0)}, 5.0, {"gradients": 4.0})
     assert [line.get_xdata()[0] for line in fig.axes[1].lines if line.get_label() == "gradients"] == [4.0]
+
+
+@pytest.mark.parametrize(
+    ("steps", "title"),
+    [
+        ({4: 70, 2: 100, 8: 60}, "To a test loss of 5, larger batches take fewer steps and more samples"),
+        ({2: 100, 4: 40}, "To a test loss of 5, larger batches take fewer steps"),
+        ({2: 100, 4: 100}, "To a test loss of 5, larger batches take more samples"),
+        ({2: 100, 4: 40, 8: 40}, "Steps and samples to a test loss of 5, over the batch size"),
+    ],
+)
+def test_the_title_of_the_batch_wall_follows_steps_and_samples(steps: dict[int, float], title: str) -> None:
+    assert _title(batch_wall(steps, {"fit": (40.0, 3.0)}, 5.0)) == title
 
 
 def test_step_bill() -> None:

@@ -396,6 +396,12 @@ def test_a_skyline_draws_its_layers_its_cuts_and_its_loss() -> None:
     assert heavy.get_weight() == "bold"
     bold = {t.get_text() for ax in fig.axes[::2] for t in ax.texts if t.get_weight() == "bold"}
     assert bold == {"4.00", "3.20"}  # each cut's largest
+    assert fig.texts[0].get_text() == "The even cut leaves fewer blocks beside the head: 0, not 1"
+    same = {"by flops": cuts["even"], "by time": cuts["even"]}
+    fig = figures.skyline(costs, same, kinds, unit="blocks")
+    assert fig.texts[0].get_text() == "Blocks beside the head: by flops 0, by time 0"
+    fig = figures.skyline(costs, {"uniform": cuts["uniform"], "by time": cuts["even"]}, kinds, unit="blocks")
+    assert fig.texts[0].get_text() == "The cut by time leaves fewer blocks beside the head: 0, not 1"
 
 
 def test_the_last_cut_shows_every_repeat_and_who_cuts_where() -> None:
@@ -408,6 +414,19 @@ def test_the_last_cut_shows_every_repeat_and_who_cuts_where() -> None:
     lines = {line.get_label(): list(line.get_ydata()) for line in ax.get_lines()}
     assert lines["measured, median"] == pytest.approx([3.1, 2.2, 4.0])  # of two, the later
     assert lines["each repeat"] == [3.0, 3.4, 3.1, 2.0, 2.2, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("runs", "title"),
+    [
+        ({0: [2.0, 2.2], 3: [1.0, 1.1], 9: [1.2, 1.9]}, "Too many blocks beside the head slow every repeat"),
+        ({0: [2.0, 2.2], 3: [1.0, 1.3], 9: [1.2, 1.9]},
+         "Repeats with 9 and with 3 blocks beside the head overlap"),
+        ({0: [2.0, 2.2], 9: [1.2, 1.9]}, "By the median, the most blocks beside the head, 9, are fastest"),
+    ],
+)  # fmt: skip
+def test_the_title_of_the_last_cut_follows_its_repeats(runs: dict[int, list[float]], title: str) -> None:
+    assert figures.last_cut(runs, [1.0] * len(runs)).texts[0].get_text() == title
 
 
 def test_labels_of_neighbouring_cuts_do_not_overlap() -> None:

@@ -228,6 +228,24 @@ def test_equal_streams_lie_on_the_axis() -> None:
     assert not any(line.get_clip_on() for line in lower.get_lines()[:2])  # a line at 0 shows whole
 
 
+def test_the_title_of_losses_and_streams_follows_both() -> None:
+    fall, rise, slow = [6.0, 5.0], [6.0, 6.5], [6.0, 5.2]
+    equal, apart, near = [0.0, 0.0], [0.3, 0.2], [0.3, 0.01]
+    stream = "the residual stream gives the fault away"
+    for loss, distance, title in (
+        (fall, apart, f"All losses fall alike; {stream}"),
+        (fall, near, "All losses fall alike"),
+        (fall, equal, "All losses fall alike"),
+        (rise, apart, f"T{stream[1:]}"),
+        (slow, apart, f"T{stream[1:]}"),
+        (slow, equal, "Losses, and distances between residual streams"),
+    ):
+        losses, distances = {"a": fall, "b": loss}, {"a": equal, "b": distance}
+        assert figures.losses_and_streams(losses, distances).texts[0].get_text() == title
+    everywhere = figures.losses_and_streams({"a": slow, "b": rise}, {"a": apart, "b": apart})
+    assert everywhere.texts[0].get_text().startswith("Losses, and")
+
+
 # --- exercises ---------------------------------------------------------------------------------------------
 
 

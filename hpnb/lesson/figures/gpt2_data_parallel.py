@@ -181,6 +181,10 @@ def launch_floor(
         chosen: tokens that the page trains with.
         adds: whether launching and computing add up, as on a CPU, where their sum is a line, too; on a GPU
             the longer one counts, which is the upper line.
+
+    The title says that launching sets the time of small steps if four times the fewest tokens, or more, take
+    at most a quarter longer than the floor; and that computing sets that of large ones if the last point
+    takes over twice the floor.
     """
     tokens, medians = list(took), [median(seconds) for seconds in took.values()]
     scale, unit = time_unit(max(medians))
@@ -202,8 +206,14 @@ def launch_floor(
     panel = CurvePanel(
         series, f"forward and backward ({unit})", log="xy", height=2.2, xlabel="tokens of a rank"
     )
-    title = "Launching sets the time of small steps, computing that of large ones"
-    title = title if computes else "Launching sets the time of small steps"
+    flat = [n for n, middle in zip(tokens, medians, strict=True) if middle <= 1.25 * floor]
+    launches = max(flat, default=0) >= 4 * min(tokens)
+    title = {
+        (True, True): "Launching sets the time of small steps, computing that of large ones",
+        (True, False): "Launching sets the time of small steps",
+        (False, True): "Computing sets the time of large steps",
+        (False, False): "Forward and backward over the tokens of a rank",
+    }[launches, computes]
     fig = curves([panel], title=title, more_keys=[fit, ranges])
     (ax,) = fig.axes
     rule(ax, chosen, "this page", SOFT)
@@ -222,9 +232,16 @@ def launch_floor(
 def prefetch_steps(
     steps: Mapping[str, GatherTimeline],
     uses: Sequence[int],
-    title: str = "One block ahead, only the first gather is exposed",
+    title: str = "",
 ) -> Figure:
-    """Simulated steps of ZeRO-3 with the same `uses`, beneath each other: computing over all-gathers."""
+    """Simulated steps of ZeRO-3 with the same `uses`, beneath each other: computing over all-gathers.
+
+    Without a `title` it names the steps in which only the first gather is exposed.
+    """
+    fitting = [name for name, step in steps.items() if step.stall <= 1e-9 * step.ends[-1]]
+    names = " and ".join(fitting).capitalize()
+    exposing = f"{names}, only the first gather is exposed" if fitting else "Later gathers are exposed, too"
+    title = title or exposing
     timelines = [gather_timeline(step, uses, 8) for step in steps.values()]
     labels = {0: "each rank"}
     return timeline(
@@ -239,7 +256,8 @@ def exposed_by_link(
 
     Args:
         bandwidths: bytes/s.
-        exposed: {ZeRO stage: seconds at each bandwidth}; the crossing of the last two is marked.
+        exposed: {ZeRO stage: seconds at each bandwidth}; the first bandwidth, in ascending order, at which
+            the last one exposes less than the one before is marked; the title says on which links it does.
         fast: bytes/s at which the gather of a block takes as long as its forward.
     """
     scale, unit = time_unit(float(np.median([s for line in exposed.values() for s in line])))
@@ -250,17 +268,19 @@ def exposed_by_link(
     ]
     panel = CurvePanel(series, f"exposed ({unit})", log="xy", height=2.5,
                        xlabel="bandwidth of the link (GB/s)")  # fmt: skip
-    title = "XL, 8 GPUs: on fast links ZeRO-3 exposes less than ZeRO-2 · simulated"
-    fig = curves([panel], title=title)
+    *_, before, last = exposed
+    less = [b < a for a, b in zip(exposed[before], exposed[last], strict=True)]
+    where = {(True, True): "every link", (False, False): "no link"}.get((all(less), any(less)), "fast links")
+    where = where if less == sorted(less) else "some links"  # fast: from one bandwidth on
+    fig = curves([panel], title=f"XL, 8 GPUs: {last} exposes less than {before} on {where} · simulated")
     (ax,) = fig.axes
-    rows = zip(bandwidths, *[*exposed.values()][-2:], strict=True)
-    crossing = next(bandwidth for bandwidth, first, second in rows if first > second)
+    crossing = {"crossing": bandwidths[less.index(True)]} if any(less) else {}
     rule(ax, fast / 1e9, "gather = forward", SOFT, "--")
     note(ax, "dashed: a gather takes", fast / 1e9, 0.9, (24, 0), color=SOFT)
     note(ax, "as long as a block's forward", fast / 1e9, 0.83, (24, 0), color=SOFT)
-    for words, bandwidth in {"crossing": crossing, **{n: LINKS[n].bandwidth for n in MARKED_LINKS}}.items():
+    for words, bandwidth in {**crossing, **{n: LINKS[n].bandwidth for n in MARKED_LINKS}}.items():
         rule(ax, bandwidth / 1e9, words, SOFT)
-        right = bandwidth > crossing
+        right = bandwidth > crossing.get("crossing", fast)
         note(ax, words, bandwidth / 1e9, 0.06, (4 if right else -4, 0), "left" if right else "right", SOFT)
     log_ticks(ax.yaxis, count, (1,))
     log_ticks(ax.xaxis, count, (1,))

@@ -53,9 +53,11 @@ def skyline(
     Args:
         costs: seconds of each layer, forward and backward of a microbatch; the last one's with the `loss`.
             Give what the cuts were made from, such as blocks at their median.
+        title: empty for how many blocks the cuts leave beside the head.
         text: False drops numbers and hatches, for a picture that moves with a slider.
         unit: for abstract times, the name of one second ("blocks"); None picks s, ms or µs.
     """
+    title = title or _cuts_title(cuts)
     longest = max(cut.step.makespan for cut in cuts.values())
     scale, step_unit = (1.0, unit) if unit else time_unit(longest)
     tall, layer_unit = (1.0, unit) if unit else time_unit(max(costs))
@@ -86,6 +88,16 @@ def skyline(
         below.xaxis.set_visible(text or i == len(cuts) - 1)
     axes[-1].set_xlabel(f"time ({step_unit})")
     return fig
+
+
+def _cuts_title(cuts: Mapping[str, PipelineCut]) -> str:
+    """How many blocks each cut leaves on the last stage, beside the head; of two cuts, which one fewer."""
+    beside = {name: cut.counts[-1] - 1 for name, cut in cuts.items()}
+    fewest, most = (pick(beside, key=beside.__getitem__) for pick in (min, max))
+    if len(cuts) == 2 and beside[fewest] < beside[most]:
+        cut = f"cut {fewest}" if fewest.startswith("by ") else f"{fewest} cut"
+        return f"The {cut} leaves fewer blocks beside the head: {beside[fewest]}, not {beside[most]}"
+    return "Blocks beside the head: " + ", ".join(f"{name} {blocks}" for name, blocks in beside.items())
 
 
 def _draw_layers(
@@ -124,6 +136,15 @@ def _draw_stages(ax: Axes, costs: Sequence[float], cut: PipelineCut, tall: float
     ax.tick_params(axis="x", length=0)
 
 
+def _last_cut_title(runs: Mapping[int, Sequence[float]]) -> str:
+    best, most = min(runs, key=lambda blocks: median_by(runs[blocks], float)), max(runs)
+    if best == most:
+        return f"By the median, the most blocks beside the head, {most}, are fastest"
+    if min(runs[most]) > max(runs[best]):
+        return "Too many blocks beside the head slow every repeat"
+    return f"Repeats with {most} and with {best} blocks beside the head overlap"
+
+
 def last_cut(
     runs: Mapping[int, Sequence[float]],
     predicted: Sequence[float],
@@ -133,7 +154,8 @@ def last_cut(
     """Seconds of a step over the number of blocks on the last stage, beside the head.
 
     Every repeat is a small dot beside the median, so that a difference can be compared with the spread of
-    the repeats. The title says whether the most blocks slow every repeat.
+    the repeats. The title says whether every repeat with the most blocks is slower than every repeat of the
+    fastest cut.
 
     `runs` are {number of blocks, ascending: seconds of each repeat}, and `marks` {a way to cut: how many
     blocks it leaves there}, of which those beyond the positions are left out.
@@ -153,11 +175,7 @@ def last_cut(
     ]  # fmt: skip
     words = "blocks on the last stage, beside the head"
     panel = CurvePanel(series, f"step ({unit})", height=2.5, xlabel=words)
-    best = min(runs.values(), key=lambda times: median_by(times, float))
-    decided = min(runs[positions[-1]]) > max(best)
-    title = "Too many blocks beside the head slow every repeat"
-    title = title if decided else "The repeats of a cut differ more than cuts do"
-    fig = curves([panel], title=title, left=0.72)
+    fig = curves([panel], title=_last_cut_title(runs), left=0.72)
     (ax,) = fig.axes
     fastest, slowest = (pick([*(s for _, s in repeats), *predicted]) / scale for pick in (min, max))
     room = slowest - fastest

@@ -118,10 +118,27 @@ def loss_bytes(counted: Mapping[int, Sequence[float]], ranks: int, title: str = 
     return fig
 
 
+def _streams_title(losses: Mapping[str, Sequence[float]], distances: Mapping[str, Sequence[float]]) -> str:
+    least_fall = min(loss[0] - loss[-1] for loss in losses.values())
+    apart = max(max(step) - min(step) for step in zip(*losses.values(), strict=True))
+    alike = least_fall > 0 and apart < 0.1 * least_fall
+    faults = [series[-1] for series in distances.values() if max(series) > 0]
+    seen = 0 < len(faults) < len(distances) and min(faults) > 0.1
+    stream = "the residual stream gives the fault away"
+    if alike:
+        return f"All losses fall alike; {stream}" if seen else "All losses fall alike"
+    return f"{stream[0].upper()}{stream[1:]}" if seen else "Losses, and distances between residual streams"
+
+
 def losses_and_streams(
     losses: Mapping[str, Sequence[float]], distances: Mapping[str, Sequence[float]]
 ) -> Figure:
-    """Losses of the first run of each policy, above the distances between its ranks' residual streams."""
+    """Losses of the first run of each policy, above the distances between its ranks' residual streams.
+
+    The title says "alike" if all losses fall and never differ by more than a tenth of the smallest fall. It
+    says that the residual stream "gives the fault away" if some policy's distances are 0 throughout, and
+    every other policy's last one is over 0.1.
+    """
     look = dict(zip(losses, (Look(*SERIES[k]) for k in (0, 1, 3)), strict=False))  # dash-dots look solid
     words = {
         "training loss, first of three runs": losses,
@@ -137,7 +154,7 @@ def losses_and_streams(
         )
         for head, by_run in words.items()
     ]  # fmt: skip
-    fig = curves(panels, title="All losses fall alike; the residual stream gives the fault away")
+    fig = curves(panels, title=_streams_title(losses, distances))
     upper, lower = fig.axes
     upper.tick_params(labelbottom=False)
     lower.set_ylim(bottom=0)

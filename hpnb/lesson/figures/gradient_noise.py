@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from math import log
 from typing import Literal
 
@@ -27,6 +28,17 @@ from hpnb.plot.grammar import CARD, SOFT
 from hpnb.plot.units import number
 
 
+def _wall_title(measured: Mapping[int, float], target: float) -> str:
+    """Whether each larger batch took fewer steps, and whether it took more samples."""
+    pairs = list(pairwise(sorted(measured.items())))
+    fewer = all(steps > fewer for (_, steps), (_, fewer) in pairs)
+    more = all(a * steps < b * fewer for (a, steps), (b, fewer) in pairs)
+    words = ["fewer steps"] * fewer + ["more samples"] * more
+    if not words:
+        return f"Steps and samples to a test loss of {target:g}, over the batch size"
+    return f"To a test loss of {target:g}, larger batches take {' and '.join(words)}"
+
+
 def batch_wall(
     measured: Mapping[int, float],
     laws: Mapping[str, tuple[float, float]],
@@ -38,7 +50,7 @@ def batch_wall(
         steps = fewest (1 + noise / batch)
 
     Left of the noise scale a doubled batch halves the steps. Right of it steps hardly fall, and samples rise
-    with the batch.
+    with the batch. The title says of the measured steps and samples what holds for every larger batch.
 
     Args:
         measured: {batch: steps}.
@@ -58,8 +70,7 @@ def batch_wall(
             for name, (fewest, noise) in laws.items()
         ]
         panels.append(CurvePanel(series, log="xy", height=height, title=words))
-    title = f"To a test loss of {target:g}, larger batches take fewer steps and more samples"
-    fig = curves(panels, title=title, gap=0.35)
+    fig = curves(panels, title=_wall_title(measured, target), gap=0.35)
 
     marks = [noise for _, noise in laws.values()]
 

@@ -745,8 +745,19 @@ def test_distance_is_a_relative_norm_over_all_tensors() -> None:
     apart = (0.3**2 + 3**2 + 0.4**2) ** 0.5 / (3**2 + 5**2) ** 0.5
     assert step_timing.relative_distance(a, b) == pytest.approx(apart, rel=1e-6)
     assert step_timing.relative_distance(b, b) == 0.0
+    nothing = [torch.zeros(1)]
+    assert step_timing.relative_distance(nothing, nothing) == 0.0
+    assert step_timing.relative_distance([torch.tensor([float("nan")])], nothing) == 1.0
     with pytest.raises(ValueError, match="zip"):
         step_timing.relative_distance(a, b[:1])
+
+
+def test_a_title_says_which_losses_fall() -> None:
+    falling, rising = [3.0, 2.0, 2.5, 1.0], [1.0, 2.0, 2.0, 3.0]
+    assert step_timing.fall_in_words({"a": falling, "b": falling}) == "Both losses fall"
+    assert step_timing.fall_in_words({"a": falling, "b": rising}) == "Only the loss of a falls"
+    assert step_timing.fall_in_words({"a": [1.0, 1.0], "b": rising}) == "No loss falls"
+    assert step_timing.fall_in_words(dict.fromkeys("abc", falling)) == "All losses fall"
 
 
 # --- one device's bill -----------------------------------------------------------------------------
@@ -990,6 +1001,11 @@ def test_the_typical_step_is_the_middle_one_or_the_replay_of_middles() -> None:
               for each in ([1.0, 9.0], [9.0, 1.0], [1.0, 1.0])]  # fmt: skip
     found = vit_pipeline.median_step(uneven, made)
     assert found == replace(made.simulate(pipeline_parallel.Costs(1.0, 2.0, 0.0)), source=label)
+    for name, chunks in {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-v": 2}.items():  # with messages
+        made = schedules.make(name, 2, 4, chunks)
+        costs = pipeline_parallel.Costs(1.0, 2.0, 1.0, transfer=0.5)
+        with_messages = replace(made.simulate(costs), source=label).select("FIWB")
+        assert vit_pipeline.median_step([with_messages] * 3, made).makespan == with_messages.makespan
 
 
 def test_costs_of_half_stages_and_half_backwards_are_of_the_record() -> None:

@@ -157,8 +157,8 @@ class BatchLoss:
         if self._reduction == "mean" and reduction == "sum_and_count":
             raise ValueError(
                 "the loss function returned (sum, count), and this pipeline expects a mean, as in "
-                "its first training step; set loss_reduction = 'sum_and_count' on the Pipeline or the boosted "
-                "model, on every rank, which takes both"
+                "its first training step; set loss_reduction = 'sum_and_count' on the Pipeline or the "
+                "boosted model, on every rank, which takes both"
             )
         if reduction == "mean" and self._unnamed_targets is not None:
             raise ValueError(

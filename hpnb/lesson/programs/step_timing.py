@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -165,6 +165,19 @@ def compute_seconds(tl: Timeline) -> float:
     return sum(tl.work(rank) for rank in tl.ranks) / len(tl.ranks)
 
 
+def fall_in_words(losses: Mapping[str, Sequence[float]]) -> str:
+    """Which of these losses are lower in their last quarter than in their first: "Both losses fall"."""
+
+    def falls(run: Sequence[float]) -> bool:
+        quarter = max(1, len(run) // 4)
+        return fmean(run[-quarter:]) < fmean(run[:quarter])
+
+    fell = [name for name, run in losses.items() if falls(run)]
+    if len(fell) == len(losses):
+        return "Both losses fall" if len(fell) == 2 else "All losses fall"
+    return f"Only the loss of {' and '.join(fell)} falls" if fell else "No loss falls"
+
+
 def relative_distance(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> float:
     """|| a - b || / || b || over all of them together, in float64."""
     pairs = [
@@ -172,7 +185,7 @@ def relative_distance(tensors: Iterable[torch.Tensor], others: Iterable[torch.Te
     ]
     difference = sum(float((a - b).square().sum()) for a, b in pairs)
     norm = sum(float(b.square().sum()) for _, b in pairs)
-    return (difference / norm) ** 0.5 if norm else float(difference > 0)
+    return (difference / norm) ** 0.5 if norm else float(difference != 0)  # 1.0 too if it is no number
 
 
 def rounds_in_turn(steps: Mapping[str, Callable[[], object]], repeats: int = 5) -> dict[str, list[float]]:

@@ -249,7 +249,20 @@ def median_step(timelines: Sequence[Timeline], schedule: Schedule) -> Timeline:
         action = Action(e.stage, e.op, e.microbatch)  # type: ignore[arg-type]
         durations.setdefault(action, []).append(e.duration)
     medians = {action: statistics.median(times) for action, times in durations.items()}
-    return schedule.replay(medians.__getitem__, source=timelines[0].source)
+    transfer = statistics.median(_transfer_seconds(tl) for tl in timelines)
+    return schedule.replay(medians.__getitem__, transfer, timelines[0].source)
+
+
+def _transfer_seconds(replayed: Timeline) -> float:
+    """What a message took in a replay: the second stage waits for the first one's result, of some microbatch
+    for nothing else."""
+    forwards = {(e.stage, e.microbatch): e for e in replayed.events if e.op == "F"}
+    waits = [
+        e.start - forwards[0, m].end
+        for (stage, m), e in forwards.items()
+        if stage == 1 and e.rank != forwards[0, m].rank
+    ]
+    return min(waits, default=0.0)
 
 
 def median_steps(

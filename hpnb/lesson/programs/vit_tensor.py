@@ -328,6 +328,12 @@ ModeSeconds = dict[tuple[ViTSize, int], dict[str, float]]
 """{(size, images): {mode: seconds of one block}}"""
 
 
+def source_of(ranks: hpnb.Ranks) -> str:
+    """How `time_blocks` and `time_halves` get seconds on these ranks: "measured", or "replayed" where ranks
+    take turns on a GPU."""
+    return "replayed" if ranks.choice.shares_gpus else "measured"
+
+
 def four_ranks(pool: hpnb.Ranks) -> tuple[hpnb.Ranks, PageSizes]:
     """(four ranks, which are those of `pool` if it has four; a width and a batch that keep them busy)."""
     ranks = pool if len(pool.members) == 4 else hpnb.Ranks(4)

@@ -1053,6 +1053,8 @@ def test_a_gradient_cliff_stands_where_the_fault_is() -> None:
     assert {"wrong from layer 1, mlp.fc1 on", "layer 2", "layer 1", "layer 0", "0", "1"} <= set(words(fig))
     assert (find_cliff(runs["right"]), find_cliff(runs["left out"])) == (None, "vit.layers.1.mlp.fc1")
     assert find_cliff({"a": 1e-10, "b": 1e-3}) == "b"
+    broken = gradient_cliff({"broken": {"classifier": 0.0, "vit.layers.0.mlp.fc1": math.inf}})
+    assert "wrong from layer 0, mlp.fc1 on" in {t.get_text() for t in broken.axes[0].texts}
 
 
 def test_a_gradient_cliff_without_a_fault_has_no_mark_and_of_many_modules_no_names() -> None:

@@ -67,7 +67,7 @@ def online_softmax(attend: Callable[..., Any]) -> Iterator[Finding]:
         stream = BlockStream(k, v, mask, sizes)
         out = expect_tensor(attend(q.clone(), stream.blocks()), q.shape, f"{what}: it returned")
         yield exact([relative_distance([out], [scores.softmax(-1) @ v])], f"{what}: the output is")
-        text = f"{what}: at most {stream.most_alive} blocks of {len(sizes)} were held at once, target 2"
+        text = f"{what}: at most {stream.most_alive} blocks of {len(sizes)} were in memory at once, target 2"
         yield Finding(stream.most_alive <= 2, text)
 
 

@@ -279,7 +279,7 @@ def _carry_out(name: str, rows: int, old: int, new: int, moves: Moves) -> tuple[
         WrongAnswer: a move cannot be carried out, or a rank lacks rows in the end.
     """
     before, after = _ranges(rows, old), _ranges(rows, new)
-    held = [set(shard) for shard in before] + [set[int]() for _ in range(new - old)]
+    stored = [set(shard) for shard in before] + [set[int]() for _ in range(new - old)]
     arrived: list[set[int]] = [set() for _ in range(max(old, new))]
     sent = 0
     for source, target, start, stop in moves:
@@ -287,14 +287,14 @@ def _carry_out(name: str, rows: int, old: int, new: int, moves: Moves) -> tuple[
             raise WrongAnswer(
                 f"{name}: ({source}, {target}, {start}, {stop}) names a rank that does not exist"
             )
-        if lacking := [i for i in range(start, stop) if i not in held[source]]:
+        if lacking := [i for i in range(start, stop) if i not in stored[source]]:
             shard = before[source]
             has = f"it has {shard.start} to {shard.stop}"
             raise WrongAnswer(f"{name}: rank {source} cannot send row {lacking[0]}; {has}")
         arrived[target] |= set(range(start, stop))
         sent += stop - start
     for rank, shard in enumerate(after):
-        if missing := [i for i in shard if i not in held[rank] | arrived[rank]]:
+        if missing := [i for i in shard if i not in stored[rank] | arrived[rank]]:
             needs = f"needs {shard.start} to {shard.stop}"
             raise WrongAnswer(f"{name}: rank {rank} {needs} and lacks row {missing[0]}")
-    return sent, sum(i not in held[rank] for rank, shard in enumerate(after) for i in shard)
+    return sent, sum(i not in stored[rank] for rank, shard in enumerate(after) for i in shard)

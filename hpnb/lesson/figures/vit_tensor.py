@@ -19,6 +19,7 @@ from hpnb.plot.grammar import ALARM, CARD, INK, RULE, SERIES, SOFT, OpStyle, mix
 
 FOOT = 1e-17  # below any error that float64 can have but 0
 EDGE = 1e-9  # halfway, in logarithms, between rounding and an error of everything
+_LARGEST = 1e4  # a gradient that is NaN or infinitely far off is drawn there
 _LEFT, _RIGHT = 0.75, 0.2
 _LONGEST = 1.0  # inches of a name
 _LEAST = 0.125  # inches from one name to the next
@@ -45,7 +46,7 @@ def gradient_cliff(errors: Mapping[str, Mapping[str, float]], title: str = "") -
     look = looks(errors)
     series = []
     for run, by_module in errors.items():
-        heights = [max(error, FOOT) for error in by_module.values()]
+        heights = [min(max(error, FOOT), _LARGEST) for error in by_module.values()]
         series.append(Series(run, range(len(modules)), heights, look[run], "line and dots"))
     panel = CurvePanel(series, "relative error of the gradient", "y", xlabel="from the loss  →  to the input")
     fig = curves([panel], title=title, left=_LEFT, right=_RIGHT, head=0.3,
@@ -54,7 +55,7 @@ def gradient_cliff(errors: Mapping[str, Mapping[str, float]], title: str = "") -
     for i, line in enumerate(reversed(ax.get_lines())):
         line.set_markersize(5 + 4 * i)  # runs that agree would cover each other
     every = [error for run in errors.values() for error in run.values()]
-    top = math.ceil(math.log10(max(1.0, *every)) + 0.3)
+    top = math.ceil(math.log10(max(1.0, min(_LARGEST, max(every)))) + 0.3)
     ax.set(xlim=(-1, len(modules)), ylim=(FOOT / 2, 10.0**top))
     ticks = [10.0**k for k in range(-16, top + 1, 4)]
     set_ticks(ax.yaxis, [FOOT, *ticks] if 0 in every else ticks, _power)

@@ -179,13 +179,16 @@ def fall_in_words(losses: Mapping[str, Sequence[float]]) -> str:
 
 
 def relative_distance(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> float:
-    """|| a - b || / || b || over all of them together, in float64."""
+    """|| a - b || / || b || over all of them together, in float64; infinite if a number is NaN, so that the
+    largest of several distances shows it."""
     pairs = [
         (a.detach().double().cpu(), b.detach().double().cpu()) for a, b in zip(tensors, others, strict=True)
     ]
     difference = sum(float((a - b).square().sum()) for a, b in pairs)
     norm = sum(float(b.square().sum()) for _, b in pairs)
-    return (difference / norm) ** 0.5 if norm else float(difference != 0)  # 1.0 too if it is no number
+    if not math.isfinite(difference) or not math.isfinite(norm):
+        return math.inf
+    return (difference / norm) ** 0.5 if norm else float(difference > 0)
 
 
 def rounds_in_turn(steps: Mapping[str, Callable[[], object]], repeats: int = 5) -> dict[str, list[float]]:

@@ -521,6 +521,39 @@ def test_hpnb_keeps_its_times_when_it_fails_in_turn(
         assert found.ratio("hpnb", "large") == (2.0, 2.0, 2.0)
 
 
+@pytest.mark.parametrize("step", [True, False])
+@pytest.mark.parametrize("half", [1, 2])
+def test_a_large_peer_keeps_the_first_half_of_its_rounds_when_it_fails_in_the_second(
+    monkeypatch: pytest.MonkeyPatch, half: int, step: bool
+) -> None:
+    class Breaks(Machine):
+        def start(
+            self, pool: FakePool, of: tasks.TrainingTask, shape: ParallelLayout, candidate: Candidate
+        ) -> ProgramStart:
+            if candidate.name == "large" and self.begun.count("large") == half - 1 and not step:
+                fails(pool, lost=True)
+            return super().start(pool, of, shape, candidate)
+
+        def time_one_step(self, pool: FakePool, name: str) -> float:
+            if name == "large" and self.begun.count(name) == half and step:
+                fails(pool, lost=True)
+            return super().time_one_step(pool, name)
+
+    said: list[str] = []
+    result = contend(Breaks({"hpnb": 20, "large": 24}, total=50), monkeypatch, rounds=5, said=said)
+    counts = [{name: len(seconds) for name, seconds in wave.items()} for wave in result.waves]
+    why = "rank 1 of 2 raised RuntimeError: it broke"
+    if half == 1:
+        assert [entry.failed for entry in result.entries] == ["", why]
+        assert counts == [{"hpnb": 5}]
+        return
+    assert [entry.failed for entry in result.entries] == ["", ""]
+    assert counts == [{"hpnb": 5}, {"hpnb": 3, "large": 3}]
+    assert result.ratio("hpnb", "large") == (2.0, 2.0, 2.0)
+    assert "dp2, large: 3 rounds of 5 count" in said
+    assert tables.layout_rows(result)[2].endswith(f"   later rounds failed: {why}")
+
+
 def test_hpnb_keeps_its_times_when_it_fails_in_a_later_wave(monkeypatch: pytest.MonkeyPatch) -> None:
     class Once(Machine):
         def start(
@@ -603,6 +636,29 @@ def test_hpnb_is_held_to_the_plain_model_too(monkeypatch: pytest.MonkeyPatch) ->
     found = contend(Machine({"hpnb": 1, "a": 1}), monkeypatch, reference=truth)
     told = "it does not train the same: the loss of step 3 is 5.000000, that of the plain model 4.900000"
     assert [entry.failed for entry in found.entries] == [told, told]
+
+
+@pytest.mark.parametrize("reference", [(5.0,) * WARM_UP, ()])
+def test_a_program_that_trains_otherwise_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch, reference: tuple[float, ...]
+) -> None:
+    wrong = {"hpnb": (6.0,) * WARM_UP} if reference else {"a": (6.0,) * WARM_UP}
+
+    class Other(Machine):
+        def start(
+            self, pool: FakePool, of: tasks.TrainingTask, shape: ParallelLayout, candidate: Candidate
+        ) -> ProgramStart:
+            begun = super().start(pool, of, shape, candidate)
+            return replace(begun, losses=wrong.get(candidate.name, begun.losses))
+
+    machine = Other({"hpnb": 1, "hpnb b": 1, "a": 1})
+    result = contend(machine, monkeypatch, reference=reference)
+    assert not wrong.keys() & set(machine.steps)
+    assert [entry.name for entry in result.entries if entry.failed] == list(wrong)
+    source = "the plain model" if reference else "hpnb"
+    assert [entry.failed for entry in result.entries if entry.failed] == [
+        f"it does not train the same: the loss of step 0 is 6.000000, that of {source} 5.000000"
+    ]
 
 
 def interrupted(*_: object) -> None:
@@ -710,7 +766,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 def test_what_cannot_be_measured_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong, told in (
         (["--rounds", "0"], "rounds=0 measures nothing"),
-        (["--ranks", "4", "--batch", "6"], "a batch of 6 cannot be dealt out evenly to 4 ranks"),
+        (["--ranks", "4", "--batch", "6"], "a batch of 6 cannot be split evenly over 4 ranks"),
         (["--ranks", "2", "--layouts", "dp3"], "dp3 is of 3 ranks, and there are 2"),
         (
             ["--ranks", "2", "--layouts", "pp2", "--microbatches", "3"],

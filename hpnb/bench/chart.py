@@ -80,7 +80,11 @@ def chosen(runs: Sequence[BenchmarkRun]) -> list[BenchmarkRun]:
     """The run of each task that covers most layouts, among `result_files.newest`; of several the one on most
     GPUs, and the newest."""
     best: dict[str, BenchmarkRun] = {}
-    for run in sorted(result_files.newest(runs), key=lambda one: (len(one.layouts), one.ranks, one.date)):
+    order = sorted(
+        result_files.newest(runs),
+        key=lambda one: (len(one.layouts), one.ranks, not one.forward_samples, one.date),
+    )
+    for run in order:
         if run.layouts:
             best[run.what] = run
     return [best[what] for what in sorted(best)]

@@ -4,7 +4,7 @@ One layout: its programs are built, take turns, and are dropped; one that fails 
 
     wave       hpnb's, and as many peers as fit in memory beside them: A B C | B C A | C A B ...
     next wave  hpnb's best, and the peers that are left
-    by turns   a peer that fits beside no other: hpnb's best, the peer, hpnb's best, the peer, each built anew
+    alone      a peer that fits beside no other: hpnb's best, the peer, hpnb's best, the peer, each built anew
     repeat     hpnb's best and the best peer once more, the peer built first: who is built first has memory
                first, and of several programs the best so far was lucky too
 
@@ -92,8 +92,8 @@ class LayoutBenchmark:
         rounds: steps of each program that count.
         traces: a folder for Chrome traces of the fastest program of either side of each wave.
         say: gets what is worth a line while it runs.
-        reference: the first losses of the plain model, to which all programs are compared; without them, to
-            hpnb's best.
+        reference: the first losses of the plain model, to which all programs are compared before they are
+            timed; without them, to hpnb's first program that starts.
         repeat_best: whether the best of both sides are measured once more.
         count_bytes: whether the bytes that leave a rank in a step are counted, by a step of its own.
     """
@@ -115,7 +115,8 @@ class LayoutBenchmark:
     ) -> None:
         self.pools, self.task, self.name, self.layout = pools, task, name, layout
         self.rounds, self.traces, self.say = rounds, traces, say
-        self.reference, self.repeat_best, self.count_bytes = tuple(reference), repeat_best, count_bytes
+        self.repeat_best, self.count_bytes = repeat_best, count_bytes
+        self.expected_losses, self.source = tuple(reference), "the plain model"
         self.candidates = {candidate.name: candidate for candidate in candidates}
         self.waiting = list(self.candidates)
         self.too_large: list[str] = []  # fits beside no other program
@@ -141,7 +142,7 @@ class LayoutBenchmark:
                 self.too_large.append(self.waiting.pop(0))
             self._keep(self._fastest(ours=True) if self.waiting else None)
         for one in self.too_large:
-            self._measure_by_turns(one)
+            self._measure_alternately(one)
         if self.repeat_best:
             self._measure_best_again()
         self._keep(None)
@@ -175,9 +176,12 @@ class LayoutBenchmark:
             self._fail(name, _summary(error))
             return False
         largest = max(starts, key=lambda start: start.peak)
-        if wrong := largest.refused or _find_not_finite(largest.losses):
+        wrong = largest.refused or _find_not_finite(largest.losses) or self._find_other(name, largest.losses)
+        if wrong:
             self._fail(name, wrong)
             return False
+        if not self.expected_losses and self.entries[name].ours and self.candidates[name].same:
+            self.expected_losses, self.source = largest.losses, name
         self.starts[name] = largest
         self._note(name, losses=largest.losses, held=largest.held, peak=largest.peak)
         self.live.append(name)
@@ -187,6 +191,7 @@ class LayoutBenchmark:
         """Note it. A program that has times keeps them, and is not built again."""
         if name in self._measured():
             self.failed_later.add(name)
+            self._note(name, lost=why)
         else:
             self._note(name, failed=why)
         self._remove(name, why)
@@ -212,23 +217,27 @@ class LayoutBenchmark:
         self.live = [one for one in self.live if one in names]
         self._call(worker.drop, tuple(self.live))
 
-    def _measure_by_turns(self, name: str) -> None:
-        """A program that fits beside no other, and hpnb's best."""
+    def _measure_alternately(self, name: str) -> None:
+        """A program that fits beside no other, and hpnb's best: half of the rounds each, and again. If either
+        fails in the second half, the rounds of the first stand."""
         best, halves = self._fastest(ours=True), (self.rounds - self.rounds // 2, self.rounds // 2)
+        programs = [best, name] if best else [name]
         wave: dict[str, list[float]] = {}
-        for rounds in halves:
-            for one in ([best, name] if best else [name]) if rounds else []:
+        for rounds in (rounds for rounds in halves if rounds):
+            half: dict[str, list[float]] = {}
+            for one in programs:
                 seconds = self._measure_alone(one, rounds)
-                if seconds is None and one == name:
+                if seconds is None:
+                    if wave:
+                        self.say(f"{self.name}, {name}: {len(wave[name])} rounds of {self.rounds} count")
+                    elif one != name:  # hpnb's best failed
+                        self._measure_alternately(name)
                     return
-                if seconds is None:  # hpnb's best failed
-                    if wave:  # the rounds that both have stand
-                        self.waves.append(wave)
-                    else:
-                        self._measure_by_turns(name)  # alone
-                    return
+                half[one] = seconds
+            if not wave:
+                self.waves.append(wave)
+            for one, seconds in half.items():
                 wave.setdefault(one, []).extend(seconds)
-        self.waves.append(wave)
 
     def _measure_alone(self, name: str, rounds: int) -> list[float] | None:
         """Seconds of a program that has the ranks to itself; None if it failed."""
@@ -297,20 +306,23 @@ class LayoutBenchmark:
 
     # --- results -----------------------------------------------------------------------------------------
 
-    def _check_losses(self) -> Iterator[ProgramResult]:
-        """The entries; those that compute another model have failed, hpnb's too."""
-        best = self._fastest(ours=True)
-        expected = self.reference or (self.entries[best].losses if best else ())
-        source = "the plain model" if self.reference else best
+    def _find_other(self, name: str, losses: Sequence[float]) -> str:
+        """A sentence about the first loss that another model would have; empty if there is none."""
+        if not self.candidates[name].same or not self.expected_losses:
+            return ""
         tolerance = _TOLERANCE[self.task.bits]
+        for step, (a, b) in enumerate(zip(self.expected_losses, losses, strict=True)):
+            if not abs(a - b) <= tolerance * abs(a):
+                return (
+                    f"it does not train the same: the loss of step {step} is {b:.6f}, that of {self.source} "
+                    f"{a:.6f}"
+                )
+        return ""
+
+    def _check_losses(self) -> Iterator[ProgramResult]:
+        """The entries. A program that started before there was anything to compare with fails here."""
         for name, entry in self.entries.items():
-            failed = entry.failed
-            if expected and not failed and self.candidates[name].same:
-                for step, (a, b) in enumerate(zip(expected, entry.losses, strict=True)):
-                    if not abs(a - b) <= tolerance * abs(a):
-                        failed = "it does not train the same: the loss of step "
-                        failed += f"{step} is {b:.6f}, that of {source} {a:.6f}"
-                        break
+            failed = entry.failed or (self._find_other(name, entry.losses) if entry.losses else "")
             yield replace(entry, failed=failed)
 
     def _note(self, name: str, **facts: Any) -> None:

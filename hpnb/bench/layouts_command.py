@@ -78,7 +78,10 @@ class _Command:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         key = f"{task.title}; {options.ranks} x {device}"
         commit = options.commit or result_files.current_commit()
-        self.run = BenchmarkRun(task.what, key, task.title, now, commit, device, options.ranks, versions)
+        self.run = BenchmarkRun(
+            task.what, key, task.title, now, commit, device, options.ranks, versions,
+            candidates=list(options.candidates or ()),
+        )  # fmt: skip
         print(f"{task.title}: {options.ranks} x {device}, {options.rounds} rounds", flush=True)
 
     # --- speed -------------------------------------------------------------------------------------------
@@ -94,6 +97,9 @@ class _Command:
             self._write()
         if lines := tables.data_parallel_rows(list(self.run.layouts.values())):
             print("\n".join(lines), flush=True)
+        if self.options.out is not None and self.run.candidates and self.run.layouts:
+            print("only programs that --candidates asked for were measured: `table` and `chart` take a "
+                  "layout from here only if no earlier run has more programs of it", flush=True)  # fmt: skip
 
     def measure_scaling(self) -> None:
         """Speed per GPU on n of them, over that on one."""

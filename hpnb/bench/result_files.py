@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hpnb.bench.results import BenchmarkRun
+from hpnb.bench.results import BenchmarkRun, LayoutResult
 from hpnb.bench.tables import markdown, summary
 from hpnb.files import write_text
 
@@ -71,29 +71,66 @@ def named(folder: Path = RESULTS) -> dict[str, BenchmarkRun]:
 
 def sources(runs: Mapping[str, BenchmarkRun], key: str) -> list[str]:
     """The files of `named` that `newest` takes the layouts of a key from, the oldest first."""
-    last = {layout: name for name, run in runs.items() if run.key == key for layout in run.layouts}
+    of_key = {name: run for name, run in runs.items() if run.key == key}
+    taken, _ = _choose_layouts(list(of_key.values()))
+    last = {layout: name for name, layouts in zip(of_key, taken, strict=True) for layout in layouts}
     return [name for name in runs if name in last.values()]
 
 
 def newest(runs: Sequence[BenchmarkRun]) -> list[BenchmarkRun]:
     """One run per key, with each layout as it was measured last, and so losses and scaling. Runs of another
     day or commit are not mixed in unless they alone have a layout; then the table says so in its last lines.
+    A run of some programs alone replaces no layout of which an earlier run has more (`left_out`).
     """
     merged: dict[str, BenchmarkRun] = {}
     stamps: dict[str, dict[str, str]] = {}
-    for run in runs:  # the oldest first
+    taken, _ = _choose_layouts(runs)
+    for run, names in zip(runs, taken, strict=True):  # the oldest first
         before = merged.get(run.key)
-        layouts = {**(before.layouts if before else {}), **run.layouts}
-        stamps.setdefault(run.key, {}).update(dict.fromkeys(run.layouts, run.commit))
+        layouts = {**(before.layouts if before else {}), **{name: run.layouts[name] for name in names}}
+        stamps.setdefault(run.key, {}).update(dict.fromkeys(names, run.commit))
         known = list(dict.fromkeys(stamps[run.key][name] for name in layouts))
         merged[run.key] = replace(
-            before if before and not run.layouts else run,
+            before if before and not names else run,
             layouts=layouts,
             commit=" and ".join(known) or run.commit,
             losses=run.losses or (before.losses if before else {}),
             scaling=run.scaling or (before.scaling if before else {}),
         )
-    return sorted(merged.values(), key=lambda run: (run.what, run.microbatches, run.key))
+    return sorted(merged.values(), key=lambda run: (run.what, run.microbatches, run.forward_samples, run.key))
+
+
+def left_out(runs: Sequence[BenchmarkRun]) -> list[str]:
+    """A sentence for each layout that `newest` does not take from the run that measured it last."""
+    return list(_choose_layouts(runs)[1].values())
+
+
+def _choose_layouts(runs: Sequence[BenchmarkRun]) -> tuple[list[list[str]], dict[tuple[str, str], str]]:
+    """(for each run, the oldest first, the layouts that replace earlier ones; a sentence for each layout that
+    does not). With `--candidates`, a run has to have times of all programs that the earlier one has."""
+    chosen: list[list[str]] = []
+    last: dict[tuple[str, str], LayoutResult] = {}
+    sentences: dict[tuple[str, str], str] = {}
+    for run in runs:
+        names = []
+        for name, result in run.layouts.items():
+            place, before = (run.key, name), last.get((run.key, name))
+            lacking = [one for one in _ran(before) if one not in _ran(result)] if before else []
+            if run.candidates and lacking:
+                sentences[place] = (
+                    f"{name} of {run.date[:10]} at {run.commit} ({run.title}) is not in these tables: it has "
+                    f"only programs that --candidates asked for, and an earlier run has {lacking[0]} too."
+                )
+                continue
+            last[place] = result
+            sentences.pop(place, None)
+            names.append(name)
+        chosen.append(names)
+    return chosen, sentences
+
+
+def _ran(result: LayoutResult) -> list[str]:
+    return [one.name for ours in (True, False) for one in result.ranked(ours)]
 
 
 def table(folder: Path = RESULTS) -> str:
@@ -102,8 +139,9 @@ def table(folder: Path = RESULTS) -> str:
     Raises:
         ValueError: there are none, or a file that is none.
     """
-    runs = _with_layouts(folder)
-    return "\n\n".join([summary(runs), *(markdown(run) for run in runs)])
+    every = read(folder)
+    runs = _with_layouts(folder, every)
+    return "\n\n".join([summary(runs), *(markdown(run) for run in runs), *left_out(every)])
 
 
 def show_table(results: Path, write: bool) -> None:
@@ -112,8 +150,10 @@ def show_table(results: Path, write: bool) -> None:
 
 
 def short_table(folder: Path = RESULTS) -> str:
-    """The first of the tables, without runs of a set number of microbatches: for the repository's README."""
-    return summary([run for run in _with_layouts(folder) if not run.microbatches])
+    """The first of the tables, without runs of a set number of microbatches or of samples in a forward: for
+    the repository's README."""
+    runs = _with_layouts(folder, read(folder))
+    return summary([run for run in runs if not run.microbatches and not run.forward_samples])
 
 
 def write_page(folder: Path = RESULTS) -> Path:
@@ -132,8 +172,8 @@ def write_page(folder: Path = RESULTS) -> Path:
     return path
 
 
-def _with_layouts(folder: Path) -> list[BenchmarkRun]:
-    runs = [run for run in newest(read(folder)) if run.layouts]
+def _with_layouts(folder: Path, every: Sequence[BenchmarkRun]) -> list[BenchmarkRun]:
+    runs = [run for run in newest(every) if run.layouts]
     if not runs:
         raise ValueError(describe_empty(folder))
     return runs

@@ -7,6 +7,7 @@ together are further apart in time, because each was built anew for half of its 
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -48,6 +49,7 @@ class ProgramResult:
         distance: of what it computed from what one process computes, the largest relative norm; where that
             was compared.
         failed: why there are no times, in a sentence.
+        lost: why it has fewer rounds than others, where it failed after it had times.
     """
 
     name: str
@@ -59,6 +61,7 @@ class ProgramResult:
     sent: float = 0.0
     distance: float = 0.0
     failed: str = ""
+    lost: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,12 +104,17 @@ class LayoutResult:
         other = next((one for one in best if one != name), None) if name in best else None
         return self.seconds(name, other)
 
-    def fastest(self, ours: bool) -> ProgramResult | None:
-        """hpnb's best program, or the best peer; those that failed do not count."""
+    def ranked(self, ours: bool) -> list[ProgramResult]:
+        """hpnb's programs, or the peers, the fastest first: by the median of all their steps. Those that
+        failed do not count."""
         ran = [
             e for e in self.entries if e.ours == ours and not e.failed and self.seconds(e.name) is not None
         ]
-        return min(ran, key=lambda e: self.seconds(e.name) or 0.0, default=None)
+        return sorted(ran, key=lambda e: self.seconds(e.name) or 0.0)
+
+    def fastest(self, ours: bool) -> ProgramResult | None:
+        """hpnb's best program, or the best peer: the first of `ranked`."""
+        return next(iter(self.ranked(ours)), None)
 
     def ratio(self, ours: str, peer: str) -> tuple[float, float, float] | None:
         """(median, lower and upper quartile) of how many times as fast as the peer, over the rounds of waves
@@ -142,6 +150,7 @@ class BenchmarkRun:
         losses: {"steps": how many, "serial": one GPU's, "order": how far from it they are with rows in
             the opposite order, "units": the same with heads and units, where there was tp,
             "layouts": {"dp4 hpnb": {"distance": from serial, "losses": ...}}}; or empty.
+        candidates: what `--candidates` asked for; empty if the usual programs were measured.
     """
 
     what: str
@@ -155,12 +164,20 @@ class BenchmarkRun:
     layouts: dict[str, LayoutResult] = field(default_factory=dict)
     scaling: dict[str, dict[str, float]] = field(default_factory=dict)
     losses: dict[str, Any] = field(default_factory=dict)
+    candidates: list[str] = field(default_factory=list)
 
     @property
     def microbatches(self) -> int:
         """Of a pipeline, where `--microbatches` set them; else 0, and it has the usual number."""
         *_, number, last = self.title.split()
         return int(number) if last == "microbatches" else 0
+
+    @property
+    def forward_samples(self) -> int:
+        """Of a forward without a pipeline, where `--rows` set fewer than a rank's share of the batch; else
+        0."""
+        match = re.search(r"forwards of up to (\d+) samples", self.title)
+        return int(match[1]) if match else 0
 
     def as_json(self) -> dict[str, Any]:
         return {"format": 1, **asdict(self)}

@@ -39,6 +39,8 @@ def layout_rows(result: LayoutResult) -> list[str]:
             line += f"   {ratio(result, best, entry)}"
         if entry.sent:
             line += f"   {entry.sent / 2**20:.1f} MiB leave a rank"
+        if entry.lost:
+            line += f"   later rounds failed: {entry.lost}"
         lines.append(line)
     if best is not None and peer is not None:
         lines.append(f"  {best.name} over {peer.name}: {ratio(result, best, peer)}")
@@ -76,6 +78,8 @@ def summary(runs: Sequence[BenchmarkRun]) -> str:
         where = f"{run.what}, {run.ranks} x {run.device.removeprefix('NVIDIA ')}"
         if run.microbatches:
             where += f", {run.microbatches} microbatches"
+        if run.forward_samples:
+            where += f", forwards of up to {run.forward_samples} samples"
         for number, result in enumerate(run.layouts.values()):
             best, ran = result.fastest(ours=True), peers(result)
             ours = "-" if best is None else f"{result.tflops(best.name):.4g}"
@@ -132,14 +136,14 @@ def _beside(result: LayoutResult, best: ProgramResult | None) -> str:
     cells = []
     for one in peers(result):
         beside = "" if best is None else f", {ratio(result, best, one)}"
-        cells.append(f"{one.name}: {result.tflops(one.name):.4g}, {_gib(one.peak)}{beside}")
+        fewer = " (later rounds failed)" if one.lost else ""
+        cells.append(f"{one.name}: {result.tflops(one.name):.4g}, {_gib(one.peak)}{beside}{fewer}")
     return "<br>".join(cells) or no_peers(result)
 
 
 def peers(result: LayoutResult) -> list[ProgramResult]:
-    """All of PyTorch's programs that ran, the fastest first."""
-    ran = [one for one in result.entries if not one.ours and not one.failed and result.seconds(one.name)]
-    return sorted(ran, key=lambda one: result.per_gpu(one.name), reverse=True)
+    """All of PyTorch's programs that ran, the fastest first, as `LayoutResult.fastest` says."""
+    return result.ranked(ours=False)
 
 
 def no_peers(result: LayoutResult) -> str:

@@ -48,6 +48,7 @@ class TrainingTask:
         loss_chunk: tokens at a time of hpnb's loss; 0 is all of them.
         microbatches: of a pipeline; 0 is `MICROBATCHES_PER_STAGE` for each of its ranks.
         lr: of AdamW.
+        rows_are_set: whether `rows` is less than a rank's share of the batch, so that a title has to say it.
     """
 
     what: str
@@ -58,6 +59,7 @@ class TrainingTask:
     loss_chunk: int = 0
     microbatches: int = 0
     lr: float = 1e-4
+    rows_are_set: bool = False
 
     @property
     def title(self) -> str:
@@ -68,9 +70,11 @@ class TrainingTask:
         else:
             words, batch = f"{size.tokens} tokens", f"{self.batch} images"
         dtype = "bf16" if self.bits == 16 else f"float{self.bits}"
+        forwards = f"forwards of up to {self.rows} samples, " if self.rows_are_set else ""
         return (
             f"{self.what}: {size.layers} blocks of {size.hidden}, {size.heads} heads, {words}, {dtype}, "
-            f"global batch {batch}{f' in {self.microbatches} microbatches' if self.microbatches else ''}"
+            f"{forwards}global batch {batch}"
+            f"{f' in {self.microbatches} microbatches' if self.microbatches else ''}"
         )
 
     @property
@@ -176,7 +180,8 @@ def make_task(
         rows: of a forward; by default a rank's share of the batch.
 
     Raises:
-        ValueError: a batch below 1 or one that does not divide by the ranks, or heads that do not fit.
+        ValueError: a batch below 1 or one that does not divide by the ranks, rows below 1, or heads that do
+            not fit.
     """
     size: GPT2Size | ViTSize
     if what == "gpt2-xl":
@@ -187,10 +192,14 @@ def make_task(
         size = replace(size, heads=heads or size.heads)
     batch = per_rank * ranks if batch is None else batch
     if batch < ranks or batch % ranks:
-        raise ValueError(f"a batch of {batch} cannot be dealt out evenly to {ranks} ranks; {ranks} could")
+        raise ValueError(f"a batch of {batch} cannot be split evenly over {ranks} ranks; {ranks} could")
+    if rows is not None and rows < 1:
+        raise ValueError(f"forwards of {rows} samples compute nothing; use 1 or more")
     chunk = 0 if what == "vit-l16" else 16 if tiny else 4096
     bits = 16 if device == "cuda" else 32
-    return TrainingTask(what, size, batch, rows or batch // ranks, bits, chunk, microbatches)
+    share = batch // ranks
+    is_set = rows is not None and rows < share  # more than that changes no program
+    return TrainingTask(what, size, batch, rows or share, bits, chunk, microbatches, rows_are_set=is_set)
 
 
 def cast_inputs(batch: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:

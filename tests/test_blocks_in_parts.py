@@ -220,7 +220,7 @@ def test_check_runs_zero_3() -> None:
     report = hpnb.models.check(Model(), batches()[0])
     assert "; ZeRO 3 on 2 ranks; ZeRO 3 in a pipeline on 2 ranks; " in report
     report = hpnb.models.check(ModelWithForward(), batches()[0])
-    assert report.count(" It cannot use ZeRO 3: ") == 1
+    assert report.count("\nIt cannot use ZeRO 3: ") == 1
     assert "whose modules are called without it" in report
     assert "; tensor parallelism on 2 ranks" in report
 
@@ -228,6 +228,6 @@ def test_check_runs_zero_3() -> None:
 def test_check_reports_sequence_parallelism_apart() -> None:
     report = hpnb.models.check(SlicingModel(), batches()[0])
     assert "SlicingModel is registered well: " in report
-    assert " It cannot use sequence parallelism: " in report
+    assert "\nIt cannot use sequence parallelism: " in report
     assert "each rank has a part of the tokens then" in report
     assert "tensor parallelism on 2 ranks" in report

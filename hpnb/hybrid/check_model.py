@@ -39,7 +39,7 @@ from hpnb.models.compare_parts import (
     run_parts,
     tensors_of,
 )
-from hpnb.models.model_anatomy import TARGETS, tied
+from hpnb.models.model_anatomy import TARGETS, Anatomy, tied
 from hpnb.models.registry import (
     SEE_CHECK,
     Registration,
@@ -145,7 +145,7 @@ def check(model: nn.Module, batch: Mapping[str, Any], ranks: int = 2, timeout: f
             lines = list(_compare_on_ranks(what, compute, registration, copied, inputs, result, n, timeout))
             if lines and lines[0].startswith(_REFUSED):
                 reason = lines[0].removeprefix(_REFUSED).removesuffix(".")
-                refused.append(f" It cannot use {what}: {reason}.")
+                refused.append(f"\nIt cannot use {what}: {reason}.")
                 continue
             problems += [line + note for line in lines]
             done.append(f"{what} on {n} ranks")
@@ -357,8 +357,13 @@ def _on_sequence_parallel(
         return f"{_REFUSED}{error}"
     try:
         return _result_of_shards(model, inputs)
-    except NotImplementedError as error:  # the parts do not say how many tokens a batch has
-        return f"{_REFUSED}{error}"
+    except NotImplementedError as error:
+        parts = type(registration.anatomy(model))
+        if parts.tokens is not Anatomy.tokens:
+            return f"{_REFUSED}{error}"
+        return (
+            f"{_REFUSED}{parts.__name__} has no tokens(self, inputs), which returns (samples, tokens of each)"
+        )
 
 
 def _on_tensor_parallel(registration: Registration, model: nn.Module, inputs: dict[str, Any]) -> Result:

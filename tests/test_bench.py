@@ -54,6 +54,7 @@ def replicas_are_printed(capsys: pytest.CaptureFixture[str], folder: Path) -> No
         assert count_rows(text, ours.name) == count_rows(text, theirs.name) == 1, text
         assert re.search(rf"^{contest}: products alone", text, re.MULTILINE)
         assert f"  {ours.name} over {theirs.name}: " in text
+        assert f"{contest}, both programs: float32 throughout\n" in text
 
 
 class Kept(TrainingTask):
@@ -90,6 +91,32 @@ def test_both_of_a_contest_train_the_same() -> None:
         assert set(distances) == set(data_parallel.CONTESTS)
         for contest, distance in distances.items():
             assert distance < 1e-4, contest
+
+
+def share_moved() -> list[float]:
+    """Of hpnb's and PyTorch's ZeRO stage 1 in bf16: which share of weights has moved after 12 steps, of those
+    of which one step's update is less than half of a bf16's last digit."""
+    layout = ParallelLayout(dp=hpnb.world_size())
+    task = Kept("tiny", TINY[0], 8, 4, 16, lr=1e-5)
+    start = {name: p.detach().clone() for name, p in task.build().named_parameters()}
+    for candidate in data_parallel.CONTESTS["stage 1"]:
+        worker.take_steps(candidate.build(task, layout), 12)
+    return [moved_share(start, _full(model)) for model in task.models[1:]]
+
+
+def moved_share(start: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> float:
+    large = {name: p.abs() > 0.01 for name, p in start.items() if p.dim() == 2}
+    moved = 0
+    for name, at in large.items():
+        moved += int((state[name].bfloat16() != start[name].bfloat16())[at].sum())
+    return moved / sum(int(at.sum()) for at in large.values())
+
+
+def test_both_of_zero_1_keep_master_weights() -> None:
+    for ours, theirs in hpnb.launch(share_moved, ranks=2, device="cpu", timeout=120):
+        assert ours > 0.3
+        assert theirs == pytest.approx(ours, rel=0.05)
+    assert set(data_parallel.PRECISIONS) == set(data_parallel.CONTESTS)
 
 
 def test_a_table_has_ratios_to_its_first_row() -> None:

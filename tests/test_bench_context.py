@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+import hpnb
 from hpnb.bench import context
+from hpnb.bench.results import LayoutResult, ProgramResult
 
 
 def test_a_small_contest_on_cpus(capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,6 +21,7 @@ def test_a_small_contest_on_cpus(capsys: pytest.CaptureFixture[str]) -> None:
     block = 2 * 2 * 8 * 32 * 4  # keys and values of 2 heads of 8, 32 tokens a rank, 4 bytes
     assert candidates["hpnb ring"].sent == 3 * block  # forward 1, backward 2
     assert candidates["hpnb all-gather"].sent == candidates["hpnb ring"].sent
+    assert candidates["hpnb ring"].sent_rank == 0  # both send as much
     queries = 4 * 8 * 32 * 4
     assert candidates["hpnb ulysses"].sent == 2 * (2 * queries + block) / 2  # half of q, k, v, out, twice
     torch_public = candidates[context.TORCH]
@@ -27,6 +30,25 @@ def test_a_small_contest_on_cpus(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "64 tokens, 4 heads of 8 on 2 key-value heads, 2 ranks" in printed
     assert "of the ideal" in printed
+
+
+def largest_of_ranks() -> list[tuple[float, int]]:
+    by_rank = [[1.0, 3.0], [5.0, 2.0], [0.0, 0.0]]
+    return [context._largest(values[hpnb.rank()]) for values in by_rank]
+
+
+def test_bytes_are_those_of_the_rank_that_sends_most_and_it_is_named() -> None:
+    assert hpnb.launch(largest_of_ranks, ranks=2, device="cpu") == [[(3.0, 1), (5.0, 0), (0.0, 0)]] * 2
+    entries = (
+        ProgramResult("hpnb ring", True, sent=3e6, sent_rank=1),
+        ProgramResult(context.IDEAL, False),
+    )
+    waves = ({"hpnb ring": [1.0], context.IDEAL: [1.0]},)
+    result = LayoutResult("cp2", 2, "tokens", 64, 8e12, 0.0, entries, waves)
+    _, head, ring, ideal = context.table(result, context.Size(64)).splitlines()
+    assert " most sent by a rank " in head
+    assert " 3.0 MB (rank 1) " in ring
+    assert "rank" not in ideal
 
 
 def test_a_length_that_cannot_be_split_is_refused() -> None:

@@ -4,7 +4,8 @@
 
 A step is the forward and backward of one attention over a sequence that is sharded. The ideal is
 one rank alone with all of it, divided by the ranks: the same FLOPs, and nothing is sent. On a CPU the
-ranks need a core each, or the clock shows who got one. Bytes are counted (`hpnb.record.traffic`).
+ranks need a core each, or the clock shows who got one. Bytes are counted (`hpnb.record.traffic`); the table
+shows those of the rank that sends most, and the largest distance of any rank's result from one process's.
 """
 
 from __future__ import annotations
@@ -74,11 +75,13 @@ def compare(ranks: int, rounds: int, device: str, size: Size) -> LayoutResult:
 
 
 def table(result: LayoutResult, size: Size) -> str:
-    """A line a candidate: step, ratio to the ideal with quartiles, TFLOP/s of a rank, bytes."""
+    """A line a candidate: step, ratio to the ideal with quartiles, TFLOP/s of a rank, bytes of the rank that
+    sends most."""
     lines = [
         f"causal attention, {size.length:,} tokens, {size.heads} heads of {size.head_dim} on {size.kv_heads} "
         f"key-value heads, {result.ranks} ranks",
-        f"{'':26}{'step':>10}{'of the ideal':>24}{'TFLOP/s':>10}{'sent a rank':>14}{'distance':>11}",
+        f"{'':26}{'step':>10}{'of the ideal':>24}{'TFLOP/s/rank':>14}{'most sent by a rank':>23}"
+        f"{'distance':>11}",
     ]
     for one in result.entries:
         ratio, seconds = result.ratio(one.name, IDEAL), result.seconds(one.name)
@@ -87,9 +90,9 @@ def table(result: LayoutResult, size: Size) -> str:
             continue
         share = f"{ratio[0]:.2f} ({ratio[1]:.2f} to {ratio[2]:.2f})"
         tflops = result.flops / result.ranks / seconds / 1e12
+        sent = f"{one.sent / 1e6:.1f} MB" + ("" if one.sent_rank is None else f" (rank {one.sent_rank})")
         lines.append(
-            f"{one.name:26}{seconds * 1e3:7.1f} ms{share:>24}{tflops:10.2f}"
-            f"{one.sent / 1e6:11.1f} MB{one.distance:11.1e}"
+            f"{one.name:26}{seconds * 1e3:7.1f} ms{share:>24}{tflops:14.2f}{sent:>23}{one.distance:11.1e}"
         )
     return "\n".join(lines)
 
@@ -98,7 +101,7 @@ def table(result: LayoutResult, size: Size) -> str:
 
 
 def _measure(size: Size, rounds: int) -> LayoutResult:
-    """All candidates in turns. The ideal runs on the first rank, while the others wait."""
+    """All candidates take turns. The ideal runs on the first rank, while the others wait."""
     axis, device = hpnb.Mesh(hpnb.Layout(cp=hpnb.world_size())).cp, hpnb.device()
     generator = torch.Generator(device).manual_seed(0)
 
@@ -147,12 +150,15 @@ def _measure(size: Size, rounds: int) -> LayoutResult:
     reasons: list[dict[str, str]] = [{} for _ in range(axis.size)]
     dist.all_gather_object(reasons, failed)  # what fails on one rank runs on none
     failed = {name: reason for of_rank in reasons for name, reason in of_rank.items()}
+    most = {name: _largest(sent[name]) for name in steps}
+    far = {name: _largest(distances[name])[0] for name in steps}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for name in take_turns([name for name in names if name not in failed], rounds + 1):
         seconds[name].append(time_step(steps[name]) if name in steps else time_step(ideal) / axis.size)
     entries = tuple(
         ProgramResult(
-            name, name.startswith("hpnb"), sent=sent[name], distance=distances[name],
+            name, name.startswith("hpnb"), sent=most.get(name, (0.0, 0))[0],
+            sent_rank=most[name][1] if most.get(name, (0.0, 0))[0] else None, distance=far.get(name, 0.0),
             failed=failed.get(name, ""),
         )
         for name in names
@@ -163,6 +169,13 @@ def _measure(size: Size, rounds: int) -> LayoutResult:
     return LayoutResult(
         f"cp{axis.size}", axis.size, "tokens", size.batch * size.length, flops, 0.0, entries, (waves,)
     )
+
+
+def _largest(value: float) -> tuple[float, int]:
+    """(the largest of all ranks' values, the first rank that has it); all ranks call it."""
+    values: list[float] = [0.0] * hpnb.world_size()
+    dist.all_gather_object(values, value)
+    return max(values), values.index(max(values))
 
 
 def _step(tensors: Tensors, attend: Callable[..., torch.Tensor]) -> Tensors:

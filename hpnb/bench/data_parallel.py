@@ -6,10 +6,10 @@
     hpnb.ZeroOptimizer   beside    ZeroRedundancyOptimizer in DistributedDataParallel   (ZeRO stage 1)
     hpnb.fully_shard     beside    torch.distributed.fsdp.fully_shard, FSDP2            (ZeRO stage 3)
 
-Both of a pair have the same model, batch, precision and AdamW, take turns on the same ranks (harness.py), and
-nothing is compiled. On a CPU a small ViT in float32; on GPUs ViT-L/16 and a GPT-2 of 0.35B parameters in bf16
-(ZeRO stage 3 from float32 shards). A small batch shows what the CPU costs, a large one (`--batch 4`) what the
-GPU does.
+Both of a pair have the same model, batch, precision and AdamW, and take turns on the same ranks (harness.py).
+Models are not compiled. On a CPU a small ViT in float32; on GPUs ViT-L/16 and a GPT-2 of 0.35B parameters in
+bf16, with float32 master weights in both programs of a pair (`PRECISIONS`, which the output repeats). A small
+batch shows what the CPU costs, a large one (`--batch 4`) what the GPU does.
 """
 
 from __future__ import annotations
@@ -78,10 +78,20 @@ CONTESTS = {
 }
 
 
+# Of both programs of a pair, on GPUs.
+PRECISIONS = {
+    "replicas": "bf16 weights and gradients; AdamW updates float32 master weights",
+    "stage 1": "bf16 weights and gradients; AdamW updates float32 master weights, sharded",
+    "stage 3": "float32 shards, which AdamW updates; gathered as bf16",
+}
+
+
 def run(ranks: int, rounds: int, device: str, contest: Sequence[str] | None, batch: int) -> None:
     """Print the tables, each as soon as it is there."""
     choice = hpnb.ranks.choose_device(device, ranks)
     with rank_pools(choice.device, 600.0) as pools:
         for task in tasks(choice.device, choice.ranks, batch):
             for name in contest or CONTESTS:
+                precision = PRECISIONS[name] if task.bits == 16 else "float32 throughout"
+                print(f"{name}, both programs: {precision}", flush=True)
                 print_contest(pools, task, name, ParallelLayout(dp=choice.ranks), CONTESTS[name], rounds)

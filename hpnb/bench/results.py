@@ -46,6 +46,7 @@ class ProgramResult:
         held, peak: bytes of the rank with most, between steps and at most; 0 without a GPU.
         bubble: measured and simulated idle share of a pipeline.
         sent: bytes that leave a rank in a step, of the rank with most; 0 where they were not counted.
+        sent_rank: that rank, where it is known.
         distance: of what it computed from what one process computes, the largest relative norm; where that
             was compared.
         failed: why there are no times, in a sentence.
@@ -59,6 +60,7 @@ class ProgramResult:
     peak: int = 0
     bubble: tuple[float, float] | None = None
     sent: float = 0.0
+    sent_rank: int | None = None
     distance: float = 0.0
     failed: str = ""
     lost: str = ""

@@ -45,7 +45,7 @@ def replicas(
     Args:
         autocast: float32 weights, and gradients that DDP compresses to bf16 on their way. By default bf16
             weights with masters, whose gradients travel as bf16.
-        zero_1: shard optimizer state by ZeroRedundancyOptimizer.
+        zero_1: shard optimizer state, and masters if there are any, by ZeroRedundancyOptimizer.
     """
     model: Any = task.build()
     if not autocast:
@@ -59,11 +59,7 @@ def replicas(
         if autocast and task.bits == 16:
             module.register_comm_hook(None, bf16_compress_hook)
     optimizer: OptimizerLike = (
-        ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=task.lr, fused=True
-        )
-        if zero_1
-        else torch_precision.adamw(model.parameters(), task.lr)
+        _zero_1(model, task.lr) if zero_1 else torch_precision.adamw(model.parameters(), task.lr)
     )
     around = partial(torch_precision.autocast, task) if autocast else nullcontext
     return accumulating(task, layout, _compile_model(module, how), optimizer, module, around=around)
@@ -109,6 +105,15 @@ def timm(how: Compiled, task: TrainingTask, layout: ParallelLayout) -> Program:
 
 
 # --- what they are made of -----------------------------------------------------------------------------
+
+
+def _zero_1(model: nn.Module, lr: float) -> ZeroRedundancyOptimizer:
+    parameters = list(model.parameters())
+    adamw: type[torch.optim.Optimizer] = torch.optim.AdamW
+    options: dict[str, Any] = {"lr": lr, "fused": True}
+    if parameters[0].dtype == torch.bfloat16:
+        adamw, options = torch_precision.ShardMasterAdamW, {"lr": lr}
+    return ZeroRedundancyOptimizer(parameters, adamw, parameters_as_bucket_view=True, **options)
 
 
 @lru_cache(maxsize=8)

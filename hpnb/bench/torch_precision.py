@@ -4,7 +4,8 @@
     autocast    float32 weights, matmuls in bf16; gradients are float32, and travel as bf16 with DDP
     FSDP2       float32 shards, gathered and reduced as bf16: MixedPrecisionPolicy
 
-PyTorch's optimizers have no masters, so the first form takes the 30 lines of `MasterAdamW`. Either each block
+PyTorch's optimizers have no masters, so the first form takes the 30 lines of `MasterAdamW`; in a
+ZeroRedundancyOptimizer those of `ShardMasterAdamW`. Either each block
 is compiled, or the model as one; the loss is compiled in both cases. GPT-2 has a third form: each block, and
 the output layer as one with the loss. PyTorch's programs seldom do this, but only then does the compiler see
 that a vocabulary of 50,257 is odd, and pads it. On a CPU everything is float32 and nothing is compiled.
@@ -59,6 +60,25 @@ class MasterAdamW:
         tensors = zip(self.narrow, gradients(self.parameters), self.wide, self.moments, strict=True)
         for narrow, grad, wide, moments in tensors:
             self._update(narrow, grad.reshape(-1), wide, *moments, self.steps, self.lr)
+
+
+class ShardMasterAdamW(torch.optim.Optimizer):
+    """Fused AdamW over float32 copies of a rank's 16-bit weights. ZeroRedundancyOptimizer makes it, and then
+    moves the weights into buckets, so every step reads `parameter.data` anew."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.narrow = [p for group in self.param_groups for p in group["params"]]
+        self.wide = [p.detach().to(torch.float32, copy=True) for p in self.narrow]
+        self.optimizer = torch.optim.AdamW([{"params": self.wide}], lr=lr, fused=True)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for narrow, wide in zip(self.narrow, self.wide, strict=True):
+            wide.grad = narrow.grad.float()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        torch._foreach_copy_(self.narrow, self.wide)
 
 
 def _adamw(

@@ -31,7 +31,8 @@ def _run(arguments: list[str] | None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser("python -m hpnb", description="Hybrid parallel training, run for real.")
     commands = parser.add_subparsers(dest="command", metavar="command")
-    commands.add_parser("doctor", help="what this machine has, what hpnb will use, and what is wrong")
+    about = "what this machine has, what hpnb will use, and what is wrong"
+    commands.add_parser("doctor", help=about, description=f"Prints {about}; needs no options.")
     train = commands.add_parser(
         "train", help="train what a TOML file says; go on where it was, if it was begun"
     )

@@ -47,12 +47,12 @@ def tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def replicas_are_printed(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    data_parallel.run(2, 2, "cpu", ("stage 1", "stage 3"), 1)
+    data_parallel.run(2, 2, "cpu", ("zero1", "zero3"), 1)
     text = capsys.readouterr().out
-    for contest in ("stage 1", "stage 3"):
+    for contest in ("zero1", "zero3"):
         ours, theirs = data_parallel.CONTESTS[contest]
         assert count_rows(text, ours.name) == count_rows(text, theirs.name) == 1, text
-        assert re.search(rf"^{contest}: products alone", text, re.MULTILINE)
+        assert re.search(rf"^{contest}: matmuls alone", text, re.MULTILINE)
         assert f"  {ours.name} over {theirs.name}: " in text
         assert f"{contest}, both programs: float32 throughout\n" in text
 
@@ -99,7 +99,7 @@ def share_moved() -> list[float]:
     layout = ParallelLayout(dp=hpnb.world_size())
     task = Kept("tiny", TINY[0], 8, 4, 16, lr=1e-5)
     start = {name: p.detach().clone() for name, p in task.build().named_parameters()}
-    for candidate in data_parallel.CONTESTS["stage 1"]:
+    for candidate in data_parallel.CONTESTS["zero1"]:
         worker.take_steps(candidate.build(task, layout), 12)
     return [moved_share(start, _full(model)) for model in task.models[1:]]
 
@@ -251,8 +251,28 @@ def test_what_cannot_be_measured_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         tensor.run(2, 1, device="cpu", batch=0)
     for arguments in (["tensor", "--rounds", "0"], ["pipeline", "--pairs", "0"]):
         monkeypatch.setattr("sys.argv", ["hpnb.bench", *arguments])
-        with pytest.raises(SystemExit, match="rounds=0"):
+        with pytest.raises(SystemExit, match=f"{arguments[1]} 0 measures nothing"):
             command.main()
+
+
+@pytest.mark.parametrize("name", list(command._COMMANDS))
+def test_help_explains_every_option(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A newcomer reads what an option is and what it is by default, and "in turns" is one thing alone."""
+    _, _, options = command._COMMANDS[name]
+    for flag, settings in options.items():
+        words = settings.get("help")
+        assert words, f"{name} {flag}"
+        assert (
+            "default" in words or settings.get("action") == "store_true" or flag in ("--profile", "--losses")
+        )
+    monkeypatch.setattr("sys.argv", ["hpnb.bench", name, "--help"])
+    with pytest.raises(SystemExit):
+        command.main()
+    text = " ".join(capsys.readouterr().out.split())
+    assert "turns" not in text or name == "launch"
+    assert "%(" not in text
 
 
 def test_bytes_that_leave_a_rank_are_in_its_row() -> None:

@@ -122,14 +122,19 @@ def run(ranks: int, every: int, rounds: int, device: str, zero: int, hidden: int
         f"a save every {every} steps, {choice.ranks} ranks on {choice.device}, {saved / 2**20:.0f} MiB, "
         f"{rounds} rounds"
     )
-    lines = [head, f"{'':10}  {'a step':>10}  {'ratio':>6}  {'held up':>10}  {'after':>10}  {'CPU ratio':>9}"]
+    lines = [
+        head,
+        f"{'':10}  {'a step':>10}  {'of alone':>8}  {'in save()':>10}  {'then waits':>10}  "
+        f"{'CPU of alone':>12}",
+    ]
     for way in WAYS:
         wall = median(one.wall for one in windows[way]) / every
         held, after = (median(getattr(one, name) for one in windows[way]) for name in ("held", "after"))
         lines.append(
-            f"{way:10}  {wall * 1e3:7.2f} ms  {over(way, lambda w: w.wall):6.3f}  {held * 1e3:7.2f} ms  "
-            f"{after * 1e3:7.2f} ms  {over(way, lambda w: w.cpu):9.3f}"
+            f"{way:10}  {wall * 1e3:7.2f} ms  {over(way, lambda w: w.wall):8.3f}  {held * 1e3:7.2f} ms  "
+            f"{after * 1e3:7.2f} ms  {over(way, lambda w: w.cpu):12.3f}"
         )
     share = median(b.held / a.wall for b, a in zip(windows["background"], windows["alone"], strict=True))
+    lines.append("then waits: from the last step until the files are written")
     lines.append(f"the call of a save in the background takes {share:.1%} of the {every} steps")
     print("\n".join(lines))

@@ -67,11 +67,11 @@ CONTESTS = {
         Candidate("hpnb.DataParallel", partial(_hpnb, 0)),
         Candidate("torch DDP", partial(replicas, "no")),
     ],
-    "stage 1": [
+    "zero1": [
         Candidate("hpnb.ZeroOptimizer", partial(_hpnb, 1)),
         Candidate("torch DDP + ZeroRedundancyOptimizer", partial(replicas, "no", zero_1=True)),
     ],
-    "stage 3": [
+    "zero3": [
         Candidate("hpnb.fully_shard", partial(_hpnb, 3)),
         Candidate("torch FSDP2", partial(fsdp, "no", True, True)),
     ],
@@ -81,8 +81,8 @@ CONTESTS = {
 # Of both programs of a pair, on GPUs.
 PRECISIONS = {
     "replicas": "bf16 weights and gradients; AdamW updates float32 master weights",
-    "stage 1": "bf16 weights and gradients; AdamW updates float32 master weights, sharded",
-    "stage 3": "float32 shards, which AdamW updates; gathered as bf16",
+    "zero1": "bf16 weights and gradients; AdamW updates float32 master weights, sharded",
+    "zero3": "float32 shards, which AdamW updates; gathered as bf16",
 }
 
 

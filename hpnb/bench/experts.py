@@ -74,6 +74,7 @@ def table(results: list[Exposed], link: Link, size: Size) -> str:
                 f"{result.source + ', ' + name:40}{one.makespan * 1e3:7.0f} ms{one.sent[rank] * 1e3:9.0f} ms"
                 f"{one.exposed[rank] * 1e3:9.0f} ms"
             )
+    lines.append("messages and exposed: of the rank that exposes most")
     lines.append("replayed from measured CPU time: no message was timed")
     return "\n".join(lines)
 

@@ -62,7 +62,8 @@ class RankPools:
             except RankInterrupt:
                 raise
             except RankError as error:
-                say(f"without the losses of the plain model: {_summary(error)}")
+                say("the plain model did not run, so losses are compared with those of hpnb's first program: "
+                    f"{_summary(error)}")  # fmt: skip
                 self._references[task] = ()
         return self._references[task]
 

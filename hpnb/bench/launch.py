@@ -138,11 +138,11 @@ def run(ranks: int, rounds: int) -> None:
 def table(title: str, rows: dict[str, list[float]]) -> str:
     """Rows of seconds as text; the ratio says how many times as long as the first row each one took."""
     width, first = max(map(len, rows)), quartiles(next(iter(rows.values())))[0]
-    lines = [title, f"{'':{width}}  {'median':>10}  {'quartiles':>21}  {'ratio':>7}"]
+    lines = [title, f"{'':{width}}  {'median':>10}  {'quartiles':>21}  {'of row 1':>8}"]
     for name, seconds in rows.items():
         median, low, high = quartiles(seconds)
         span = f"{low * 1e3:.2f} to {high * 1e3:.2f}"
-        lines.append(f"{name:{width}}  {median * 1e3:7.2f} ms  {span:>18} ms  {median / first:7.2f}")
+        lines.append(f"{name:{width}}  {median * 1e3:7.2f} ms  {span:>18} ms  {median / first:8.2f}")
     return "\n".join(lines)
 
 

@@ -11,7 +11,8 @@ A step is the forward and backward of a batch, without an optimizer, which is th
 turns on one GPU (harness.py), and ratios are of steps that followed one another. Memory is what PyTorch has
 reserved, since a graph's memory counts as free while it does not run; every program is alone then.
 
-With several stages ranks share the GPU by turns, and the step is replayed from what each action took.
+With several stages, ranks that share one GPU compute one at a time ("measured by turns"), and the step is
+replayed from what each action took alone.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from hpnb.bench.harness import LayoutBenchmark, RankPools, rank_pools, say_inden
 from hpnb.bench.pipeline import make_pipeline
 from hpnb.bench.program import Candidate, Program
 from hpnb.bench.results import LayoutResult
+from hpnb.bench.tables import NOT_TIMED
 from hpnb.bench.tasks import BatchFeed, TrainingTask, cast_inputs
 from hpnb.mesh import ParallelLayout
 from hpnb.models import GPT2_SIZES, SIZES
@@ -41,7 +43,7 @@ MICROBATCHES = 8
 LOOP, ONE_GRAPH, EAGER, GRAPHS = "torch, a loop", "torch, one graph", "hpnb Pipeline", "hpnb Pipeline, graphs"
 DATA_PARALLEL, DDP = "hpnb DataParallel", "torch DDP"
 STAGES = (2, 4)
-TURN_STEPS = 7  # recorded steps of ranks that share a GPU
+RECORDED_STEPS = 7  # of ranks that share a GPU
 
 
 def usual_tasks(device: str) -> list[TrainingTask]:
@@ -177,12 +179,12 @@ def measure_reserved(task: TrainingTask, name: str) -> int:
     return torch.cuda.max_memory_reserved() - before
 
 
-def measure_by_turns(task: TrainingTask, graphs: bool) -> tuple[float, str]:
+def measure_stages(task: TrainingTask, graphs: bool) -> tuple[float, str]:
     """(seconds of the median step, where they come from) of as many stages as there are ranks."""
     axis = Mesh(Layout(pp=hpnb.world_size())).pp
     pipe, feed = make_pipeline(task, axis, "1f1b", cuda_graphs=graphs)
     seconds, source = [], ""
-    for step in range(4 + TURN_STEPS):
+    for step in range(4 + RECORDED_STEPS):
         pipe.zero_grad()
         result = pipe.step(cast_inputs(feed.batch, task.dtype), return_outputs=False)
         timeline = result.timeline
@@ -199,7 +201,7 @@ def run(rounds: int, device: str, stages: Sequence[int] | None, tasks: Sequence[
     """Measure, and print the tables, each as soon as it is there.
 
     Args:
-        tasks: names, or parts of them; all if there are none. Stages by turns have the first task.
+        tasks: names, or parts of them; all if there are none. Pipelines of several stages run the first.
 
     Raises:
         ValueError: no task has such a name.
@@ -217,7 +219,7 @@ def run(rounds: int, device: str, stages: Sequence[int] | None, tasks: Sequence[
             ).run()
             print(*table(task, result, _reserved(pools, task, result)), sep="\n", end="\n\n", flush=True)
     for count in stages or STAGES:
-        print(*_by_turns(known[0], device, count), sep="\n", end="\n\n", flush=True)
+        print(*_stage_lines(known[0], device, count), sep="\n", end="\n\n", flush=True)
 
 
 def table(task: TrainingTask, result: LayoutResult, reserved: dict[str, int]) -> list[str]:
@@ -226,7 +228,7 @@ def table(task: TrainingTask, result: LayoutResult, reserved: dict[str, int]) ->
     for entry in result.entries:
         seconds = result.seconds(entry.name)
         if entry.failed or seconds is None:
-            lines.append(f"{entry.name:24}{entry.failed or 'its rounds were lost'}")
+            lines.append(f"{entry.name:24}{entry.failed or NOT_TIMED}")
             continue
         beside = [_times_as_long(result, entry.name, other) for other in (LOOP, ONE_GRAPH)]
         memory = f"{reserved[entry.name] / 2**30:.2f} GiB" if entry.name in reserved else "-"
@@ -246,9 +248,12 @@ def _reserved(pools: RankPools, task: TrainingTask, result: LayoutResult) -> dic
     return {name: pools.get(1).run(measure_reserved, task, name)[0] for name in ran}
 
 
-def _by_turns(task: TrainingTask, device: str, stages: int) -> list[str]:
+def _stage_lines(task: TrainingTask, device: str, stages: int) -> list[str]:
     with hpnb.Ranks(stages, device=device, timeout=600.0) as pool:
-        eager, source = pool.run(measure_by_turns, task, False)[0]
-        graphs, _ = pool.run(measure_by_turns, task, True)[0]
+        eager, source = pool.run(measure_stages, task, False)[0]
+        graphs, _ = pool.run(measure_stages, task, True)[0]
     title = f"{task.what}, {stages} stages, 1f1b, {source}"
-    return [title, f"eager {eager * 1e3:.2f} ms, graphs {graphs * 1e3:.2f} ms, ratio {graphs / eager:.3f}"]
+    return [
+        title,
+        f"eager {eager * 1e3:.2f} ms, CUDA graphs {graphs * 1e3:.2f} ms: {graphs / eager:.3f} of eager",
+    ]

@@ -153,15 +153,17 @@ class _Command:
             for way in (False, True)
         )
         noise = loss_agreement.loss_distance(serial, backwards)
-        print(f"one GPU: {serial[0]:.4f} to {serial[-1]:.4f} in {steps} steps; the opposite order of rows is "
-              f"{noise:.2e} away", flush=True)  # fmt: skip
+        print(f"one GPU: {serial[0]:.4f} to {serial[-1]:.4f} in {steps} steps; with samples in the opposite "
+              f"order its losses are {noise:.2e} away", flush=True)  # fmt: skip
         self.run.losses = {"steps": steps, "serial": serial, "order": noise, "layouts": {}}
         units = 0.0
         if any(layout.tp > 1 for layout in self.layouts.values()):
             task = loss_agreement.ReversedUnitsTask.of(self.task)
             reversed_units = self.pools.get(1).run(worker.losses, task, one_gpu, alone, steps)[0]
             self.run.losses["units"] = units = loss_agreement.loss_distance(serial, reversed_units)
-            print(f"the opposite order of heads and units is {units:.2e} away", flush=True)
+            print(f"with heads and MLP units in the opposite order they are {units:.2e} away", flush=True)
+        print("distances from one GPU's losses, and over that of the opposite order: at most "
+              f"{loss_agreement.ALLOWED:g} x counts as the same training", flush=True)  # fmt: skip
         for name, layout in self.layouts.items():
             if layout.world_size > 1:
                 self._compare_losses_of(name, layout, serial, noise, units if layout.tp > 1 else 0.0)

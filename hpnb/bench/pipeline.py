@@ -214,7 +214,8 @@ def print_bubbles(ranks: int, device: str, sweep: Sequence[int], size: float) ->
         memory = pool.run(total_memory)[0]
         for place, task in enumerate(tasks(choice.device, 1, size)):
             rows = pool.run(measure_bubbles, place, sweep, size)[0]
-            print(f"{bubble_title(task, memory)}: {choice.ranks} ranks on {choice.device}")
+            print(f"{bubble_title(task, memory)}: {choice.ranks} ranks on {choice.device}; the bubble of "
+                  "a step of m microbatches, and the difference in points")  # fmt: skip
             print(f"{'':14}m   measured simulated  points       step  simulated")
             for name, m, measured, simulated, seconds, simulated_seconds in rows:
                 print(f"{name:12} {m:3d} {100 * measured:8.1f} % {100 * simulated:7.1f} % "
@@ -222,4 +223,7 @@ def print_bubbles(ranks: int, device: str, sweep: Sequence[int], size: float) ->
                       f"{simulated_seconds * 1e3:7.1f} ms")  # fmt: skip
             median, low, high = quartiles(pool.run(measure_recording, place, size, 8, 15)[0])
             ratio = f"{median:.3f} [{low:.3f}, {high:.3f}]"
-            print(f"recorded over not recorded, 1f1b, m 8: {ratio}\n", flush=True)
+            print(
+                f"a step that is recorded takes {ratio} of one that is not (1f1b, 8 microbatches)\n",
+                flush=True,
+            )

@@ -8,6 +8,7 @@ from hpnb.bench.layouts import kind_of, parse_layout
 from hpnb.bench.results import BenchmarkRun, LayoutResult, ProgramResult, distance_over_noise
 
 _WIDTH = 54
+NOT_TIMED = "not timed: its ranks were lost when another program failed"
 ONE_PIECE = ", head and loss as one"  # of programs whose output layer and loss are compiled together
 
 
@@ -15,19 +16,19 @@ def head(unit: str) -> str:
     """Of the rows below."""
     return (
         f"{'':{_WIDTH}} {'step':>11} {unit + '/s/GPU':>14} {'TFLOP/s/GPU':>12} {'of matmul':>10} "
-        f"{'peak':>10} {'bubble':>8} {'simulated':>10}   hpnb's speed over it"
+        f"{'peak':>10} {'bubble':>8} {'simulated':>10}   hpnb's speed over it [quartiles]"
     )
 
 
 def layout_rows(result: LayoutResult) -> list[str]:
     """A row for each program of a layout; then hpnb's best over the best peer."""
-    lines = [f"{result.layout}: products alone {result.matmul / 1e12:.4g} TFLOP/s"]
+    lines = [f"{result.layout}: matmuls alone {result.matmul / 1e12:.4g} TFLOP/s/GPU"]
     best, peer = result.fastest(ours=True), result.fastest(ours=False)
     for entry in result.entries:
         name = f"  {entry.name}"
         seconds = result.shown(entry.name)
         if entry.failed or seconds is None:
-            lines.append(f"{name:{_WIDTH}} {entry.failed or 'its rounds were lost with others'}")
+            lines.append(f"{name:{_WIDTH}} {entry.failed or NOT_TIMED}")
             continue
         bubble = ["-", "-"] if entry.bubble is None else [f"{100 * part:.1f} %" for part in entry.bubble]
         line = (
@@ -46,7 +47,8 @@ def layout_rows(result: LayoutResult) -> list[str]:
         lines.append(f"  {best.name} over {peer.name}: {ratio(result, best, peer)}")
     if result.retries:
         lines.append(
-            f"  the allocator ran out of memory {result.retries} times during the rounds: times are too long"
+            f"  PyTorch's allocator ran out of memory and freed its cache {result.retries} times during the "
+            "rounds, so these times are too long"
         )
     return lines
 

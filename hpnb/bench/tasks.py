@@ -177,7 +177,7 @@ def make_task(
         device: "cpu" or "cuda".
         batch: over all ranks; by default 16 sequences of gpt2-xl, or 128 images, a rank.
         heads: of gpt2-xl.
-        rows: of a forward; by default a rank's share of the batch.
+        rows: samples of a forward; by default a rank's share of the batch.
 
     Raises:
         ValueError: a batch below 1 or one that does not divide by the ranks, rows below 1, or heads that do

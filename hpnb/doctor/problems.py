@@ -39,7 +39,7 @@ def _software(machine: Machine) -> Iterator[Problem]:
     if not machine.can_fork:
         yield _stop("this system cannot fork processes, and ranks are forked", "on Windows, use WSL 2")
     if not machine.gloo:
-        yield _stop("this torch has no gloo, the CPU's backend", "install torch from its own wheels")
+        yield _stop("this torch has no gloo, the CPU's backend", "install torch from pytorch.org's wheels")
     for name, version in machine.versions:
         oldest = OLDEST.get(name, ())
         least = ".".join(map(str, oldest))
@@ -60,7 +60,7 @@ def _resources(machine: Machine) -> Iterator[Problem]:
         level = _stop if nccl and machine.shm < GIB // 16 else _note
         yield level(
             f"/dev/shm has {format_bytes(machine.shm)}, and {users} pass data through it",
-            "in a container, --shm-size=2g (or --ipc=host); otherwise keep num_workers=0",
+            "start the container with --shm-size=2g (or --ipc=host); otherwise keep num_workers=0",
         )
     if machine.memory_available is not None and machine.memory_available < 4 * GIB:
         level = _stop if machine.memory_available < GIB else _note
@@ -78,26 +78,29 @@ def _gpus(machine: Machine) -> Iterator[Problem]:
         elif "CUDA_VISIBLE_DEVICES" in dict(machine.environment):
             what, remedy = "CUDA_VISIBLE_DEVICES hides them", "unset it to use them all"
         else:
-            what, remedy = "torch cannot use them", f"see that the driver is new enough for {machine.cuda}"
+            what, remedy = "torch cannot use them", f"check that the driver is new enough for {machine.cuda}"
         yield _note(f"{hidden} of {format_count(machine.driver_gpus, 'GPU')} not in use: {what}", remedy)
     if number == 1:
         yield _note(
             "one GPU: ranks share it, and each gets an equal part of its memory",
-            "nothing to do: times are measured by turns, and figures name the interconnect that they assume",
+            "nothing to do: ranks compute one at a time, and figures name the interconnect that they assume",
         )
     for index, gpu in enumerate(machine.gpus):
         if gpu.fault:
             yield _stop(
-                f"GPU {index} ({gpu.name}) fails at a first sum: {gpu.fault}",
+                f"GPU {index} ({gpu.name}) fails when it is first used: {gpu.fault}",
                 "free it, or leave it out of CUDA_VISIBLE_DEVICES; device='cpu' works without it",
             )
         elif gpu.free is not None and gpu.free < gpu.memory // 2:
             yield _note(
                 f"GPU {index}: {format_bytes(gpu.free)} of {format_bytes(gpu.memory)} is free",
-                "see in nvidia-smi who has the rest",
+                "see in nvidia-smi which process has the rest",
             )
     if len({gpu.name for gpu in machine.gpus}) > 1:
-        yield _note("the GPUs differ, and a step takes as long as the slowest needs", "time on equal ones")
+        yield _note(
+            "the GPUs differ, and a step takes as long as the slowest needs",
+            "compare times only on GPUs of one kind",
+        )
     if not all(gpu.bf16 for gpu in machine.gpus if not gpu.fault):
         yield _note("a GPU here has no bf16", "use precision='fp16', as the notebooks then do")
     if number >= 2 and machine.nccl is None:
@@ -106,7 +109,7 @@ def _gpus(machine: Machine) -> Iterator[Problem]:
     if cut:
         pairs = f"{format_count(len(cut), 'pair')} of GPUs (the first: {cut[0][0]} and {cut[0][1]})"
         yield _note(
-            f"{pairs} cannot read each other's memory: NCCL goes through the host's",
+            f"{pairs} cannot read each other's memory: NCCL copies through the CPU's",
             "usual on clouds and consumer cards; expect communication to cost more",
         )
 
@@ -116,7 +119,7 @@ def _variables(machine: Machine) -> Iterator[Problem]:
     environment = dict(machine.environment)
     for name, consequence in (
         ("CUDA_LAUNCH_BLOCKING", "every kernel is waited for, so nothing overlaps and timings mean little"),
-        ("NCCL_P2P_DISABLE", "GPUs exchange data through the host's memory"),
+        ("NCCL_P2P_DISABLE", "GPUs exchange data through the CPU's memory"),
         ("NCCL_SHM_DISABLE", "GPUs without direct access exchange data through the network stack"),
     ):
         if environment.get(name, "0") not in ("", "0"):
@@ -134,7 +137,7 @@ def _variables(machine: Machine) -> Iterator[Problem]:
         level = _stop if machine.gpus else _note
         yield level(f"{error}: no rank starts on a GPU", "set a number of gigabytes, or unset it")
     if environment.get("NCCL_DEBUG", "").upper() in ("INFO", "TRACE"):
-        yield _note("NCCL_DEBUG fills every cell with NCCL's log", "NCCL_DEBUG=WARN")
+        yield _note("NCCL_DEBUG prints NCCL's log under every cell", "set NCCL_DEBUG=WARN, or unset it")
 
 
 def format_bytes(nbytes: int | None) -> str:

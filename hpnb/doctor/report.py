@@ -96,7 +96,7 @@ def _link(name: str) -> str:
         "NODE": "through PCIe bridges of one socket",
         "SYS": "from socket to socket",
         "P2P": "directly, over NVLink or PCIe",
-        "host": "through the host's memory",
+        "host": "through the CPU's memory",
     }
     if lanes := re.fullmatch(r"NV(\d+)", name):
         return f"{name} (NVLink, {format_count(int(lanes[1]), 'lane')})"
@@ -118,9 +118,13 @@ def _plan(machine: Machine, ranks: int) -> str:
     where = "GPUs" if choice.device == "cuda" else "CPU"
     line = f"{where} over {choice.name}, {format_count(choice.threads, 'thread')} each ({choice.reason})"
     if choice.shares_gpus:
-        return f"{line}; times are measured by turns"
+        return f"{line}; ranks compute one at a time, and each action is timed alone"
     contended = choice.device == "cpu" and ranks > machine.usable
-    return line + (f"; wall clocks contended ({format_count(machine.usable, 'core')})" if contended else "")
+    return line + (
+        f"; they share {format_count(machine.usable, 'core')}, so times on the clock say little"
+        if contended
+        else ""
+    )
 
 
 def _aligned(rows: NamedLines) -> list[str]:

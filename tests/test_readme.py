@@ -118,9 +118,11 @@ def test_the_hybrid_example_runs_and_is_right(tmp_path: Path) -> None:
 
 def test_the_example_of_a_model_of_your_own_checks_it(printed: dict[int, list[str]]) -> None:
     """tests/test_train.py trains it in all layouts."""
-    (line,) = printed[4]
+    line, cannot = printed[4]
     assert "Net" in line
     assert "tensor parallelism" in line
+    assert cannot.startswith("It cannot use sequence parallelism: ")
+    assert len(cannot) < 120
 
 
 def test_the_planner_says_what_the_page_says(tmp_path: Path) -> None:

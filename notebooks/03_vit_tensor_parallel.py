@@ -469,7 +469,7 @@ title = "One missing all-reduce: a cliff in the gradients of step 1"
 lesson.show(figures.gradient_cliff(errors, title=title))
 losses = {case: ranks[0].losses for case, ranks in runs.items()}
 copies = {case: ranks[-1].distances for case, ranks in runs.items()}
-title = "The loss falls in all runs, but copies diverge in the faulty ones"
+title = predictions.copies_title(losses, copies)
 between = "ranks' norms and embeddings"
 lesson.show(plot.drift(losses, copies, title=title, between=between))
 faulty = losses["left out in layer 2"]
@@ -796,14 +796,15 @@ predicted = predictions.predict_modes(seconds, card4, wide.dtype)
 small, large, first = seconds[size, few], seconds[size, many], predicted[size, few]
 growth = {mode: large[mode] / small[mode] for mode in modes}
 expected = {mode: predicted[size, many][mode] / first[mode] for mode in modes}
-columns = {"measured, 8 times the tokens (s)": large, "measured growth": growth}
+source = vit_tensor.source_of(four)  # "measured"; "replayed" if ranks take turns
+columns = {f"{source}, 8 times the tokens (s)": large, f"{source} growth": growth}
 columns |= {"predicted growth": expected}
 columns |= {"calls": predictions.calls_of_modes(size, modes)}
-lesson.show(predicted=first, measured=small, columns=columns, unit="s", key="03.race",
+lesson.show(predicted=first, **{source: small}, columns=columns, unit="s", key="03.race",
             title=predictions.growth_title(growth))  # fmt: skip
 halves = four.run(vit_tensor.time_halves, size, few, wide.dtype)[0]
 alone = predictions.predict_halves(card4, size, few, wide.dtype)
-lesson.show(predicted=alone, measured=halves, unit="s", key="03.halves",
+lesson.show(predicted=alone, **{source: halves}, unit="s", key="03.halves",
             title="One all-reduce, alone")  # fmt: skip
 predictions.record_race(seconds, predicted, halves, card, card4)  # for the text
 lesson.claim("8 times the tokens: less than 8 times in 2D", (growth["2d"], "<", 8))
@@ -811,7 +812,7 @@ lesson.claim("1D is faster than 2D with few tokens", (small["1d"], "<", small["2
 vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 
 # %% [markdown]
-# With <data value="03.tokens.few">6,304</data> tokens, 1D took <data value="03.race.1d.measured">5.61 ms</data> and 2D <data value="03.race.2d.measured">21.7 ms</data>. That is <data value="03.too-low.1d">1.40</data> and <data value="03.too-low.2d">3.02</data> times as long as
+# With <data value="03.tokens.few">6,304</data> tokens, 1D took <data value="03.few.1d">5.61 ms</data> and 2D <data value="03.few.2d">21.7 ms</data>. That is <data value="03.too-low.1d">1.40</data> and <data value="03.too-low.2d">3.02</data> times as long as
 # predicted. Predictions count what norms send, but leave out their computing, launches and waiting. Sequence parallelism took
 # <data value="03.sp-longer.few">1.90 ms more</data> than 1D.
 #
@@ -828,10 +829,10 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 # By theory the two halves of an all-reduce take as long as the all-reduce. In a ring of four, both take 2 (4 - 1) = 6 steps,
 # and each step one latency α. So the prediction adds only the latencies of one more call, the all-reduce of norm gradients.
 #
-# Timed alone, an all-reduce took <data value="03.halves.all-reduce.measured">549 µs</data> and its two halves <data value="03.halves.reduce-scatter-all-gather.measured">684 µs</data>. A block has four such pairs, so by
+# Timed alone, an all-reduce took <data value="03.alone.all-reduce">549 µs</data> and its two halves <data value="03.alone.two-halves">684 µs</data>. A block has four such pairs, so by
 # these times its halves take <data value="03.four-halves">540 µs more</data> than its all-reduces would. The run does not explain the rest.
 #
-# With eight times the tokens, sequence parallelism took <data value="03.sp-longer.many">334 µs less</data> than 1D, whose time is <data value="03.race.1d.measured-8-times-the-tokens">32.9 ms</data>. These are medians
+# With eight times the tokens, sequence parallelism took <data value="03.sp-longer.many">334 µs less</data> than 1D, whose time is <data value="03.many.1d">32.9 ms</data>. These are medians
 # of five, so a difference of a few percent says nothing.
 # </details>
 #
@@ -840,7 +841,7 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
 #
 # <details><summary>Which costs are constant, and what would help?</summary>
 #
-# Eight times the tokens took <data value="03.race.2d.measured-growth:.2f">1.77</data> times as long in 2D, where <data value="03.race.2d.predicted-growth:.2f">5.15</data> was predicted. In 1D they took <data value="03.race.1d.measured-growth:.2f">5.86</data> times as
+# Eight times the tokens took <data value="03.growth.2d:.2f">1.77</data> times as long in 2D, where <data value="03.race.2d.predicted-growth:.2f">5.15</data> was predicted. In 1D they took <data value="03.growth.1d:.2f">5.86</data> times as
 # long, where <data value="03.race.1d.predicted-growth:.2f">7.21</data> was predicted. Take each time as a constant plus a part proportional to the tokens. <data value="03.constant">Then the constant is 89 % of 2D's time with few tokens, and 31 % of 1D's.</data>
 #
 # Several costs are constant:

@@ -91,11 +91,11 @@ here = lesson.banner(N, model=name, data=leaves.describe(), sizes=sizes,
 layout = Layout(dp=2, pp=2, tp=2)  # nested dp > pp > tp by default
 title = "tp joins neighbours, pp joins pairs on a node, dp joins the two nodes"
 lesson.show(plot.mesh(layout, hosts_of=4, title=title))
-held = eight.run(vit_hybrid.held_parts, layout)
+parts = eight.run(vit_hybrid.stored_parts, layout)
 title = "A rank holds one stage, half of each matrix of its block, half of the samples"
-lesson.show(figures.held_parts(held, layout, title=title))
-replicas = [[rank.placements for rank in ranks] for ranks in (held[:4], held[4:])]
-lesson.claim("Both replicas hold the same parts", replicas[0] == replicas[1])
+lesson.show(figures.stored_parts(parts, layout, title=title))
+replicas = [[rank.placements for rank in ranks] for ranks in (parts[:4], parts[4:])]
+lesson.claim("Both replicas store the same parts", replicas[0] == replicas[1])
 
 # %% [markdown]
 # A layer computes x A. The second figure draws A with a row for each input and a column for each output.
@@ -251,7 +251,8 @@ def compare_with_one_process(batch):
 
 batch = next(vit_hybrid.leaf_batches(leaves, 32))
 exact = lesson.Parity.worst_of(eight.run(compare_with_one_process, batch))
-lesson.show(exact, title="dp 2 x pp 2 x tp 2 gives the gradients of one process")
+same = "the" if exact.equal else "not the"
+lesson.show(exact, title=f"dp 2 x pp 2 x tp 2 gives {same} gradients of one process")
 lesson.claim("A hybrid step is exact in all three ways", exact.equal)
 
 # %% [markdown]
@@ -355,14 +356,14 @@ def predict_steps(link):  # the backward is 2 / 3 of a rank's compute
 
 # %%
 predicted, measured = predict_steps(card.link), steps.seconds
-source = steps.source  # "measured"; "replayed" if ranks take turns on one GPU
+source = steps.source  # "measured"; "replayed" where ranks take turns
 columns = {"predicted, sent by a rank (B)": sent, "counted (B)": steps.sent}
-lesson.show(predicted=predicted, **{source: measured}, unit="s", columns=columns,
+lesson.show(predicted=predicted, **steps.by_source, unit="s", columns=columns,
             title=f"{IMAGES} images along one axis")  # fmt: skip
 slower = [10 ** (k / 8) for k in range(17)]  # 1 to 100 times
 links = [theory.Link(card.latency, card.bandwidth / times) for times in slower]
 simulated = {axis: [steps.simulate(link)[axis] for link in links] for axis in sent}
-title = "Simulated: on slower links, tp's step grows by the most seconds"
+title = vit_hybrid.grows_most_title(simulated)
 lesson.show(figures.slower_link(slower, simulated, measured, title, source))
 tenth = {axis: seconds[8] for axis, seconds in simulated.items()}
 ranking = sorted(sent, key=predict_steps(links[8]).get)
@@ -391,10 +392,10 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 # |---|---|---|---|
 # | pp, predicted | <data value="04.predicted.share">115 ms</data> | <data value="04.rest.pp.predicted.rest">43.6 ms</data> | <data value="04.rest.pp.predicted.step">158 ms</data> |
 # | pp, simulated | <data value="04.busy.pp">131 ms</data> | <data value="04.rest.pp.simulated.rest">39.4 ms</data> | <data value="04.rest.pp.simulated.step">170 ms</data> |
-# | pp, <data value="04.source">measured</data> | <data value="04.busy.pp">131 ms</data> | <data value="04.rest.pp.measured.rest">40.0 ms</data> | <data value="04.axes.pp.measured">171 ms</data> |
+# | pp, <data value="04.source-of.pp">measured</data> | <data value="04.busy.pp">131 ms</data> | <data value="04.rest.pp.measured.rest">40.0 ms</data> | <data value="04.axes.pp.measured">171 ms</data> |
 # | tp, predicted | <data value="04.predicted.share">115 ms</data> | <data value="04.rest.tp.predicted.rest">101 ms</data> | <data value="04.rest.tp.predicted.step">215 ms</data> |
 # | tp, simulated | <data value="04.busy.tp">207 ms</data> | <data value="04.rest.tp.simulated.rest">111 ms</data> | <data value="04.rest.tp.simulated.step">317 ms</data> |
-# | tp, <data value="04.source">measured</data> | <data value="04.busy.tp">207 ms</data> | <data value="04.rest.tp.measured.rest">45.8 ms</data> | <data value="04.axes.tp.measured">252 ms</data> |
+# | tp, <data value="04.source-of.tp">measured</data> | <data value="04.busy.tp">207 ms</data> | <data value="04.rest.tp.measured.rest">45.8 ms</data> | <data value="04.axes.tp.measured">252 ms</data> |
 #
 # The rest is the step less the compute of the busiest rank. Along pp it is the bubble, sending and waiting. The bubble is predicted as
 # (N-1)/m of compute, <data value="04.rest.bubble">43.0 ms</data>. Along tp the rest is exposed all-reduces and waiting.
@@ -428,7 +429,7 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 # microbatch takes, forward and backward, on the other N-1 ranks together, here <data value="04.others">43.9 ms</data>. It idles that long if all stages are equal
 # or the last is the busiest. If an earlier stage is the busiest, it computes while later ranks finish, and idles less.
 #
-# **The curves** need not begin at their dots. On this link, simulated time divided by <data value="04.source">measured</data> is <data value="04.near.dp:.2f">0.97</data> for dp, <data value="04.near.pp:.2f">1.00</data> for pp and <data value="04.near.tp:.2f">1.26</data> for tp.
+# **The curves** need not begin at their dots. On this link, simulated time divided by the dot's is <data value="04.near.dp:.2f">0.97</data> for dp, <data value="04.near.pp:.2f">1.00</data> for pp and <data value="04.near.tp:.2f">1.26</data> for tp.
 # The shortest step here is along <data value="04.near.fastest">dp</data>. On a tenth of the bandwidth, the shortest step simulated is along <data value="04.tenth">dp</data>. Do not ask the figure which of two
 # close curves is lower.
 #
@@ -646,7 +647,7 @@ for run in ("correct", "swapped"):
     first[run], last[run] = sum(losses[run][:8]) / 8, sum(losses[run][-8:]) / 8
     accuracy[run] = vit_hybrid.evaluate(SMALL, weights[0], others)[1]
 apart = {axis: max(d[axis] for _, d in by_step[-1]) for axis in ("dp", "tp")}  # swapped
-title = "Both losses fall, but swapped copies diverge"
+title = vit_hybrid.swapped_title(losses, distances)
 lesson.show(plot.drift(losses, distances, between="copies", title=title))
 columns = {"loss, first 8 steps": first, "loss, last 8": last, "accuracy (%)": accuracy}
 lesson.show(columns=columns, key="04.run", title="Training loss, validation accuracy")
@@ -863,7 +864,8 @@ alone, _ = results.pop("one process")
 losses = [loss for series, _ in results.values() for loss in series]
 off = max(abs(a - b) / b for a, b in zip(losses, alone, strict=True))
 curve = [(leg, series) for leg, (series, _) in results.items()]
-title = "Layouts change, the loss curve stays that of one process"
+stays = "stays" if off < 1e-6 else "is not"
+title = f"Layouts change, the loss curve {stays} that of one process"
 lesson.show(plot.by_layout(curve, alone, title=title))
 ends = {"first": sum(losses[:8]) / 8, "last": sum(losses[-8:]) / 8}
 lesson.record("04.losses", {**ends, "off": off})

@@ -470,7 +470,7 @@ for G, heads in ((8, "8 kv heads"), (4, "4 kv heads"), (1, "1 kv head")):
     predicted[f"Ulysses, {heads}"] = theory.context.ulysses_bytes(shape, N).total
     counted[f"ring, {heads}"] = rings[G].sent.total
     counted[f"Ulysses, {heads}"] = found[G].sent.total
-title = "Ulysses sends least, unless kv heads are few"
+title = long_contexts.fewest_bytes_title(counted)
 lesson.show(predicted=predicted, counted=counted, unit="B", key="10.sent", title=title)
 over = [sent["ring, 8 kv heads"] / sent["Ulysses, 8 kv heads"]
         for sent in (counted, predicted)]  # fmt: skip
@@ -526,7 +526,8 @@ boosted = {mode: pool.run(train_boosted, mode) for mode in ("ring", "ulysses")}
 off = {mode: step_timing.relative_distance(losses, [alone] * N)
        for mode, losses in boosted.items()}  # fmt: skip
 exact = lesson.Parity({mode: {"losses of two steps": off[mode]} for mode in boosted})
-lesson.show(exact, title="A GPT-2 with cp_size trains as in one process")
+trains = "trains" if exact.equal else "does not train"
+lesson.show(exact, title=f"A GPT-2 with cp_size {trains} as in one process")
 lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 
 # %% [markdown]
@@ -828,7 +829,7 @@ runs = {name: pool.run(train, keep)[0] for name, keep in names.items()}
 losses, norms = ({name: run[i] for name, run in runs.items()} for i in (0, 1))
 rows = {name: run[-1] for name, run in norms.items()}  # of the last step
 lesson.record("10.varies", long_contexts.least_variation(norms, steps=10))  # of row 0
-title = "Both losses fall; rows of wpe without a gradient tell"
+title = long_contexts.rows_title(losses, rows)
 lesson.show(figures.losses_and_rows(losses, rows, title))
 final = {name: run[-1] for name, run in losses.items()}
 trained = {name: sum(norm > 0 for norm in run) for name, run in rows.items()}
@@ -836,7 +837,7 @@ trained = {name: sum(norm > 0 for norm in run) for name, run in rows.items()}
 off = {name: distance for name, (*_, distance) in runs.items()}
 columns = {"last loss": final, "reloaded logits are off by": off,
            "rows of wpe with a gradient, of 64": trained}  # fmt: skip
-title = "Measured: one process computes other logits from the second checkpoint"
+title = long_contexts.reloaded_title(off)
 lesson.show(columns=columns, key="10.fault", title=title)
 right, wrong = names
 start, end = losses[right][0], losses[right][-1]

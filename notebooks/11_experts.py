@@ -54,7 +54,7 @@ from hpnb.expert_parallel import ExpertLoads, SelectionBias, balancing_loss, par
 from hpnb.expert_parallel import combine_rows, dispatch_rows, plan_dispatch
 from hpnb.lesson.exercises import experts as exercises
 from hpnb.lesson.figures import experts as figures
-from hpnb.lesson.programs import experts as moe, step_timing
+from hpnb.lesson.programs import experts as moe, experts_words as words, step_timing
 from hpnb.pipeline_parallel import Costs, overlapped_pairs, schedules
 from hpnb.record import Event, Timeline
 
@@ -109,7 +109,8 @@ block.requires_grad_()(x[None, :1])[0].sum().backward()  # of one token
 weights = [p for name, p in block.named_parameters() if "experts" in name]
 used = sum(int((p.grad != 0).sum()) for p in weights)  # it has a gradient there
 counted = {"all experts": sum(p.numel() for p in weights), "work on a token": used}
-lesson.show(counted=counted, key="11.weights", title="A quarter of the weights work")
+title = words.used_title(used, counted["all experts"])
+lesson.show(counted=counted, key="11.weights", title=title)
 lesson.claim("Our mixture gives what transformers' block gives", (off, "<", 1e-5))
 
 # %% [markdown]
@@ -144,8 +145,9 @@ lesson.claim("Our mixture gives what transformers' block gives", (off, "<", 1e-5
 question = f"What share of its rows does a rank send away, of {N} ranks?"
 lesson.predict("11.away", question, unit="%", rule_of_thumb=100)
 chosen = [moe.routed_rows(8, E, K, popular=10, seed=10 + r) for r in range(N)]
-title = "counted · rows go to their expert's rank, and a popular expert loads it"
-lesson.show(figures.dispatched_rows([c.tolist() for c in chosen], E, title=title))
+marks = [c.tolist() for c in chosen]
+title = words.dispatch_title(marks, E, popular=2)
+lesson.show(figures.dispatched_rows(marks, E, title=title))
 away = [(c // (E // N) != r).double().mean().item() for r, c in enumerate(chosen)]
 predicted, counted = 100 * (N - 1) / N, 100 * sum(away) / N
 lesson.reveal("11.away", counted, predicted=predicted, source="counted")
@@ -186,7 +188,8 @@ layers["library, k = 2"] = library, 2
 ran = {name: pool.run(moe.compare_layer, layer, E, k)[0]
        for name, (layer, k) in layers.items()}  # fmt: skip
 exact = lesson.Parity({name: layer.distances for name, layer in ran.items()})
-lesson.show(exact, title="Experts on four ranks compute what one process computes")
+what = "what" if exact.equal else "other numbers than"
+lesson.show(exact, title=f"Experts on {N} ranks compute {what} one process computes")
 lesson.claim("Dispatch and combine are exact, forward and backward", exact.equal)
 counts = (N - 1) / N * 8 * E  # bytes of the counts, which are sent first
 h, w = 8, 8  # values of a token; bytes of a float64
@@ -268,7 +271,7 @@ question = "A layer with one popular expert computes how many times as long?"
 lesson.predict("11.slower", question, rule_of_thumb=1)  # no more rows than before
 rows = {"even": rows_of_ranks(1), "popular": rows_of_ranks(10)}
 seconds = pool.run(moe.seconds_of_ranks, rows, E // N)[0]
-title = "replayed · all ranks wait for the one with the popular expert"
+title = words.waiting_title(seconds["popular"], 2 // (E // N))
 lesson.show(figures.computing_and_waiting(seconds["popular"], title=title))
 
 # %%
@@ -361,8 +364,8 @@ def train(way):
 # %%
 names = {"no balancing": "", "balancing loss": "loss", "selection bias": "bias"}
 runs = {name: pool.run(train, way)[0] for name, way in names.items()}
-title = "counted · an expert becomes popular in each run, until balancing acts"
 imbalances = {name: run[1] for name, run in runs.items()}
+title = words.loads_title(imbalances)
 lesson.show(hpnb.plot.expert_loads(imbalances, title=title))
 lesson.record("11.peak", min(max(run) for run in imbalances.values()))
 late = {name: statistics.mean(run[1][-10:]) for name, run in runs.items()}
@@ -421,7 +424,7 @@ points = pool.run(moe.loss_within_capacity, models, keep_within,
                   (*factors, float("inf")), held_out, E, K)[0]  # inf: no drops
 dropped = {name: [share for share, _ in run[:-1]] for name, run in points.items()}
 rise = {name: [x - run[-1][1] for _, x in run[:-1]] for name, run in points.items()}
-title = "measured · a balanced model drops fewer rows at 1.25 times the mean load"
+title = words.capacity_title(dropped, factors.index(1.25), 1.25)
 lesson.show(figures.capacity(factors, dropped, rise, title))
 at, at_3 = factors.index(1.25), 100 * dropped["no balancing"][factors.index(3.0)]
 lost, few = (100 * dropped[name][at] for name in models)
@@ -609,16 +612,16 @@ axes = {right: "edp", wrong: "dp"}
 ran = {name: pool.run(train_by_hand, axis)[0] for name, axis in axes.items()}
 losses, probes = ({name: run[i] for name, run in ran.items()} for i in (0, 1))
 norms = {name: probe.norms for name, probe in probes.items()}
-title = "measured · both losses fall; gradients of experts without a token tell"
+unused = {name: probe.unused_with_gradient for name, probe in probes.items()}
+title = words.fault_title(losses, unused)
 tokens = probes[right].tokens
 lesson.record("11.unused", tokens.count(0))
 lesson.show(figures.losses_and_experts(losses, norms, tokens, title=title))
-unused = {name: probe.unused_with_gradient for name, probe in probes.items()}
 last = {name: run[-1] for name, run in losses.items()}
 off = {name: probe.distance for name, probe in probes.items()}
 columns = {"last loss, measured": last, "experts' gradients off by, measured": off,
            "unused experts with a gradient, counted": unused}  # fmt: skip
-lesson.show(columns=columns, key="11.fault", title="An unused expert has no gradient")
+lesson.show(columns=columns, key="11.fault", title=words.unused_title(unused))
 start, end = losses[right][0], losses[right][-1]
 lesson.claim("The last losses differ by less than a fifth of their fall",
              (abs(losses[wrong][-1] - end), "<", (start - end) / 5))  # fmt: skip

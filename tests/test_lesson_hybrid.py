@@ -346,7 +346,10 @@ def test_recorded_steps_say_who_computes_longer_and_where_the_link_is_from(
     card: Any = SimpleNamespace(latency=1e-5, bandwidth=1e9)
     assert vit_hybrid.record_steps(card, steps) == dict.fromkeys(AXES, 3.0)
     assert recorded["04.others"] == 1.0  # rank 0's 2 s over 2 microbatches
-    assert recorded["04.source"] == ("measured" if source == "measured" else "replayed")
+    assert recorded["04.source"] == ("measured" if source == "measured" else "measured, tp replayed")
+    others = {axis: Timeline(events, "replayed from measured CPU time") for axis in ("dp", "pp")}
+    assert replace(steps, timelines={**timelines, **others}).source != "measured"
+    assert set(steps.by_source) == ({"measured"} if source == "measured" else {"measured", "replayed"})
     assert recorded["04.link"]["from"] == (
         "measured as in notebook 00" if source == "measured" else "assumed"
     )
@@ -361,7 +364,7 @@ def test_what_each_rank_holds_is_drawn_as_it_is_placed() -> None:
     ]
     first, second = [norm, *halves], [Placement("classifier.weight", (3, 4))]
     ranks = [vit_hybrid.RankParts((r // 2, r // 2 + 1, 2), second if r % 2 else first) for r in range(4)]
-    fig = figures.held_parts(ranks, layout)
+    fig = figures.stored_parts(ranks, layout)
     (ax,) = fig.axes
     drawn = {c.get_label(): [p.get_extents() for p in c.get_paths()] for c in ax.collections}
     up, down = drawn["shard along tp"][:2]
@@ -376,7 +379,7 @@ def test_what_each_rank_holds_is_drawn_as_it_is_placed() -> None:
 
 
 def _hold(layout: Layout) -> tuple[int, vit_hybrid.RankParts]:
-    return hpnb.rank(), vit_hybrid.held_parts(layout)
+    return hpnb.rank(), vit_hybrid.stored_parts(layout)
 
 
 def test_ranks_hold_their_stage_and_shards() -> None:

@@ -187,17 +187,19 @@ def slower_link(
 
     Args:
         steps: {axis: simulated seconds, one for each of `slower`}.
-        measured: {axis: seconds} of the steps as they ran, at 1, of which `source` says how.
+        measured: {axis: seconds} of the steps as they ran, at 1, of which `source` says how, as in
+            "measured, pp replayed".
     """
     values = [v for axis in steps.values() for v in axis] + list(measured.values())
     scale, unit = time_unit(max(values))
     series, keys, strip = [], [], slower[0] * 0.42
+    at_1 = "as run" if "," in source else source  # as one word, which has room there
     for place, (axis, seconds) in enumerate(steps.items()):
         look = Look(axis_style(axis).color, "o", axis_style(axis).line)
         series.append(Series(axis, slower, [s / scale for s in seconds], look))
         keys.append(series[-1].key)
         beside = [strip * 1.2 ** (place - (len(steps) - 1) / 2)]
-        series.append(Series(axis, beside, [measured[axis] / scale], look, "dots", f"{axis} {source}"))
+        series.append(Series(axis, beside, [measured[axis] / scale], look, "dots", f"{axis} {at_1}"))
     for words in (f"dots: {source}", "lines: simulated", "right: added on the slowest link"):
         keys.append(Key(OpStyle(SOFT, "", words), "words"))
     across = "bandwidth of the link between ranks"
@@ -217,7 +219,7 @@ def slower_link(
                     annotation_clip=False)  # fmt: skip
     powers = [10.0**k for k in range(-12, 13)]
     set_ticks(ax.xaxis, [strip, *(p for p in powers if slower[0] <= p <= slower[-1])],
-              lambda x: source if x == strip else "this link" if x == 1 else f"1/{x:,.0f}")  # fmt: skip
+              lambda x: at_1 if x == strip else "this link" if x == 1 else f"1/{x:,.0f}")  # fmt: skip
     ticks = [p * m for p in powers for m in (1, 1.5, 2, 3, 5, 7) if low <= p * m <= high]
     if len(ticks) > 6:
         ticks = [p * m for p in powers for m in (1, 2, 5) if low <= p * m <= high]
@@ -244,7 +246,7 @@ _COLUMNS = {  # {a parameter's name without its block: what a column calls it}
 }
 
 
-def held_parts(ranks: Sequence[RankParts], layout: Layout, title: str = "") -> Figure:
+def stored_parts(ranks: Sequence[RankParts], layout: Layout, title: str = "") -> Figure:
     """A row for each rank of `layout`, a box for each weight of a ViT: filled is what the rank holds of it.
 
     A matrix is drawn as in x A, inputs down and outputs across; a norm is a line. Biases are left out, and a
@@ -283,7 +285,7 @@ def held_parts(ranks: Sequence[RankParts], layout: Layout, title: str = "") -> F
             if name == "samples":
                 filled[SAMPLES.label].append(_inside(box, (0, 1), (first / total, after / total)))
             elif name in placed:
-                across, down, sharded = _held(placed[name])
+                across, down, sharded = _stored_shares(placed[name])
                 filled[(SHARDED if sharded else IN_FULL).label].append(_inside(box, across, down))
         count = sum(math.prod(p.local_shape) for p in rank.placements)
         place = ", ".join(f"{axis} {index}" for axis, index in layout.coordinates(r).items())
@@ -306,7 +308,7 @@ def held_parts(ranks: Sequence[RankParts], layout: Layout, title: str = "") -> F
     return fig
 
 
-def _held(placement: Placement) -> tuple[tuple[float, float], tuple[float, float], bool]:
+def _stored_shares(placement: Placement) -> tuple[tuple[float, float], tuple[float, float], bool]:
     """(outputs, inputs) that a rank holds of a weight, as shares from 0 to 1, and whether tp shards it."""
     shares = {0: (0.0, 1.0), 1: (0.0, 1.0)}
     cuts = [cut for cut in placement.cuts if cut.axis == "tp"]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from hpnb import theory
 from hpnb.lesson.machine_card import MachineCard
 from hpnb.lesson.programs.context_replay import Replayed, predict_parts
+from hpnb.lesson.programs.step_timing import fall_in_words
 from hpnb.lesson.programs.vit_pipeline_words import listed
 from hpnb.lesson.values import record
 from hpnb.theory.context import Attention
@@ -66,6 +67,38 @@ def least_exposed_in_words(seconds: Mapping[str, Sequence[float]]) -> str:
     if all(least):
         return "In the replay's medians, the ring exposes least at every length"
     return f"In the replay's medians, the ring exposes least at {sum(least)} of {len(least)} lengths"
+
+
+def fewest_bytes_title(sent: Mapping[str, float]) -> str:
+    """The title of a table of {"ring, 8 kv heads": bytes, "Ulysses, 8 kv heads": ...}."""
+    heads = [row.removeprefix("ring, ") for row in sent if row.startswith("ring, ")]
+    fewer = [n for n in heads if sent[f"Ulysses, {n}"] < sent[f"ring, {n}"]]
+    if not fewer:
+        return "The ring sends no more than Ulysses"
+    return "Ulysses sends fewer bytes than the ring" + (
+        ""
+        if fewer == heads
+        else f" with {listed(fewer)}, not with {listed([n for n in heads if n not in fewer])}"
+    )
+
+
+def rows_title(losses: Mapping[str, Sequence[float]], rows: Mapping[str, Sequence[float]]) -> str:
+    """The title of a figure of two runs: losses, and the norm of the gradient of each row of wpe."""
+    trained = [sum(norm > 0 for norm in row) for row in rows.values()]
+    tell = (
+        "rows of wpe without a gradient tell"
+        if trained[0] != trained[1]
+        else "as many rows of wpe are trained"
+    )
+    return f"{fall_in_words(losses)}; {tell}"
+
+
+def reloaded_title(off: Mapping[str, float]) -> str:
+    """What {run: distance of the logits that one process computes from its checkpoint} says."""
+    differ = [run for run, distance in off.items() if not distance < 1e-5]
+    if not differ:
+        return "Measured: one process computes the same logits from both checkpoints"
+    return f"Measured: one process computes other logits after {listed(differ)}"
 
 
 def touching_in_words(replayed: Sequence[Replayed], lengths: Sequence[int]) -> str:

@@ -24,11 +24,13 @@ from hpnb.lesson.programs.device_timing import all_ranks, one_axis, vit_and_batc
 from hpnb.lesson.programs.paraphrases import StepLog
 from hpnb.lesson.programs.step_timing import (
     Backward,
+    fall_in_words,
     median_by,
     record_step,
     relative_distance,
     time_backward,
 )
+from hpnb.lesson.programs.vit_pipeline_words import listed
 from hpnb.lesson.tables import number
 from hpnb.lesson.values import record
 from hpnb.models import ViTSize
@@ -62,8 +64,19 @@ class AxisSteps:
 
     @property
     def source(self) -> str:
-        """Of `seconds`: "measured"; or "replayed" where ranks share a GPU."""
-        return "replayed" if self.timelines["tp"].source == "measured by turns" else "measured"
+        """Of `seconds`: "measured"; "replayed", as where ranks share a GPU; or "measured, pp replayed"."""
+        replayed = list(self.by_source.get("replayed", ()))
+        if len(replayed) in (0, len(self.timelines)):
+            return "replayed" if replayed else "measured"
+        return f"measured, {listed(replayed)} replayed"
+
+    @property
+    def by_source(self) -> dict[str, dict[str, float]]:
+        """{"measured" | "replayed": {axis: seconds of the step}}, without what is empty."""
+        sources = {axis: "measured" if tl.source == "measured" else "replayed"
+                   for axis, tl in self.timelines.items()}  # fmt: skip
+        return {source: {axis: s for axis, s in self.seconds.items() if sources[axis] == source}
+                for source in dict.fromkeys(sources.values())}  # fmt: skip
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -160,10 +173,12 @@ def record_steps(card: MachineCard, steps: AxisSteps) -> dict[str, float]:
     work = {axis: [tl.work(rank) for rank in ranks] for axis, tl in steps.timelines.items()}
     busy = {axis: max(seconds) for axis, seconds in work.items()}
     record("04.others", (sum(work["pp"]) - busy["pp"]) / steps.schedule.microbatches, "s")
-    replayed = steps.source == "replayed"
+    shares_gpu = steps.timelines["tp"].source == "measured by turns"
     link = {"latency": (card.latency, "s"), "bandwidth": (card.bandwidth, "B/s")}
-    record("04.link", {"from": "assumed" if replayed else "measured as in notebook 00", **link})
+    record("04.link", {"from": "assumed" if shares_gpu else "measured as in notebook 00", **link})
     record("04.source", steps.source)
+    of_axis = {axis: source for source, axes in steps.by_source.items() for axis in axes}
+    record("04.source-of", of_axis)
     record("04.predicted", {"share": steps.alone.end}, "s")
     record("04.busy", busy, "s")
     record("04.axes", {axis: {"measured": seconds} for axis, seconds in steps.seconds.items()}, "s")
@@ -247,7 +262,7 @@ def _count_bytes(size: ViTSize, images: int, dtype: torch.dtype, schedule: Sched
 
 
 class RankParts(NamedTuple):
-    """What a rank of a mesh holds of the small ViT and of a batch: `samples` are its first sample, the one
+    """What a rank of a mesh stores of the small ViT and of a batch: `samples` are its first sample, the one
     after its last, and how many the batch has; `placements` are those of all parameters of its stage.
     """
 
@@ -255,8 +270,8 @@ class RankParts(NamedTuple):
     placements: list[Placement]
 
 
-def held_parts(layout: hpnb.Layout, batch_size: int = 32) -> RankParts:
-    """On a rank: what it holds after `parallelize` and `Pipeline`."""
+def stored_parts(layout: hpnb.Layout, batch_size: int = 32) -> RankParts:
+    """On a rank: what it stores after `parallelize` and `Pipeline`."""
     mesh = hpnb.Mesh(layout)
     model = parallelize(hpnb.models.vit(SMALL, classes=3, dtype=torch.float64), mesh.tp)
     schedule = schedules.make("1f1b", mesh.pp.size, 2)
@@ -314,6 +329,20 @@ def record_guess(leaves: Dataset) -> float:
     accuracy = 100 * max(Counter(int(leaf["labels"]) for leaf in leaves).values()) / len(leaves)
     record("04.guess", accuracy, "%")
     return accuracy
+
+
+def grows_most_title(simulated: Mapping[str, Sequence[float]]) -> str:
+    """The title of a figure of {axis: seconds on each link}, the fastest link first."""
+    added = {axis: seconds[-1] - seconds[0] for axis, seconds in simulated.items()}
+    most = max(added, key=added.__getitem__)
+    return f"Simulated: on slower links, {most}'s step grows by the most seconds"
+
+
+def swapped_title(losses: Mapping[str, Sequence[float]], distances: Mapping[str, Sequence[float]]) -> str:
+    """The title of a figure of {"correct" | "swapped": losses, and distances of copies}."""
+    fall, diverge = fall_in_words(losses), distances["swapped"][-1] > 0.01
+    but = "but" if diverge and fall.startswith("Both") else "and"
+    return f"{fall}, {but} swapped copies {'diverge' if diverge else 'do not diverge'}"
 
 
 LossLog = StepLog

@@ -10,6 +10,7 @@ import torch
 from hpnb import theory
 from hpnb.lesson.exercises.vit_tensor_parallel import TASKS
 from hpnb.lesson.machine_card import MachineCard
+from hpnb.lesson.programs.step_timing import fall_in_words
 from hpnb.lesson.programs.vit_tensor import ModeSeconds, mean_seconds
 from hpnb.lesson.tables import number
 from hpnb.lesson.values import record
@@ -91,6 +92,10 @@ def record_race(
     measured, expected = seconds[size, few], predicted[size, few]
     record("03.too-low", {mode: measured[mode] / expected[mode] for mode in measured})
     growth = {mode: seconds[size, many][mode] / measured[mode] for mode in measured}
+    for name, took in (("few", measured), ("many", seconds[size, many])):
+        record(f"03.{name}", took, "s")  # measured or replayed: the page's table says which
+    record("03.growth", growth)
+    record("03.alone", dict(zip(("all-reduce", "two-halves"), halves.values(), strict=True)), "s")
     record("03.constant", constant_in_words(growth, many / few))
     latencies = four.predicted(0)  # of no bytes: 6 steps of a ring
     record("03.latency", {"all": (4 * latencies, "s"), "share": (400 * latencies / measured["1d"], "%")})
@@ -144,6 +149,16 @@ def predict_halves(card: MachineCard, size: ViTSize, images: int, dtype: torch.d
     """What `vit_tensor.time_halves` times, predicted: both take as long."""
     seconds = card.predicted(images * size.tokens * size.hidden * dtype.itemsize)
     return {"all-reduce": seconds, "reduce-scatter, all-gather": seconds}
+
+
+def copies_title(losses: Mapping[str, Sequence[float]], copies: Mapping[str, Sequence[float]]) -> str:
+    """What the losses of all runs and the distances of their copies say; the run "right" has no fault."""
+    apart = [case for case, distances in copies.items() if not distances[-1] < 1e-9]
+    faulty = [case for case in copies if case != "right"]
+    where = "in the faulty ones" if apart == faulty else f"in {len(apart)} of {len(copies)} runs"
+    fall = fall_in_words(losses)
+    fall = "The loss falls in all runs" if fall.startswith("All") else fall
+    return f"{fall}, but copies diverge {where}" if apart else f"{fall}, and no copies diverge"
 
 
 def growth_title(growth: Mapping[str, float]) -> str:

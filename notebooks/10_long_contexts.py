@@ -46,7 +46,7 @@
 import importlib.util
 
 assert importlib.util.find_spec("hpnb"), "run %pip install hpnb, then this cell again"
-import itertools, torch, torch.distributed as dist, torch.nn.functional as F
+import itertools, math, torch, torch.distributed as dist, torch.nn.functional as F
 import hpnb
 from hpnb import Layout, Mesh, comm, lesson, theory
 from hpnb.context_parallel import Ring, Visibility, parallelize, ring_attention
@@ -445,8 +445,9 @@ def check_ulysses(kv_heads):
     places = tokens.chunk(axis.size)[axis.rank]  # contiguous
 
     def layer(*qkv):
-        if kv_heads % axis.size:  # too few heads to shard: repeat each to make 8
-            qkv = [x.repeat_interleave(8 // x.size(1), 1) for x in qkv]
+        copies = math.lcm(kv_heads, axis.size) // kv_heads  # so that p divides kv heads
+        q, *kv = qkv
+        qkv = q, *(x.repeat_interleave(copies, 1) for x in kv)
         q, k, v = (comm.all_to_all(x, axis, split_dim=1, concat_dim=2) for x in qkv)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return comm.all_to_all(out, axis, split_dim=2, concat_dim=1)  # (1, H, s/p, d)
@@ -495,8 +496,8 @@ lesson.claim("The formula counts every byte", counted == predicted)
 # </details>
 #
 # Grouped queries help the ring: with 1 kv head instead of 8 it sends <data value="10.sent.ring-1-kv-head.counted">36.9 kB</data> instead of
-# <data value="10.sent.ring-8-kv-heads.counted">295 kB</data>. Ulysses sends less with 4 kv heads, but it needs one for every rank. Our code repeats a
-# single kv head for each of the 8 query heads and saves nothing, though one copy a rank would do.
+# <data value="10.sent.ring-8-kv-heads.counted">295 kB</data>. Ulysses sends less with 4 kv heads too, but it needs one for every rank. So our code copies a
+# single kv head for each rank, and sends as much as with one kv head a rank.
 #
 # In a model, notebook 04's `HybridParallelPlugin` shards each sequence, gives tokens their positions, and sums gradients over
 # cp. We train a small GPT-2 for two steps: both ways, and in one process.

@@ -211,6 +211,30 @@ def test_attention_over_ranks_is_dense_attention(mode: str, case: str, pools: Ra
             assert (results["forward"], results["backward"]) == (2, 4)  # (cp - 1) blocks, and twice
 
 
+def attend_with_copies(heads: int, kv_heads: int) -> tuple[float, float]:
+    """(distance to dense attention, bytes that leave this rank)."""
+    axis, d, s = Mesh(Layout(cp=hpnb.world_size())).cp, 4, 12
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (
+        torch.randn(1, n, s, d, generator=generator, dtype=torch.float64) for n in (heads, kv_heads, kv_heads)
+    )
+    here = [x.chunk(axis.size, 2)[axis.rank].contiguous() for x in (q, k, v)]
+    with hpnb.record.traffic() as sent:
+        out = ulysses_attention(*here, axis, Visibility(causal=True), d**-0.5)
+    keys, values = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+    wanted = F.scaled_dot_product_attention(q, keys, values, is_causal=True).chunk(axis.size, 2)[axis.rank]
+    return distance(out, wanted), sent.bytes["cp"]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "copies"), [(12, 2, 6), (6, 1, 3), (6, 3, 3)])
+def test_ulysses_repeats_no_more_heads_than_ranks_need(
+    heads: int, kv_heads: int, copies: int, pools: RankPools
+) -> None:
+    for off, sent in pools[3].run(attend_with_copies, heads, kv_heads):
+        assert off < 1e-12
+        assert sent == 2 * (heads + copies) * (12 // 3) * 4 * 8 * 2 / 3
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_zigzag_is_a_triangle_and_blocks_that_need_no_mask(rank: int) -> None:
     chunks = split_sequence(16, 2, zigzag=True)

@@ -51,6 +51,7 @@ def pools() -> Any:
         Attention(24, 6, 6, 4, 2, 8),
         Attention(24, 12, 6, 4, 1, 4),  # grouped queries, whose groups divide
         Attention(12, 6, 1, 4, 1, 4),  # they don't: Ulysses repeats them
+        Attention(12, 12, 2, 4, 1, 4),  # to 6 for 3 ranks
         Attention(12, 5, 5, 4, 1, 8),  # heads that don't divide: Ulysses pads them
         Attention(12, 6, 3, 8, 1, 2),  # gradients of 16-bit keys travel in float32
     ],

@@ -9,11 +9,13 @@
 Each rank sends (cp - 1) / cp of its shard of q, k, v and of the output in the forward, and as much of their
 gradients in the backward. So the bytes per rank hardly change if s and cp grow together (Jacobs et al. 2023,
 "DeepSpeed Ulysses", arXiv 2309.14509, section 3.2). A ring sends keys and values cp - 1 times; but it also
-works with more ranks than heads. Where cp does not divide the key-value heads or the query heads, key-value
-heads are repeated to as many as query heads before they are sent, even if fewer would do.
+works with more ranks than heads. Where cp does not divide the key-value heads, they are repeated before they
+are sent: to the least number that cp divides, or to the query heads' if cp does not divide these either.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -53,8 +55,9 @@ def ulysses_attention(
     if heads < axis.size:
         raise ValueError(too_few_heads_message(heads, axis.size))
     # Otherwise query heads would land on other ranks than the key-value heads of their groups.
-    if k.size(HEADS) % axis.size or heads % axis.size:
-        k, v = (x.repeat_interleave(heads // k.size(HEADS), HEADS) for x in (k, v))
+    copies = heads if heads % axis.size else math.lcm(k.size(HEADS), axis.size)  # divides heads, as both do
+    if copies > k.size(HEADS):
+        k, v = (x.repeat_interleave(copies // k.size(HEADS), HEADS) for x in (k, v))
     # Heads of zeros up to a multiple of the ranks: they land on the last ranks and are cut off at the end.
     if missing := -heads % axis.size:
         q, k, v = (F.pad(x, (0, 0, 0, 0, 0, missing)) for x in (q, k, v))

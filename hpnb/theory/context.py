@@ -9,7 +9,8 @@ bytes a value. Its tokens are sharded over p ranks, in a zigzag for a causal rin
     Ulysses     forward   (p-1)/p 2 b (s/p) (H + G) d w                  q, k, v and the output, all-to-all
                 backward  the same                                       their gradients
 
-Ulysses repeats keys and values to H heads where p does not divide G, and pads heads to a multiple of p.
+For Ulysses, keys and values are repeated where p does not divide G, to lcm(G, p) heads; and where p does not
+divide H, all are repeated and padded to the next multiple of p.
 
 A ring step computes with one block of keys while the next one travels. Of 4 d FLOPs a query and key forward,
 half of all pairs visible, a step has 2 b H d (s/p)^2 and sends 2 b (s/p) G d w bytes. An image has no causal
@@ -26,6 +27,7 @@ message, which brings the gradients home. No message of the all-gather or of Uly
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -169,8 +171,7 @@ def _exchanged_bytes(attention: Attention, ranks: int) -> tuple[float, ...]:
     heads, kv_heads = attention.heads, attention.kv_heads
     if heads < ranks:
         raise ValueError(f"Ulysses gives each of {ranks} ranks a head, and there are {heads}; use a ring")
-    if heads % ranks or kv_heads % ranks:
-        kv_heads = heads
+    kv_heads = heads if heads % ranks else math.lcm(kv_heads, ranks)
     tokens = attention.batch * attention.sequence / ranks
     per_head = tokens * attention.head_size * attention.bytes_per_value
     q, kv = (per_head * (count + -count % ranks) for count in (heads, kv_heads))

@@ -288,7 +288,7 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 # So shard first, and offload where there are too few ranks.
 #
 # With ZeRO-3, gradients go down once, and weights come up twice, for the forward and the backward: three transfers of 2 bytes a parameter.
-# This run's prediction counts four. For XL on four ranks, four take 0.12 s and three 0.09 s. The update takes 0.11 s, and the GPU's update falls away.
+# For XL on four ranks they take {{05.xl-offload.transfers:.2f}} s. The CPU's update takes {{05.xl-offload.update:.2f}} s, and the GPU's falls away.
 # The steps are measured further down. <data value="05.offload">In this run, offloading added 785 ms to a step with ZeRO-3 and recomputation, predicted as 228 ms: the rates are assumed, and ranks share the CPU's cores and memory.</data>
 # Assumed rates and shared cores are only possible reasons for the difference. This page does not test them.
 # </details>
@@ -350,8 +350,7 @@ large = {c: gpt2_zero.predict_memory(XL, 1, torch.bfloat16, c, 2) for c in CONFI
 peaks = {config: run.profile.peak for config, run in runs.items()}
 expected, xl = ({c: step.peak for c, step in s.items()} for s in (memory, large))
 shown = ZeroConfig(0), ZeroConfig(1), ZeroConfig(3), ZeroConfig(3, -1)
-lesson.show(figures.rivers({str(c): runs[c].profile for c in shown}, BUDGET,
-                           "ZeRO shrinks states, recomputation activations · measured"))
+lesson.show(figures.rivers({c: runs[c].profile for c in shown}, BUDGET))
 lesson.show(predicted=expected, measured=peaks, unit="B", key="05.peak",
             columns={"predicted moment": {c: memory[c].fullest.name for c in CONFIGS}},
             title="Predicted and measured peaks of a step")
@@ -480,7 +479,7 @@ words.record_shape(SIZE, DTYPE)
 
 # %% [markdown]
 # Launching takes equally long for any number of tokens. We take the lowest point, a median of five rounds: <data value="05.floor.launch">97.8 ms</data>. Single rounds can be
-# faster. The title holds for the flat points only. Far from the crossing, at roughly <data value="05.tokens.equal:,.0f">2,655</data> tokens, the upper line sets
+# faster. Launching sets the time of the flat points only. Far from the crossing, at roughly <data value="05.tokens.equal:,.0f">2,655</data> tokens, the upper line sets
 # the time. Around it, points lie above both. Without messages, forward and backward of this page's <data value="05.tokens.page:,.0f">4,096</data> tokens
 # take <data value="05.floor.step">151 ms</data>. The computing line counts all of that as computing, so it is an upper limit.
 #
@@ -529,26 +528,26 @@ lesson.record("05.alone", {"forward": alone[0]}, "s")
 # Recomputation changed a step by <data value="05.recompute.least">84.9 ms</data> to <data value="05.recompute.most">165 ms</data>, depending on the ZeRO stage. We predicted one forward, <data value="05.alone.forward">64.4 ms</data>.
 #
 # The predicted time holds for <data value="05.off.hold">1</data> of <data value="05.off.of">9</data> steps. Steps take <data value="05.off.low:.2f">1.14</data> to <data value="05.off.high:.2f">2.37</data> times the prediction, most with
-# <data value="05.off.highest">ZeRO-3 + recompute + offload</data>. In the bars, most of the excess lies before the update. What follows
-# it?
+# <data value="05.off.highest">ZeRO-3 + recompute + offload</data>. {{05.excess}}
+# Without recomputation, a step ends with:
 #
 # | | ZeRO-0 | ZeRO-1 | ZeRO-2 | ZeRO-3 |
 # |---|---|---|---|---|
 # | update | <data value="05.update.zero-0">32.5 ms</data> | <data value="05.update.zero-1">6.16 ms</data> | <data value="05.update.zero-2">5.99 ms</data> | <data value="05.update.zero-3">8.66 ms</data> |
 # | communication after it | <data value="05.after.zero-0">0 s</data> | <data value="05.after.zero-1">27.8 ms</data> | <data value="05.after.zero-2">27.2 ms</data> | <data value="05.after.zero-3">0 s</data> |
 #
-# We predicted a gather of <data value="05.after.predicted">7.11 ms</data>. With recomputation, bars show almost none:
-# their long update may contain it. In each bar of ZeRO-1 and 2, update and gather together
-# take over twice the prediction.
+# We predicted a gather of <data value="05.after.predicted">7.11 ms</data>. In the bars of ZeRO-1 and 2, update and gather
+# together take {{05.late.least:.1f}} to {{05.late.most:.1f}} times the prediction.
 #
 # <details><summary>What does the prediction leave out?</summary>
 #
 # It leaves out copies to and from flat buckets, launching the hooks that shard and gather, and waiting for the slowest rank.
-# Recomputation launches a forward again, with its hooks. Messages also take time from cores or a GPU that compute. For offloading,
+# With recomputation, {{05.after.zero-1-+-recompute}} follow the update in ZeRO-1 and {{05.after.zero-2-+-recompute}} in ZeRO-2. Where that is less than a gather takes, the update may
+# contain it. Recomputation launches a forward again, with its hooks. Messages also take time from cores or a GPU that compute. For offloading,
 # the prediction assumes rates.
 #
 # This page does not measure these causes one by one. The times in the table may contain waiting. The check above
-# compares seconds: 0.0272 s is ZeRO-2's communication after its update. Where ranks share a GPU, communication is not
+# compares seconds: {{05.after.zero-2:.3g}} s is ZeRO-2's communication after its update. Where ranks share a GPU, communication is not
 # measured but predicted. The figure's bars leave out offloaded steps.
 # </details>
 #

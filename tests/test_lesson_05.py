@@ -440,12 +440,28 @@ def _profile(peak: int) -> MemoryProfile:
 
 
 def test_rivers() -> None:
-    profiles = {"ZeRO-0": _profile(100), "ZeRO-1": _profile(60), "ZeRO-2": _profile(50)}
+    profiles = {ZeroConfig(0): _profile(100), ZeroConfig(1): _profile(60), ZeroConfig(2): _profile(50)}
     fig = figures.rivers(profiles, 80.0)
     words = [t.get_text() for ax in fig.axes for t in ax.texts]
     assert "100 B" in words
     assert [ax.get_visible() for ax in fig.axes] == [True, True, True, False]
     assert fig.axes[0].get_ylim() == fig.axes[2].get_ylim()
+
+
+def test_the_title_of_the_rivers_follows_their_bytes() -> None:
+    def profile(states: int, activations: int) -> MemoryProfile:
+        early = MemorySample(0.0, states, activations=activations // 2)
+        return MemoryProfile((early, MemorySample(1.0, states, activations=activations)))
+
+    def title(*profiles: MemoryProfile) -> str:
+        configs = ZeroConfig(0), ZeroConfig(3), ZeroConfig(3, -1)
+        return _title(figures.rivers(dict(zip(configs, profiles, strict=True))))
+
+    large, sharded, recomputed = profile(9, 8), profile(3, 8), profile(3, 4)
+    assert title(large, sharded, recomputed) == "ZeRO shrinks states, recomputation activations · measured"
+    assert title(large, sharded, sharded) == "ZeRO shrinks states · measured"
+    assert title(large, large, recomputed) == "Recomputation shrinks activations · measured"
+    assert title(large, large, large) == "Memory · measured"
 
 
 def test_frontier() -> None:
@@ -499,7 +515,13 @@ def test_what_the_page_says_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> Non
 
     runs = {ZeroConfig(stage): run(1.0, 1.1, 1.2) for stage in range(4)}
     runs |= {ZeroConfig(stage, -1): run(1.2, 1.3 + stage, 9.0) for stage in range(4)}
-    parts = {c: {"forward": 1.0, "exposed after the update": 0.0} for c in runs}
+    parts = {c: {"forward": 0.9, "update": 0.1, "exposed after the update": 0.0} for c in runs}
+    gpt2_zero_words.record_steps(runs, parts)
+    assert recorded["05.late"] == pytest.approx({"least": 2.0, "most": 2.0})
+    assert recorded["05.excess"] == "In the bars, most of the excess lies before the update."
+    exact = {c: {**parts[c], "forward": run.parts["backward"]} for c, run in runs.items()}
+    gpt2_zero_words.record_steps(runs, exact)
+    assert recorded["05.excess"] == "In the bars, most of the excess lies in the update and after it."
     gpt2_zero_words.record_steps(runs, parts)
     assert recorded["05.recompute"] == pytest.approx({"least": 0.2, "most": 3.2})
     assert recorded["05.ranges"].startswith("overlap")
@@ -516,6 +538,9 @@ def test_what_the_page_says_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> Non
     assert recorded["05.changed"]["zero-1"] == "400 ms shorter"
     assert "added 2.00 s to" in recorded["05.offload"]
     assert recorded["05.offload"].endswith("predicted as 500 ms.")  # the page does not test why
+    long = {c: {**of_step, "forward": 99.0} for c, of_step in parts.items()}
+    gpt2_zero_words.record_steps(slow, {**long, offloaded: {"forward": 1.5}})
+    assert recorded["05.excess"] == "All bars together are no longer than predicted."
 
 
 def test_doublings_show_a_wall_or_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import permutations
 from statistics import median
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
-from hpnb.lesson.programs.gpt2_zero_predictions import gather_timeline
+from hpnb.lesson.programs.gpt2_zero_predictions import ZeroConfig, gather_timeline
 from hpnb.plot.bars import Bar, BarPanel, bars
 from hpnb.plot.canvas import SMALL, Key, new_figure, panel_title
 from hpnb.plot.curves import CurvePanel, Series, count, curves, log_ticks, looks, note, rule
@@ -26,11 +27,38 @@ MARKED_LINKS = ("Ethernet 100 Gb", "InfiniBand NDR")
 POINTS = 700  # of a panel: as many as it has pixels
 
 
-def rivers(profiles: Mapping[str, MemoryProfile], capacity: float | None = None, title: str = "") -> Figure:
+def _rivers_title(profiles: Mapping[ZeroConfig, MemoryProfile]) -> str:
+    """Whether each higher ZeRO stage has fewer bytes of states, and whether recomputation has fewer of
+    activations, of pairs of configurations that are otherwise the same.
+    """
+    most = {
+        c: {
+            "states": max(s.parameters + s.gradients + s.optimizer for s in profile.samples),
+            "activations": profile.peak_of("activations"),
+        }
+        for c, profile in profiles.items()
+    }
+    pairs = [(a, b) for a, b in permutations(profiles, 2) if a.offload == b.offload]
+    sharded = [(a, b) for a, b in pairs if a.stage < b.stage and a.recompute == b.recompute]
+    recomputed = [(a, b) for a, b in pairs if a.stage == b.stage and b.recompute and not a.recompute]
+    shrinks = {
+        "ZeRO": bool(sharded) and all(most[b]["states"] < most[a]["states"] for a, b in sharded),
+        "recomputation": bool(recomputed)
+        and all(most[b]["activations"] < most[a]["activations"] for a, b in recomputed),
+    }
+    if all(shrinks.values()):
+        return "ZeRO shrinks states, recomputation activations · measured"
+    if shrinks["ZeRO"]:
+        return "ZeRO shrinks states · measured"
+    return "Recomputation shrinks activations · measured" if shrinks["recomputation"] else "Memory · measured"
+
+
+def rivers(profiles: Mapping[ZeroConfig, MemoryProfile], capacity: float | None = None) -> Figure:
     """Memory over time of one rank, one small panel for each configuration, against one capacity in bytes.
 
     All panels share the axis of bytes and the unit of time; each has a clock of its own, because recording
-    slows some down more. A peak above the capacity is marked.
+    slows some down more. A peak above the capacity is marked. The title says what ZeRO and recomputation
+    shrink, if they do so for every pair of configurations that differ in nothing else.
     """
     top = max(*(p.peak for p in profiles.values()), capacity or 0.0, 1.0)
     size, unit = bytes_unit(top)
@@ -41,9 +69,9 @@ def rivers(profiles: Mapping[str, MemoryProfile], capacity: float | None = None,
         keys.append(Key(CAPACITY, "line", f"budget {byte_count(capacity)}"))
     columns = min(2, len(profiles))
     scale, clock = time_unit(max(p.samples[-1].time - p.samples[0].time for p in profiles.values()))
-    fig, axes = new_figure([1.5] * -(-len(profiles) // columns), title=title, legend=keys, columns=columns,
-                           left=0.62, gap=0.72, between=0.3, head=0.3)  # fmt: skip
-    for i, (ax, (name, profile)) in enumerate(zip(axes, profiles.items(), strict=False)):
+    fig, axes = new_figure([1.5] * -(-len(profiles) // columns), title=_rivers_title(profiles), legend=keys,
+                           columns=columns, left=0.62, gap=0.72, between=0.3, head=0.3)  # fmt: skip
+    for i, (ax, (config, profile)) in enumerate(zip(axes, profiles.items(), strict=False)):
         first, last = profile.samples[0].time, profile.samples[-1].time
         draw_bands(ax, profile, categories, first, scale, size, POINTS)
         if capacity is not None:
@@ -52,7 +80,7 @@ def rivers(profiles: Mapping[str, MemoryProfile], capacity: float | None = None,
         mark = ax.get_lines()[1]  # at the peak, lifted so that its tip stands on it
         mark.set_color(color)
         mark.set_transform(ax.transData + ScaledTranslation(0, 4 / 72, fig.dpi_scale_trans))
-        panel_title(ax, name)
+        panel_title(ax, str(config))
         ax.annotate(byte_count(profile.peak), (1, 1), (0, 4), "axes fraction", "offset points", ha="right",
                     size=SMALL, weight="bold", color=color)  # fmt: skip
         ax.set(xlim=(0, (last - first) / scale or 1.0), ylim=(0, top / size * 1.15))

@@ -114,10 +114,23 @@ def predict_parts(
     )
     parts = {"forward": forward, "backward": backward, "update": update * share, **exposed}
     if config.offload:
-        moved = dtype.itemsize * size.parameters() * share * (3 if config.stage == 3 else 2)
-        parts["update"] = 28.0 * size.parameters() * share / CPU_MEMORY_RATE
-        parts["exposed"] += moved / CPU_LINK
+        offload = offload_seconds(size, dtype, config.stage, card.ranks)
+        parts["update"] = offload["update"]
+        parts["exposed"] += offload["transfers"]
     return parts
+
+
+def offload_seconds(size: GPT2Size, dtype: torch.dtype, stage: int, ranks: int) -> dict[str, float]:
+    """Seconds of the "transfers" and of the "update" of a step with shards in CPU memory, at assumed rates.
+
+    Gradients go down once, and weights come up once, or twice with ZeRO-3.
+    """
+    parameters = size.parameters() / (ranks if stage else 1)
+    transfers = 3 if stage == 3 else 2
+    return {
+        "transfers": transfers * dtype.itemsize * parameters / CPU_LINK,
+        "update": 28.0 * parameters / CPU_MEMORY_RATE,
+    }
 
 
 def price_of_bytes(
@@ -187,7 +200,8 @@ def record_links(bandwidths: Sequence[float], exposed: Mapping[str, Sequence[flo
 def record_prices(size: GPT2Size, rows: int, ranks: int, link: Link) -> None:
     """Record under 05.xl-price what three ways to save memory save and add, simulated in bfloat16.
 
-    They are ZeRO-3 instead of ZeRO-0, recomputation, and the optimizer state in CPU memory.
+    They are ZeRO-3 instead of ZeRO-0, recomputation, and the optimizer state in CPU memory. 05.xl-offload has
+    seconds of the "transfers" and the "update" of a step that offloads with ZeRO-3 on four ranks.
     """
     forward = size.layers * size.block(rows).forward_flops / FLOPS
     alone = forward, 2 * forward, 0.0
@@ -208,6 +222,7 @@ def record_prices(size: GPT2Size, rows: int, ranks: int, link: Link) -> None:
     for name, (saved, added) in prices.items():
         record(f"05.xl-price.{name}.saved", saved, "B")
         record(f"05.xl-price.{name}", {"added": added, "each": added / (saved / 1e9)}, "s")
+    record("05.xl-offload", offload_seconds(size, torch.bfloat16, 3, 4), "s")
 
 
 def gather_timeline(gathers: theory.GatherTimeline, uses: Sequence[int], ranks: int) -> Timeline:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,7 +22,8 @@ def record_steps(
 
     Ratios of both (05.off), what recomputation adds (05.recompute), whether ZeRO-0 and ZeRO-3 overlap
     (05.ranges), how much shorter or longer steps are than ZeRO-0's (05.changed), seconds of and after the
-    update (05.update, 05.after), and what offloading adds (05.offload).
+    update (05.update, 05.after), how many times as long as predicted both take with ZeRO-1 and 2 (05.late),
+    where most of the excess over the prediction lies (05.excess), and what offloading adds (05.offload).
     """
     medians = {c: run.seconds[1] for c, run in runs.items()}
     totals = {c: sum(part.values()) for c, part in parts.items()}
@@ -44,7 +45,29 @@ def record_steps(
     after = {str(c): run.parts["exposed after the update"] for c, run in runs.items()}
     predicted = parts[ZeroConfig(2)]["exposed after the update"]
     record("05.after", {**after, "predicted": predicted}, "s")
+    late = [
+        _late_seconds(runs[c].parts) / _late_seconds(parts[c])
+        for c in runs
+        if c.stage in (1, 2) and not c.offload
+    ]
+    record("05.late", {"least": min(late), "most": max(late)})
+    record("05.excess", _excess_in_words([(runs[c].parts, parts[c]) for c in runs if not c.offload]))
     record("05.offload", _offload_in_words(medians, totals))
+
+
+def _late_seconds(parts: Mapping[str, float]) -> float:
+    """Of the update and of the communication after it."""
+    return parts["update"] + parts["exposed after the update"]
+
+
+def _excess_in_words(steps: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> str:
+    """For prose: a sentence on where steps, (measured, predicted) parts, exceed their predictions."""
+    total = sum(sum(measured.values()) - sum(predicted.values()) for measured, predicted in steps)
+    late = sum(_late_seconds(measured) - _late_seconds(predicted) for measured, predicted in steps)
+    if total <= 0:
+        return "All bars together are no longer than predicted."
+    where = "before the update" if total - late > late else "in the update and after it"
+    return f"In the bars, most of the excess lies {where}."
 
 
 def _change_in_words(before: float, after: float) -> str:

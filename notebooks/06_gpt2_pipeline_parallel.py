@@ -46,7 +46,7 @@ assert importlib.util.find_spec("hpnb"), "run %pip install hpnb, then this cell 
 from itertools import islice
 import hpnb, statistics, torch, torch.distributed as dist, torch.nn.functional as F
 from torch import nn
-from hpnb import Layout, Mesh, comm, lesson, plot, theory
+from hpnb import Layout, Mesh, comm, lesson, theory
 from hpnb.lesson.figures import gpt2_pipeline as figures
 from hpnb.lesson.programs import device_timing, gpt2_pipeline, step_timing, tied_weights
 from hpnb.lesson.programs.gpt2_pipeline import FEW_TOKENS
@@ -115,7 +115,7 @@ def train(schedule, batches):
 # %%
 distances = pool.run(train, schedule_1f1b, batches[:4])  # of each rank
 exact = lesson.Parity.worst_of([{"uniform cut": distance} for distance in distances])
-lesson.show(exact, title="A pipelined GPT-2 computes what one process computes")
+lesson.show(exact, title="A pipelined GPT-2, compared with one process")
 lesson.claim("The pipeline is exact up to rounding", exact.equal)
 all_layers = layers.layers(hpnb.models.gpt2(SIZE, device="meta"))  # shapes only
 cuts = {"uniform": partitions.uniform(all_layers, N)}  # layers of each stage
@@ -189,7 +189,7 @@ law = theory.head_in_blocks(SIZE.block(), SIZE.vocab_size)
 matmuls = (times.costs[-1] - times.loss) / times.block  # seconds over seconds: blocks
 lesson.show(predicted={"head's matmuls": law, "head and loss": law}, unit="blocks",
             measured={"head's matmuls": matmuls, "head and loss": times.head},
-            key="06.head", title="FLOPs and time disagree about the head")  # fmt: skip
+            key="06.head", title="The head by FLOPs and by time")  # fmt: skip
 lesson.record("06.repeats", len(steps["uniform"].timelines))
 lesson.record("06.head", {"ratio": matmuls / law, "limit": (SIZE.layers + law) / law})
 lesson.record("06.chunks", times.chunks_in_words(2 * N))
@@ -317,8 +317,9 @@ cuts["by time"] = partitions.balanced(times.smooth, N)
 last_blocks = {cut: cuts[cut][-1] - 1 for cut in ("uniform", "by flops", "by time")}
 lesson.record("06.beside", last_blocks)
 # times.step simulates a step from times.smooth
-whole, beside = times.step(schedule_1f1b, cuts["by time"]), last_blocks["by time"]
-idle = {"simulated": whole.bubble_fraction, "formula": times.bubble(cuts["by time"], M)}
+cut, beside = cuts["by time"], last_blocks["by time"]
+idle = {"simulated": times.step(schedule_1f1b, cut).bubble_fraction,
+        "formula": times.bubble(cut, M)}  # fmt: skip
 lesson.record("06.idle", {name: (100 * share, "%") for name, share in idle.items()})
 # For the next subsection: these cuts and others, {blocks beside the head: layers},
 # up to one whose simulated step is 1.6 times as long as the shortest
@@ -352,8 +353,7 @@ versus = gpt2_pipeline.compare(repeats, predicted, "by flops", "by time")
 lesson.record("06.flops", gpt2_pipeline.cuts_in_words(same, versus))
 shown = {cut: figures.PipelineCut(cuts[cut], repeats[cut].median)
          for cut in ("uniform", "by time")}  # fmt: skip
-title = "The cut by time leaves fewer blocks beside the head"
-lesson.show(figures.skyline(times.smooth, shown, times.kinds, times.loss, title=title))
+lesson.show(figures.skyline(times.smooth, shown, times.kinds, times.loss))
 
 # %% [markdown]
 # Bars are `times.smooth`, and each cut's largest stage is in bold. By the median, the cut by time is
@@ -554,8 +554,7 @@ runs = {case: pool.run(train_tied, tied)[0] for case, tied in cases.items()}
 # %%
 losses = {case: [loss for loss, _ in log] for case, (log, _) in runs.items()}
 distances = {case: [distance for _, distance in log] for case, (log, _) in runs.items()}
-lesson.show(plot.drift(losses, distances, between="the two copies",
-                       title="Both losses fall; unsummed copies diverge"))  # fmt: skip
+lesson.show(figures.copies_of_a_tied_weight(losses, distances))
 heads = ("loss as trained", "loaded with wte's copy", "loaded with lm_head's copy")
 lesson.show(
     columns={head: {case: final[i] for case, (_, final) in runs.items()}
@@ -771,7 +770,7 @@ lesson.record("06.h1", gpt2_pipeline.compare(steps, predicted, "zb-h1", "1f1b"))
 lesson.record("06.fastest", gpt2_pipeline.schedules_in_words(steps, "1f1b"))
 gpt2_pipeline.add_to_ledger(model, predicted, medians)
 lesson.show({name: medians[name] for name in ("1f1b", "zb-h1")},
-            title="ZB-H1 moves weight gradients into gaps of 1F1B")  # fmt: skip
+            title="ZB-H1 splits the backwards of 1F1B into I and W")  # fmt: skip
 peaks = gpt2_pipeline.peaks_by_run(pool, SIZE, BATCH_SIZE, DTYPE, runs)  # of each rank
 lesson.show(columns=gpt2_pipeline.memory_columns(peaks, medians, chunks),
             title="Peak of activations, first and last rank")  # fmt: skip
@@ -843,17 +842,17 @@ lesson.explorers.uneven_layers()
 # ### Exercise 4: beat 1F1B under a memory cap
 #
 # *Extra. Design, 30 minutes.* Write `plan(job)`: a list of actions for each rank, with stage r on rank r. You get
-# `job.ranks`, `job.microbatches` and `job.costs`, with F, I and W per stage. `job.held[r]` are the bytes of one in-flight
-# microbatch on rank r, from its F to its W, and `job.cap` the bytes that a rank has for all. The check wants no rank above
-# the cap, and a step within 1 % of the best that it knows.
+# `job.ranks`, `job.microbatches` and `job.costs`, with F, I and W per stage. `job.microbatch_bytes[r]` are the bytes of
+# one in-flight microbatch on rank r, from its F to its W, and `job.cap` the bytes that a rank has for all. The check
+# wants no rank above the cap, and a step within 1 % of the best that it knows.
 #
 # Write an action as stage, kind and microbatch: "0F3" is the forward of microbatch 3 on stage 0.
 #
 # <details><summary>Hint</summary>
 #
 # In ZB-H1, rank r runs W of microbatch k after I of microbatch k + r. How far may W lag with room for
-# `job.cap // job.held[r]` microbatches? Does more room allow a longer *warm-up*, the forwards before a rank's first backward?
-# `Schedule(rows).simulate(job.costs).makespan` decides.
+# `job.cap // job.microbatch_bytes[r]` microbatches? Does more room allow a longer *warm-up*, the forwards before a
+# rank's first backward? `Schedule(rows).simulate(job.costs).makespan` decides.
 # </details>
 
 
@@ -881,7 +880,7 @@ lesson.check(exercises.beat_1f1b, plan)
 #
 # def plan(job):
 #     p, tried = job.ranks, []
-#     room = [int(job.cap // held) for held in job.held]
+#     room = [int(job.cap // nbytes) for nbytes in job.microbatch_bytes]
 #     for stretch in (1, 2):  # 1F1B's warm-up, which always has room, or a longer one
 #         ahead = [stretch * (p - r - 1) + 1 for r in range(p)]
 #         # W lags as in ZB-H1, or twice as far, but never by more than there is room

@@ -417,6 +417,24 @@ def test_the_last_cut_shows_every_repeat_and_who_cuts_where() -> None:
 
 
 @pytest.mark.parametrize(
+    ("loss", "summed", "apart", "title"),
+    [
+        (4.0, 0.0, 0.6, "Both losses fall; unsummed copies diverge"),
+        (6.0, 0.0, 0.6, "Unsummed copies diverge"),
+        (4.0, 0.0, 0.05, "Both losses fall"),
+        (4.0, 0.1, 0.6, "Both losses fall"),
+        (6.0, 0.1, 0.6, "Losses, and the distance between the two copies"),
+    ],
+)
+def test_the_title_of_tied_copies_follows_the_run(
+    loss: float, summed: float, apart: float, title: str
+) -> None:
+    losses = {"summed": [5.0, 4.0], "never summed": [5.0, loss]}
+    distances = {"summed": [0.0, summed], "never summed": [0.1, apart]}
+    assert figures.copies_of_a_tied_weight(losses, distances).texts[0].get_text() == title
+
+
+@pytest.mark.parametrize(
     ("runs", "title"),
     [
         ({0: [2.0, 2.2], 3: [1.0, 1.1], 9: [1.2, 1.9]}, "Too many blocks beside the head slow every repeat"),
@@ -526,6 +544,6 @@ def test_no_schedule_of_the_library_beats_1f1b_under_every_cap() -> None:
         for schedule in fits:
             schedule.check()
             tl = schedule.simulate(job.costs)
-            assert all(tl.peak_in_flight(r) * job.held[r] <= job.cap for r in tl.ranks)
+            assert all(tl.peak_in_flight(r) * job.microbatch_bytes[r] <= job.cap for r in tl.ranks)
         usual = schedules.make("1f1b", job.ranks, job.microbatches).simulate(job.costs).makespan
         assert min(each.simulate(job.costs).makespan for each in fits) < 0.95 * usual

@@ -244,14 +244,14 @@ class CappedPipeline:
     Attributes:
         ranks, microbatches: p and m.
         costs: seconds of F, I and W of each stage.
-        held: bytes that each stage holds of one microbatch, from its F to its W.
-        cap: bytes that a rank may hold of all.
+        microbatch_bytes: bytes that each stage keeps of one microbatch, from its F to its W.
+        cap: bytes that a rank may keep of all.
     """
 
     ranks: int
     microbatches: int
     costs: Costs
-    held: tuple[float, ...]
+    microbatch_bytes: tuple[float, ...]
     cap: float
 
 
@@ -274,7 +274,7 @@ def family(task: CappedPipeline) -> list[Schedule]:
     fitting = []
     for stretch in (1, 2):
         warmups = [stretch * (task.ranks - r) - stretch + 1 for r in range(task.ranks)]
-        room = [int(task.cap // held) for held in task.held]
+        room = [int(task.cap // nbytes) for nbytes in task.microbatch_bytes]
         if all(warmup <= most for warmup, most in zip(warmups, room, strict=True)):
             lags = [min(stretch * r, room[r] - warmups[r]) for r in range(task.ranks)]
             ranks = enumerate(zip(warmups, lags, strict=True))
@@ -297,9 +297,9 @@ def beat_1f1b(plan: Callable[[CappedPipeline], Any]) -> Iterator[Finding]:
     for name, task in TASKS.items():
         schedule = parse_schedule(plan(task), task.ranks, task.microbatches, task.ranks, f"{name}: ")
         tl = schedule.simulate(task.costs)
-        holds = [tl.peak_in_flight(r) * task.held[schedule.stages_of(r)[0]] for r in tl.ranks]
-        worst = max(range(task.ranks), key=lambda r: holds[r])
-        yield keeps_to_cap(f"{name}: rank {worst}", holds[worst], task.cap)
+        kept = [tl.peak_in_flight(r) * task.microbatch_bytes[schedule.stages_of(r)[0]] for r in tl.ranks]
+        worst = max(range(task.ranks), key=lambda r: kept[r])
+        yield keeps_to_cap(f"{name}: rank {worst}", kept[worst], task.cap)
         usual = schedules.make("1f1b", task.ranks, task.microbatches).simulate(task.costs).makespan
         target = _SLACK * min(other.simulate(task.costs).makespan for other in family(task))
         bubble = 1 - (1 - tl.bubble_fraction) * tl.makespan / target  # the same work in the target's time

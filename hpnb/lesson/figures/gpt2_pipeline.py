@@ -15,6 +15,7 @@ from hpnb.plot.curves import CurvePanel, Look, Series, curves, note
 from hpnb.plot.grammar import AXIS, INK, SERIES, SOFT, STYLE, OpStyle, mix
 from hpnb.plot.lanes import Lanes, chunks, draw
 from hpnb.plot.timeline import describe
+from hpnb.plot.training import drift
 from hpnb.plot.units import number, time_unit
 from hpnb.record import Timeline
 
@@ -134,6 +135,27 @@ def _draw_stages(ax: Axes, costs: Sequence[float], cut: PipelineCut, tall: float
         labels.append(rank if text_inches(rank) + 0.08 < wide else rank.replace("rank ", "r"))
     ax.set_xticks([(start + end) / 2 for start, end in pairwise(ends)], labels)
     ax.tick_params(axis="x", length=0)
+
+
+def copies_of_a_tied_weight(
+    losses: Mapping[str, Sequence[float]], distances: Mapping[str, Sequence[float]]
+) -> Figure:
+    """`hpnb.plot.drift` of training with and without the sum of a tied weight's gradients.
+
+    Args:
+        losses, distances: {"summed" or "never summed": the loss and the distance between both copies of each
+            step}. The title says that losses fall and copies diverge only if they do.
+    """
+    fall = all(loss[-1] < loss[0] for loss in losses.values())
+    apart = distances["never summed"]
+    diverge = max(distances["summed"]) == 0 and apart[-1] > max(apart[0], 0.01)
+    title = {
+        (True, True): "Both losses fall; unsummed copies diverge",
+        (True, False): "Both losses fall",
+        (False, True): "Unsummed copies diverge",
+        (False, False): "Losses, and the distance between the two copies",
+    }[fall, diverge]
+    return drift(losses, distances, between="the two copies", title=title)
 
 
 def _last_cut_title(runs: Mapping[int, Sequence[float]]) -> str:

@@ -154,7 +154,7 @@ x
 # | barrier | nothing | a return, once all have called it | 0 |
 #
 # A *shard* is one of n equal parts of a tensor, and each rank keeps one. The cell runs four of these collectives in
-# plain `torch.distributed`, and draws what every rank held.
+# plain `torch.distributed`, and draws the tensors of every rank.
 
 
 # %%
@@ -171,8 +171,8 @@ def four_collectives():
     return [x.tolist() for x in (before, shard, gathered, pieces, copy)]
 
 
-held = hpnb.launch(four_collectives, ranks=N, device=DEVICE)
-before, shard, gathered, pieces, copy = zip(*held, strict=True)
+tensors = hpnb.launch(four_collectives, ranks=N, device=DEVICE)  # of each rank
+before, shard, gathered, pieces, copy = zip(*tensors, strict=True)
 names = ["before", "after reduce-scatter", "after all-gather"]
 title = "reduce-scatter leaves one sum on each rank, all-gather copies all"
 lesson.show(figures.tensors(before, shard, gathered, names=names, title=title))
@@ -665,7 +665,7 @@ def record_steps(cases, steps=5):
 cases = {"at once": (0, 0), "after a pause": (0.03, 0), "rank 1 late": (0.03, 0.1)}
 recorded = hpnb.launch(record_steps, cases, ranks=N, device=DEVICE)[0]
 late = recorded["rank 1 late"]
-title = "measured · compute is a sleep; rank 1 sleeps longest and waits least"
+title = "measured · compute is a sleep, longest on rank 1"
 lesson.show(figures.waits(late, title=title, steps=5))
 spent = figures.time_by_part(late.split_waits("all_reduce"), 5)  # as in the figure
 costs = {f"rank {r}": part["wait"] + part["move"] for r, part in spent.items()}

@@ -102,9 +102,10 @@ def shard_attention(heads=25, d=8, s=32):
     x, qkv, out = (gpt2_tensor.random_values(*n, seed=sum(n)) for n in shapes)
     expected = attention(x @ qkv, heads) @ out
     first, end = comm.split_range(heads, axis.size, axis.rank)  # this rank's heads
-    whole = slice(first * d, end * d)  # their columns
+    by_heads = slice(first * d, end * d)  # their columns
     chunk = slice(*comm.split_range(h, axis.size, axis.rank))  # equally many columns
-    ways, distances = {"chunk": (chunk, heads), "whole heads": (whole, end - first)}, {}
+    ways = {"chunk": (chunk, heads), "whole heads": (by_heads, end - first)}
+    distances = {}
     for way, (columns, count) in ways.items():
         qkv_r = torch.cat([w[:, columns] for w in qkv.chunk(3, 1)], 1)  # (h, 3w)
         y_r = attention(x @ qkv_r, count) @ out[columns]  # (s, h): one of t terms
@@ -291,13 +292,12 @@ def compare_losses(V, n=16):
 # reducing the three numbers. Then we count those of a training step without its blocks.
 
 # %%
-found = {V: pool.run(compare_losses, V)[0] for V in (509, 4001, 50_257, 128_256)}
-title = "Three reductions send the same few bytes for every vocabulary"
-lesson.show(figures.loss_bytes(found, N, title=title))
+counted = {V: pool.run(compare_losses, V)[0] for V in (509, 4001, 50_257, 128_256)}
+lesson.show(figures.loss_bytes(counted, N))
 sent = pool.run(gpt2_tensor.bytes_around_blocks, SIZE, BATCH_SIZE, DTYPE)[0]
 formula = theory.vocabulary_bytes(SIZE.block(BATCH_SIZE, None, DTYPE.itemsize), N)
 lesson.reveal("07.vocab-bytes", sent, predicted=formula, source="counted")
-gathered, reduced, off = found[50_257]
+gathered, reduced, off = counted[50_257]
 lesson.record("07.loss", {"gathered": gathered, "reduced": reduced}, "B")
 lesson.claim("Both ways give the same gradient", (off, "<", 1e-5))
 lesson.claim("Reductions send under 1/8,000", (reduced, "<", gathered / 8000))
@@ -436,8 +436,7 @@ for case, tokens_sharded in cases.items():
     pairs[case] = list(drawn[case].values())
 places = ("embedding: replicated", "attention: sharded", "MLP: by the row")
 four = gpt2_tensor.cpu_ranks(pool)  # ranks on the CPU, also where pool has GPUs
-title = "Only rank states give the masks that the layout wants"
-lesson.show(figures.dropped(pairs, places, ("rank 0", f"rank {N - 1}"), title=title))
+lesson.show(figures.dropped(pairs, places, ("rank 0", f"rank {N - 1}")))
 agree = 1 - drawn["one seed"]["MLP"].differ
 lesson.reveal("07.one-seed", 100 * agree, source="counted")
 right = [case for case, row in pairs.items() if all(pair.right for pair in row)]
@@ -727,8 +726,7 @@ for row in theory.ACTIVATION_ROWS:
     parts[name] = layer_memory.predicted_parts(row, SIZE.block(1), N, here.device)
     measured[name] = pool.run(layer_memory.kept_bytes, SIZE, 1, row)[0]
 predicted = {name: sum(of_row.values()) for name, of_row in parts.items()}
-title = "Where scores are kept, they are the largest part"
-lesson.show(figures.stacked(parts, measured, title=title))
+lesson.show(figures.kept_by_layer(parts, measured))
 serial, tensor_parallel, *_ = measured  # names of the first two rows
 by_hand = pool.run(measure_block)[0]
 lesson.claim("The count by hand agrees", abs(by_hand / measured[serial] - 1) < 0.01)
@@ -899,7 +897,7 @@ def ring(x_r, qkv, out, heads, axis):
 compared = four.run(gpt2_tensor.compare_attentions, (megatron, ulysses, ring))[0]
 counted = {way: sent for way, (_, sent) in compared.items()}
 predicted = {way: gpt2_tensor.attention_bytes(way, 64, 192, 4, 8) for way in counted}
-title = "Of activations, Ulysses sends least, the ring most"
+title = gpt2_tensor.least_and_most(counted)
 lesson.show(predicted=predicted, counted=counted, unit="B", key="07.sent", title=title)
 order = sorted(predicted, key=predicted.get)
 lesson.reveal("07.ways", counted, predicted=order, source="counted")

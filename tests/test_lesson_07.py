@@ -132,6 +132,10 @@ def test_a_ring_sends_keys_and_values_twice_and_gradients_once() -> None:
     sent = {way: gpt2_tensor.attention_bytes(way, 64, 192, 4, 8) for way in ("megatron", "ulysses", "ring")}
     unit = 3 / 4 * 64 * 192 * 8
     assert sent == pytest.approx({"megatron": 4 * unit, "ulysses": 2 * unit, "ring": 6 * unit})
+    assert gpt2_tensor.least_and_most(sent) == "Fewest bytes of activations by Ulysses, most by the ring"
+    on_two = {way: gpt2_tensor.attention_bytes(way, 64, 192, 2, 8) for way in ("megatron", "ulysses")}
+    title = gpt2_tensor.least_and_most({**on_two, "ring": 0.0})
+    assert title == "Fewest bytes of activations by the ring, most by Megatron's method and Ulysses"
 
 
 @pytest.mark.parametrize("row", theory.ACTIVATION_ROWS[1:4], ids=lambda row: row.name)
@@ -219,6 +223,48 @@ def test_vocabularies_are_drawn_on_two_logarithmic_axes() -> None:
     assert ax.get_ylabel() == "bytes per token that leave a rank"
     gathered, *_ = ax.get_lines()
     assert gathered.get_xdata()[-1] > 128_256
+
+
+def test_the_title_of_loss_bytes_follows_the_counts() -> None:
+    for reduced, title in (
+        (18.0, "Three reductions send the same few bytes for every vocabulary"),
+        (19.0, "Bytes that a loss sends, over the vocabulary size"),
+    ):
+        counted = {500: (1500.0, 18.0), 128_256: (384_768.0, reduced)}
+        assert figures.loss_bytes(counted, 4).texts[0].get_text() == title
+    dear = {500: (15.0, 18.0), 128_256: (384_768.0, 18.0)}
+    assert (
+        figures.loss_bytes(dear, 4).texts[0].get_text() == "Bytes that a loss sends, over the vocabulary size"
+    )
+
+
+def test_the_title_of_masks_names_the_policies_that_are_right() -> None:
+    mask, other = [[0, 1]], [[1, 0]]
+    right, wrong = (figures.MaskPair(mask, b, True) for b in (mask, other))
+
+    def title(**runs: figures.MaskPair) -> str:
+        named = {name.replace("_", ", "): [pair] for name, pair in runs.items()}
+        return figures.dropped(named, ["here"]).texts[0].get_text()
+
+    assert title(one=wrong, states=right, states_sharded=right) == (
+        "Only with states are all masks as the layout wants"
+    )
+    assert title(one=wrong, states=right, states_sharded=wrong) == (
+        "With no policy are all masks as the layout wants"
+    )
+    assert title(one=right, states=right) == "Every policy gives the masks that the layout wants"
+
+
+def test_the_title_of_a_layer_says_whether_scores_are_largest() -> None:
+    rows = {
+        "plain": {"inside the pairs": 3e6, "scores": 5e6},
+        "recomputed": {"inside the pairs": 3e6, "scores": 0},
+    }
+    kept = {"plain": 8e6, "recomputed": 3e6}
+    fig = figures.kept_by_layer(rows, kept)
+    assert fig.texts[0].get_text() == "Where scores are kept, they are the largest part"
+    rows["plain"]["scores"] = 2e6
+    assert figures.kept_by_layer(rows, kept).texts[0].get_text() == "Activations of a layer"
 
 
 def test_equal_streams_lie_on_the_axis() -> None:

@@ -21,6 +21,7 @@ from hpnb.plot.curves import CurvePanel, Look, Series, curves, log_ticks, looks,
 from hpnb.plot.grammar import ALARM, CARD, INK, RULE, SERIES, SOFT, OpStyle
 from hpnb.plot.units import byte_count
 from hpnb.theory import gathered_logits_bytes, sharded_loss_bytes
+from hpnb.theory.activation_table import SCORES
 
 PARTS = (
     OpStyle("#44539A", "", ""),
@@ -85,11 +86,27 @@ def _keep_on_its_side(number: Annotation, limit: float) -> None:
         number.set_bbox({"facecolor": CARD, "edgecolor": "none", "pad": 1.0})
 
 
-def loss_bytes(counted: Mapping[int, Sequence[float]], ranks: int, title: str = "") -> Figure:
+def kept_by_layer(parts: Mapping[str, Mapping[str, float]], measured: Mapping[str, float]) -> Figure:
+    """`stacked` for a layer's activations, predicted in `parts`, with ticks where they were `measured`.
+
+    The title says that scores are the largest part if they are wherever a rank keeps some.
+    """
+    keeping = [row for row in parts.values() if row[SCORES] > 0]
+    largest = bool(keeping) and all(row[SCORES] == max(row.values()) for row in keeping)
+    title = "Where scores are kept, they are the largest part" if largest else "Activations of a layer"
+    return stacked(parts, measured, title=title)
+
+
+def loss_bytes(counted: Mapping[int, Sequence[float]], ranks: int) -> Figure:
     """Bytes that a loss sends per token over the vocabulary size: gathered logits, or three reductions.
 
-    Lines are predicted, dots are `counted`, {vocabulary size: (bytes of gathering, bytes of reducing)}.
+    Lines are predicted, dots are `counted`, {vocabulary size: (bytes of gathering, bytes of reducing)}. The
+    title says whether reducing sends the same bytes for every vocabulary, and fewer than gathering.
     """
+    reduced, fewer = {row[1] for row in counted.values()}, all(row[1] < row[0] for row in counted.values())
+    title = "Bytes that a loss sends, over the vocabulary size"
+    if len(reduced) == 1 and fewer:
+        title = "Three reductions send the same few bytes for every vocabulary"
     sizes = [
         round(min(counted) * 2 ** (k / 2))
         for k in range(2 * math.ceil(math.log2(max(counted) / min(counted))) + 2)
@@ -216,20 +233,20 @@ def dropped(
     runs: Mapping[str, Sequence[MaskPair]],
     places: Sequence[str],
     ranks: tuple[str, str] = ("rank 0", "rank 1"),
-    title: str = "",
 ) -> Figure:
     """Dropout masks as bitmaps: for each place what rank 0 drops, what rank 1 drops, and their XOR.
 
     Black is dropped. An XOR is empty where two ranks agree, and half full where they draw independently with
     p = 1/2. One has a red frame if any two ranks are not as they should be. A corner of SHOWN x SHOWN
-    elements is drawn. `runs` has masks for each of the places.
+    elements is drawn. `runs` has masks for each of the places, under names such as "one seed, tokens
+    sharded". The title names the policies, before the comma, of which no run has a red frame.
     """
     keys = [Key(OpStyle(_COLORS[2], "", "dropped")), Key(OpStyle(_APART[2], "", "dropped by one rank alone")),
             Key(OpStyle(ALARM, "", "not as it should be"), "hollow")]  # fmt: skip
     columns = 3 * len(places)
     side = (7.0 - 1.15 - 0.15 - 0.1 * (columns - 1)) / columns
-    fig, axes = new_figure([side] * len(runs), title=title,
-                           legend=keys, columns=columns, left=1.15, right=0.15, bottom=0.28, gap=0.3,
+    fig, axes = new_figure([side] * len(runs), title=_masks_title(runs), legend=keys,
+                           columns=columns, left=1.15, right=0.15, bottom=0.28, gap=0.3,
                            head=0.5, between=0.1)  # fmt: skip
     for row, (name, pairs) in enumerate(runs.items()):
         row_axes = axes[row * columns : (row + 1) * columns]
@@ -252,6 +269,18 @@ def dropped(
     said = [f"{name}: {', '.join(map(_verdict, pairs))}" for name, pairs in runs.items()]
     fig.set_label("XOR of " + " and ".join(places) + ". " + "; ".join(said))
     return fig
+
+
+def _masks_title(runs: Mapping[str, Sequence[MaskPair]]) -> str:
+    right: dict[str, bool] = {}
+    for name, pairs in runs.items():
+        policy = name.partition(",")[0]
+        right[policy] = right.get(policy, True) and all(pair.right for pair in pairs)
+    names = [policy for policy, follows in right.items() if follows]
+    if len(names) == len(right):
+        return "Every policy gives the masks that the layout wants"
+    only = f"Only with {' and '.join(names)}" if names else "With no policy"
+    return f"{only} are all masks as the layout wants"
 
 
 def _bitmap(ax: Axes, values: NDArray[np.generic], colors: Sequence[str]) -> None:

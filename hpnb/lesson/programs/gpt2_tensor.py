@@ -113,6 +113,16 @@ def attention_bytes(way: str, tokens: int, hidden: int, ranks: int, bytes_per_va
     return 1.5 * sent if way == "ring" else sent
 
 
+def least_and_most(counted: Mapping[str, float]) -> str:
+    """A title: which of "megatron", "ulysses" and "ring" send the fewest and which the most bytes."""
+    names = {"megatron": "Megatron's method", "ulysses": "Ulysses", "ring": "the ring"}
+    least, most = (
+        " and ".join(names[way] for way, sent in counted.items() if sent == pick(counted.values()))
+        for pick in (min, max)
+    )
+    return f"Fewest bytes of activations by {least}, most by {most}"
+
+
 def compare_gpt2(ids: torch.Tensor) -> dict[str, float]:
     """Distances of a sharded GPT-2 from one process's: gradients, and weights after a step; float64.
 

@@ -679,6 +679,19 @@ def test_peaks_of_the_page_line_by_line() -> None:
         assert moment.temporary == pytest.approx(around + temporary * logits, rel=0.01)
 
 
+def test_offloading_with_zero_3_is_recorded_with_three_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: dict[str, Any] = {}
+    monkeypatch.setattr(
+        gpt2_zero_predictions, "record", lambda key, value, unit="": recorded.update({key: value})
+    )
+    xl = GPT2_SIZES["1.5b"]
+    gpt2_zero.record_prices(xl, 8, 8, LINKS["InfiniBand NDR"])
+    expected = {"transfers": 3 * 2 * xl.parameters() / 4 / 25e9, "update": 28 * xl.parameters() / 4 / 100e9}
+    assert recorded["05.xl-offload"] == pytest.approx(expected)
+    one_stage_less = gpt2_zero_predictions.offload_seconds(xl, torch.bfloat16, 2, 4)
+    assert one_stage_less["transfers"] == pytest.approx(expected["transfers"] * 2 / 3)
+
+
 def test_price_of_bytes() -> None:
     peaks = {ZeroConfig(0): 5e9, ZeroConfig(3): 3e9, ZeroConfig(3, -1): 2e9, ZeroConfig(1): 4e9}
     times = ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0), (5.0, 7.0, 8.0), (3.0, 3.5, 4.0))

@@ -17,8 +17,8 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/hpnb/hpnb/blob/main/notebooks/08_gpt2_hybrid_parallel.ipynb)
 # [![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/hpnb/hpnb/blob/main/notebooks/08_gpt2_hybrid_parallel.ipynb)
 #
-# **The question.** You have a model, a batch and eight ranks. Data, pipeline and tensor parallelism (dp, pp and tp) combine
-# in dozens of ways, each with options: ZeRO, recomputation, sequence parallelism, a schedule. Can we rank them
+# **The question.** You have a model, a batch and eight ranks. Data, pipeline, tensor and context parallelism (dp, pp, tp and
+# cp) combine in dozens of ways, each with options: ZeRO, recomputation, sequence parallelism, a schedule. Can we rank them
 # from what *one* rank does alone?
 #
 # **You will be able to** write a training step on dp x pp x tp; predict its time, bytes and memory; say which part of
@@ -155,7 +155,7 @@ def train_by_hand():
     return gpt2_hybrid.compare_with_library(model, CUBE, TINY, batch, steps=3, lr=0.1)
 
 exact = lesson.Parity.worst_of(pool.run(train_by_hand))
-lesson.show(exact, title="By hand and by Booster: the weights of one process")
+lesson.show(exact, title="By hand and by Booster: distance from one process's weights")
 lesson.claim("The hybrid step is exact up to rounding", exact.equal)
 
 # %% [markdown]
@@ -203,28 +203,40 @@ lesson.claim("The hybrid step is exact up to rounding", exact.equal)
 # estimate. The race shows both times on `dp 4 x tp 2`: computing and exposed tp.
 # </details>
 #
-# ### Five parts of a step
+# ### Six parts of a step
 #
-# We time a block on one rank, without messages, with few and with more samples. This gives a line c + k r: r is the
-# number of samples in a microbatch, c the fixed time of kernels, k the time per sample. There are m
-# microbatches, L blocks, and p, t, d ranks along pp, tp and dp. A step is the sum of five parts. Communication is *exposed* while its rank computes nothing.
+# We time a block on one rank, without messages, with few and with more samples. This gives a line a + k r: r is the
+# number of samples in a microbatch, a the fixed time of kernels, k the time per sample. There are m
+# microbatches, L blocks, and p, t, c, d ranks along pp, tp, cp and dp. A step is the sum of six parts. Communication is *exposed* while its rank computes nothing.
 #
 # | part | seconds |
 # |---|---|
-# | computing | m (L (c + k r/t) + ends)/p, where the ends are embedding, head and loss |
+# | computing | m (L (a + k r/(c t)) + ends)/p, where the ends are embedding, head and loss |
 # | exposed tp | (4 L + 2) m/p all-reduces: four for each block, one for embedded tokens, one for the gradient of the head's input |
-# | bubble | Σ tᵢ + (m-1) max tᵢ + 2 (p-1) sends, minus computing and exposed tp; tᵢ is stage i's time for one microbatch |
-# | exposed dp | what remains of the gradients' all-reduce after the last backward, on the first stage; with stages, also the time to sum `wte`'s gradient |
-# | optimizer | AdamW on the parameters that the rank updates, a d-th with ZeRO |
+# | exposed cp | L m/p times an attention's messages: 3 (c-1) of a ring, or 8 all-to-alls |
+# | bubble | Σ tᵢ + (m-1) max tᵢ + 2 (p-1) sends, minus the three above; tᵢ is stage i's time for one microbatch |
+# | exposed dp | what remains of the gradients' all-reduce after the last backward, over dp and cp, on the first stage; with stages, also the time to sum `wte`'s gradient |
+# | optimizer | AdamW on the parameters that the rank updates, a d-th with ZeRO; ranks of cp count as replicas |
 #
 # With stages, a microbatch has <data value="08.few">2 samples</data>. Without, a replica's batch is one microbatch.
 #
+# <details><summary>Context parallelism, and why expert parallelism is not here</summary>
+#
+# Context parallelism shards each sequence over c ranks. Attention alone then sends messages, in one of two ways.
+# A *ring* passes keys and values from rank to rank. *Ulysses* exchanges tokens for heads by all-to-all. On `dp 4 x cp 2` a rank has as many tokens
+# as on `dp 8`, and as large a gradient, which is summed over the same eight ranks. So we predict the step of `dp 8`, plus
+# exposed cp. Prediction and replay charge all messages of cp in full. Those of a ring can overlap with attention, so this is the most that they cost.
+# cp pays if a sequence is too long for one rank, as notebook 10 shows.
+#
+# Expert parallelism (ep) is not in the race, because it needs a mixture of experts, another model with another loss: notebook 11
+# runs it, and `python -m hpnb plan` predicts it.
+# </details>
+#
 # <details><summary>What options change</summary>
 #
-# With stages we go no further than ZeRO-1. ZeRO-3 gathers weights, which pays with many tokens for each gather, while a pipeline wants many
+# With stages one goes no further than ZeRO-1. ZeRO-3 gathers weights, which pays with many tokens for each gather, while a pipeline wants many
 # small microbatches, and each of them would gather the weights again. Recomputation keeps a block's input instead of its activations.
-# ZB-H1, 02's zero-bubble schedule, fills idle time with weight gradients. Interleaved 1F1B gives each rank two small
-# stages, its chunks. With sequence parallelism, which shards norms, each all-reduce of tp becomes two collectives.
+# ZB-H1, 02's zero-bubble schedule, fills idle time with weight gradients. With sequence parallelism, which shards norms, each all-reduce of tp becomes two collectives.
 #
 # `theory.layout_parts` counts these options by the rules of earlier pages. ZeRO-3 gathers the blocks' weights twice and embeddings once.
 # So for blocks it sends 1.5 times the bytes of dp alone, and for embeddings the same bytes. With ZeRO-3, Booster reduces the gradients after the backward, not during it.
@@ -253,12 +265,12 @@ def layout(dp, pp, tp, **options):
     m = SAMPLES // dp // sizes.batch if pp > 1 else 1  # microbatches of sizes.batch
     return ParallelLayout(dp, pp, tp, m, **options)
 full, sp = {"recomputation": "full"}, {"zero_stage": 1, "sequence_parallel": True}
+ring, ulysses = ({"cp": 2, "context_parallel": way} for way in ("ring", "ulysses"))
 LAYOUTS = {str(one): one for one in (
-    layout(8, 1, 1), layout(8, 1, 1, zero_stage=3, **full),
-    layout(4, 1, 2), layout(2, 1, 4, **sp), layout(1, 1, 8),
-    layout(4, 2, 1, zero_stage=1), layout(1, 8, 1),
-    layout(2, 4, 1), layout(2, 4, 1, **full), layout(2, 4, 1, schedule="zb-h1"),
-    layout(2, 4, 1, schedule="interleaved", chunks=2), layout(2, 2, 2))}
+    layout(8, 1, 1), layout(8, 1, 1, zero_stage=3, **full), layout(4, 1, 2),
+    layout(2, 1, 4, **sp), layout(1, 1, 8), layout(4, 1, 1, **ring),
+    layout(2, 1, 2, **ulysses), layout(1, 8, 1), layout(2, 4, 1),
+    layout(2, 4, 1, **full), layout(2, 4, 1, schedule="zb-h1"), layout(2, 2, 2))}
 predicted = {name: theory.layout_parts(task, one) for name, one in LAYOUTS.items()}
 steps = {name: sum(each.values()) for name, each in predicted.items()}
 memory = {name: theory.layout_memory(task, one) for name, one in LAYOUTS.items()}
@@ -282,7 +294,7 @@ lesson.predict("08.choice", "Which is the fastest that fits the budget?",
 #
 # ## The race
 #
-# Every layout trains the same batch. `pp 8` uses your 1F1B from notebook 02 if you wrote one.
+# Every layout trains the same batch, so after one update all must have one loss. `pp 8` uses your 1F1B from notebook 02 if you wrote one.
 
 # %%
 mine = lesson.reader_schedule("1f1b", 8, SAMPLES // sizes.batch)
@@ -293,18 +305,18 @@ for name, one in LAYOUTS.items():
 parts = {name: run.parts for name, run in runs.items()}
 took = {name: run.seconds for name, run in runs.items()}
 order, ranking = sorted(took, key=took.get), sorted(steps, key=steps.get)
+lesson.claim("All layouts have one loss", words.losses_apart(runs, DTYPE))
 lesson.show(figures.waterfall({name: parts[name] for name in order}, predicted,
             f"{runs['dp 8'].source}, {LINK.name}: {order[0]} first, {order[-1]} last"))
 
 # %% [markdown]
-# Computing and the optimizer are measured, each action alone. Exposed tp and dp are modelled
-# from recorded bytes. The bubble has measured actions and modelled sends. Where the figure's thin lines
-# coincide, a part is short; a part predicted to take no time has none.
+# Computing and the optimizer are measured, each action alone. Exposed tp, cp and dp are modelled
+# from recorded bytes. The bubble has measured actions and modelled sends.
 #
 # <details><summary>On other machines</summary>
 #
 # On a laptop, ranks share cores and caches, so a repeat varies by a tenth or more. On one GPU, ranks take turns, and
-# messages are modelled on NVLink. With a GPU for each rank, all five parts are read from a recorded step, and the link is measured.
+# messages are modelled on NVLink. With a GPU for each rank, all six parts are read from a recorded step, and the link is measured.
 # </details>
 #
 # ### The winner and the loser
@@ -319,7 +331,7 @@ right, pairs, gap = words.pairs_in_order(ranking, took)
 lesson.record("08.pairs", {"right": right, "all": pairs, "gap": (100 * gap, "%"),
                            "last": slowest, "predicted-last": ranking[-1]})
 lesson.record("08.ties", words.ties(runs, took, ranking))
-lesson.record("08.short", words.misses_by_tp(runs, took, steps))
+lesson.record("08.short", words.misses_by_axis(runs, took, steps))
 named = {"winner": fastest, "1f1b": "dp 2 x pp 4", "zb-h1": "dp 2 x pp 4, zb-h1"}
 bubble = {way: parts[name]["bubble"] for way, name in named.items()}
 lesson.record("08.bubble", bubble, "s")
@@ -343,10 +355,10 @@ lesson.claim("zb-h1 idles a smaller share than 1F1B", idle["zb-h1"] < idle["1f1b
 #
 # We call two layouts *tied* if their steps differ by no more than repeats of one layout do, <data value="08.ties.spread">6.90 %</data>.
 # Here <data value="08.ties.first">no layout is tied with the first</data>. Of the
-# <data value="08.ties.decided">56</data> pairs that are not tied, <data value="08.ties.order">38</data> are predicted in the right order. But repeats of one layout
-# follow each other; from one minute to another a step can change more. The page's last experiment runs `dp 2 x pp 2 x tp 2` again.
+# <data value="08.ties.decided">56</data> pairs that are not tied, <data value="08.ties.order">38</data> are predicted in the right order. Repeats
+# follow each other; over minutes a step can change more.
 #
-# With tp, steps take <data value="08.short.with-tp.least:.2f">1.65</data> to <data value="08.short.with-tp.most:.2f">2.64</data> times as long as predicted; without, <data value="08.short.no-tp.least:.2f">0.83</data> to <data value="08.short.no-tp.most:.2f">1.61</data> times. The
+# With tp, steps take <data value="08.short.with-tp.least:.2f">1.65</data> to <data value="08.short.with-tp.most:.2f">2.64</data> times as long as predicted, with a ring <data value="08.short.with-cp.most:.2f">1.36</data> times; with neither, <data value="08.short.neither.least:.2f">0.83</data> to <data value="08.short.neither.most:.2f">1.61</data> times. The
 # prediction charges an all-reduce for its message alone. A rank also pays for each call, whatever its size.
 #
 # Computing takes <data value="08.winner.share.computing">86.3 %</data> of the fastest step, that of <data value="08.fastest">dp 8</data>. The slowest, <data value="08.pairs.last">dp 2 x pp 2 x tp 2</data>, loses
@@ -368,7 +380,7 @@ factor, optimizer = ({n: parts[n][part] / predicted[n][part] for n in order}
 ratios = {"computing, ratio": factor, "optimizer, ratio": optimizer}
 lesson.show(columns={f"{part} (s)": by for part, by in misses.items()} | ratios,
             key="08.missing",
-            title="Replayed minus predicted; two parts also as replayed / predicted")
+            title="Beyond the prediction; two parts also as a ratio to it")
 lesson.record("08.forward", 100 * runs["dp 2 x pp 4"].forward_share, "%")
 again = parts["dp 2 x pp 4, recomputation full"]["computing"]
 lesson.record("08.again", 100 * (again / parts["dp 2 x pp 4"]["computing"] - 1), "%")
@@ -383,7 +395,7 @@ why = {f"{term} (s)": {name: spent[name][term] for name in rows}
        for term in spent["dp 8"]}
 rest = {name: excess[name] - sum(spent[name].values()) for name in rows}
 lesson.show(columns={"excess (s)": excess, **why, "rest (s)": rest}, key="08.why",
-            title="Computing longer than predicted, and three suspects")
+            title="Computing less its prediction, and three suspects")
 lesson.claim("On average computing misses by larger factors under tp",
              mean(map(factor.get, rows[1:])) > mean(factor.values()))
 
@@ -393,14 +405,18 @@ lesson.claim("On average computing misses by larger factors under tp",
 #
 # <details><summary>Other parts and options</summary>
 #
+# On `dp 4 x cp 2` computing is predicted to take as long as on `dp 8`. It takes <data value="08.missing.dp-4-x-cp-2.computing-ratio:.2f">1.50</data> times its prediction, and <data value="08.missing.dp-8.computing-ratio:.2f">1.05</data> times on `dp 8`.
+# The prediction leaves out that a ring computes an attention for each block of keys, and merges their results. Exposed cp is <data value="08.cp.ring">26.4 ms</data>;
+# on `dp 2 x cp 2 x tp 2`, with Ulysses, it is <data value="08.cp.ulysses">20.0 ms</data>.
+#
 # The rest is <data value="08.why.dp-4-x-tp-2.rest">37.6 ms</data> on `dp 4 x tp 2`, <data value="08.why.dp-2-x-pp-2-x-tp-2.rest">125 ms</data> on `dp 2 x pp 2 x tp 2`, <data value="08.why.dp-2-x-tp-4-zero-1-sequence-parallel.rest">99.7 ms</data> with sequence parallelism, and <data value="08.why.dp-8.rest">4.76 ms</data> on `dp 8`,
 # which has no tp. We did not trace these rests.
 #
 # A rank times a norm alone, and the same matmul with all columns and with a t-th. On `dp 8` both matmuls are the same one, so
 # its column should be 0. No other row's thin matmuls are clearly further from 0, so this run decides for none of them what they cost.
 #
-# A block's fixed time c includes the launches of norms and matmuls. Where a kernel is shorter than its launch, the columns
-# *norms* and *thin matmuls* can count launches that c counts already. Then a column is too large, and the rest is too small by as much.
+# A block's fixed time a includes the launches of norms and matmuls. Where a kernel is shorter than its launch, the columns
+# *norms* and *thin matmuls* can count launches that a counts already. Then a column is too large, and the rest is too small by as much.
 #
 # Recomputation repeats a forward, for which we assumed a third of a block's time. On dp 2 x pp 4 forwards take <data value="08.forward">43.2 %</data> of forward and backward together, so we would
 # expect recomputation to add these <data value="08.forward">43.2 %</data>. It made computing <data value="08.again">99.5 %</data> longer. We did not trace the difference, nor the
@@ -410,8 +426,8 @@ lesson.claim("On average computing misses by larger factors under tp",
 # lose in computing. Both are predicted to compute equally long. 1F1B takes <data value="08.missing.dp-2-x-pp-4.computing-ratio:.2f">1.00</data> of
 # this time, zb-h1 <data value="08.missing.dp-2-x-pp-4-zb-h1.computing-ratio:.2f">1.14</data>.
 #
-# Errors of opposite sign can cancel in the step. On dp 4 x pp 2 with ZeRO 1 computing misses by <data value="08.missing.dp-4-x-pp-2-zero-1.computing">-4.08 ms</data>, the bubble by
-# <data value="08.missing.dp-4-x-pp-2-zero-1.bubble">2.48 ms</data>, and the optimizer by <data value="08.missing.dp-4-x-pp-2-zero-1.optimizer">1.81 ms</data>. So a step that is predicted well does not prove that its parts are.
+# Errors of opposite sign can cancel in the step. On dp 2 x pp 4 computing misses by <data value="08.missing.dp-2-x-pp-4.computing">-4.08 ms</data>, the bubble by
+# <data value="08.missing.dp-2-x-pp-4.bubble">2.48 ms</data>, and the optimizer by <data value="08.missing.dp-2-x-pp-4.optimizer">1.81 ms</data>. So a step that is predicted well does not prove that its parts are.
 #
 # While a rank waits in the bubble, other stages compute, so errors of computing reach the bubble, too. zb-h1's formula also
 # assumes that forward, input gradient and weight gradient take equally long. The optimizer takes at most <data value="08.optimizer:.1f">2.8</data> times as
@@ -433,10 +449,12 @@ lesson.record("08.call", cost, "s")
 after = {name: parts[name]["computing"] / expected[name]["computing"] for name in rows}
 cube = "dp 2 x pp 2 x tp 2"
 lesson.record("08.cube-ratio", {"before": factor[cube], "after": after[cube]})
+lesson.record("08.cp", words.exposed_cp(runs), "s")
+lesson.record("08.raced", {p: parts[cube][p] for p in ("computing", "bubble")}, "s")
 called = {name: sum(expected[name].values()) for name in order}  # predicted steps
 lesson.show(columns={f"{how} calls": {n: took[n] / said[n] for n in rows[1:]}
                      for how, said in {"without": steps, "with": called}.items()},
-            title="Steps with tp, replayed / predicted")
+            title=f"Steps with tp, {SOURCE} / predicted")
 misses_left = sorted(took[name] / called[name] for name in order)
 lesson.record("08.with-calls", {"least": misses_left[0], "most": misses_left[-1]})
 mended = words.pairs_in_order(sorted(called, key=called.get), took)
@@ -449,15 +467,16 @@ lesson.claim("With calls, computing on 2 x 2 x 2 is nearer",
 # %% [markdown]
 # Fitted on `dp 4 x tp 2` minus `dp 8`, a call costs <data value="08.call">872 µs</data>, or, without the table's rough norms and thin matmuls, <data value="08.call-alone">498 µs</data>.
 #
-# **The other three layouts with tp test this fit.** `tp 8` makes as many
+# **The other four layouts with tp test this fit.** `tp 8` makes as many
 # calls as `dp 4 x tp 2`, and its excess is <data value="08.why.tp-8.excess">52.9 ms</data> beside <data value="08.why.dp-4-x-tp-2.excess">52.8 ms</data>. `dp 2 x tp 4` and 2 x 2 x 2 make twice as
-# many; their excess is <data value="08.why.dp-2-x-tp-4-zero-1-sequence-parallel.excess">109 ms</data> and <data value="08.why.dp-2-x-pp-2-x-tp-2.excess">136 ms</data>. On 2 x 2 x 2 computing
+# many; their excess is <data value="08.why.dp-2-x-tp-4-zero-1-sequence-parallel.excess">109 ms</data> and <data value="08.why.dp-2-x-pp-2-x-tp-2.excess">136 ms</data>. With Ulysses'
+# calls, that of `dp 2 x cp 2 x tp 2` is <data value="08.why.dp-2-x-cp-2-x-tp-2-ulysses.excess">90.0 ms</data>. On 2 x 2 x 2 computing
 # took <data value="08.cube-ratio.before:.2f">2.53</data> times its prediction, with calls <data value="08.cube-ratio.after:.2f">1.10</data> times;
 # the claim compares how far they are from 1.
 #
 # With calls, <data value="08.pairs.with-calls">57</data> of <data value="08.pairs.all">66</data> pairs are in order. The first choice is now
 # <data value="08.links.1-x-bandwidth.fastest-predicted">dp 8</data>, and loses <data value="08.links.1-x-bandwidth.prediction-costs">0 %</data> instead of <data value="08.cost.prediction">104 %</data>. But the fit
-# itself put `dp 4 x tp 2` behind `dp 8`, so this choice is no test. Calls mend tp alone: steps still take <data value="08.with-calls.least:.2f">0.83</data> to
+# itself put `dp 4 x tp 2` behind `dp 8`, so this choice is no test. Calls mend tp alone, not cp: steps still take <data value="08.with-calls.least:.2f">0.83</data> to
 # <data value="08.with-calls.most:.2f">1.61</data> times as long as predicted.
 #
 # ### Another interconnect
@@ -469,7 +488,7 @@ rules = {"dp 8": "dp 8", "2 x 2 x 2": "dp 2 x pp 2 x tp 2"}  # of thumb
 table = words.replay_on_links(runs, with_calls, (1, 0.1, 0.01), rules)
 lesson.show(columns=table, key="08.links",
             title="The fastest on each link, and what a rule of thumb costs")
-winners = table[f"fastest, {SOURCE}"]
+winners = table["fastest, replayed"]
 sends = {speed: runs[winners[f"{times} x bandwidth"]].bytes
          for speed, times in {"fast": 1, "slow": 0.01}.items()}
 lesson.record("08.sends", sends, "B")
@@ -478,7 +497,7 @@ lesson.claim("The slow link's winner sends no more", sends["slow"] <= sends["fas
 lesson.claim("pp 8 sends least", min(runs, key=lambda n: runs[n].bytes) == "pp 8")
 
 # %% [markdown]
-# A layout overtakes the winner only if the slower link adds less time to it, by more than the winner's lead. <data value="08.links.words">The fastest is dp 8 on this link, dp 8 with a tenth of its bandwidth, and pp 8 with a hundredth. The prediction's choices lose up to 11.6 %</data>. pp 8 sends least.
+# A layout overtakes the winner only if the slower link adds less time to it, by more than the winner's lead. <data value="08.links.words">The fastest is dp 8 on this link, dp 8 with a tenth of its bandwidth, and pp 8 with a hundredth. The prediction's choices lose up to 11.6 %</data>.
 #
 # ### The fastest that fits
 #
@@ -698,7 +717,7 @@ lesson.show(columns={
     "last third": {rule: run.thirds[2] for rule, run in tuned.items()},
     "accuracy": scores, "quotient": quotients,
     "F1": {rule: run.last["eval_f1"] for rule, run in tuned.items()}},
-    key="08.tuned", title="Both learn; the quotient tells them apart",
+    key="08.tuned", title="Two rules for the rate; their quotients differ",
     note="Quotient: (rate / tuned rate) / √(samples / tuned samples).")
 always = recipe.majority
 noise = (scores["√ of dp"] * (1 - scores["√ of dp"]) / len(recipe.test)) ** 0.5
@@ -727,7 +746,7 @@ lesson.field_guide.add(  # symptoms, and what finds their cause
 # that is `mesh["dp"].size()` of a DeviceMesh, or `parallel_state.get_data_parallel_world_size()`. hpnb: `plugin.dp_size`; `plugin.scaled_lr(lr)` is the linear rule, for SGD.
 # </details>
 #
-# **Takeaway.** Scale the learning rate with the batch, and so with dp alone: linearly for SGD, with the square root for Adam.
+# **Takeaway.** Scale the learning rate with the batch, so with dp alone: linearly for SGD, with the square root for Adam.
 #
 # ## Kill and resume
 #
@@ -754,7 +773,7 @@ legs = [(f"saved before rank {died.rank} was killed", lost[:saved]),
         ("resumed by eight others", resumed.losses)]
 both = [*legs[0][1], *legs[1][1]]
 lesson.show(figures.resumed(legs, lost[saved:], right.losses[: len(both)],
-                            "The resumed run is the same run"))
+                            words.resumed_in_words(both, right.losses)))
 lesson.record("08.resumed", len(both), "losses")
 lesson.claim("Bit for bit", both == list(right.losses[: len(both)]))
 lesson.claim("Up to the kill, too", lost == list(right.losses[: len(lost)]))
@@ -907,10 +926,10 @@ lesson.reveal("08.cube", ran.seconds, predicted=sum(called.values()), source=SOU
 lesson.show(predicted=called, **{SOURCE: ran.parts}, unit="s", key="08.cube-parts",
             title="2 x 2 x 2, part by part")
 lesson.show(ran.timeline, in_flight=True, axis_labels={0: "stage 0", 1: "stage 1"},
-            title="Stage 0 idles inside the step, stage 1 at both ends")
+            title=words.idle_in_words(ran.timeline))
 said = {"sent": theory.layout_bytes(job, plan), "peak": theory.layout_memory(job, plan)}
 lesson.show(predicted=said, counted={"sent": ran.bytes, "peak": ran.peak}, unit="B",
-            title="Bytes are predicted, too", note=english.describe())
+            title="Bytes, predicted and counted", note=english.describe())
 lesson.record("08.cube.loss", {"first": ran.losses[0], "last": ran.losses[-1],
                                "steps": STEPS, "model": which})
 lesson.claim("It learns", (ran.losses[-1], "<", ran.losses[0]))
@@ -918,12 +937,12 @@ lesson.claim("The prediction is nearer than the rule of thumb",
              abs(ran.seconds / sum(called.values()) - 1) < abs(ran.seconds / naive - 1))
 
 # %% [markdown]
-# We predicted <data value="08.cube.predicted">285 ms</data> a step, and replayed it takes <data value="08.cube">264 ms</data>. The rule of thumb, FLOPs alone, said <data value="08.cube.rule-of-thumb">5.52 ms</data>.
+# We predicted <data value="08.cube.predicted">285 ms</data> a step; it takes <data value="08.cube">264 ms</data>. FLOPs alone said <data value="08.cube.rule-of-thumb">5.52 ms</data>.
 #
-# **The race timed this layout, too**, with random tokens: <data value="08.pairs.last">dp 2 x pp 2 x tp 2</data> came last, with <data value="08.loser.computing.replayed">224 ms</data> of computing and
-# <data value="08.loser.bubble.replayed">67.4 ms</data> of bubble. Here they take <data value="08.cube-parts.computing.replayed">197 ms</data> and <data value="08.cube-parts.bubble.replayed">55.0 ms</data>; we did not trace the change. If a layout changes
-# by more than the <data value="08.ties.spread">6.90 %</data> of a tie, as here, pairs that we called not tied may be tied after all. So trust a small lead only after a
-# second race. A call's cost is as uncertain as the race's times.
+# **The race timed this layout, too**, with random tokens: <data value="08.raced.computing">224 ms</data> of computing and
+# <data value="08.raced.bubble">67.4 ms</data> of bubble. Here they take <data value="08.cube-parts.computing.replayed">197 ms</data> and <data value="08.cube-parts.bubble.replayed">55.0 ms</data>; we did not trace the change. If a layout changes
+# by more than the <data value="08.ties.spread">6.90 %</data> of a tie, pairs that we called not tied may be tied after all. So trust a small lead only after a
+# second race.
 #
 # <details><summary>Part by part</summary>
 #
@@ -977,7 +996,7 @@ lesson.claim("Predictions hold more often than rules of thumb",
 # | 05 ZeRO | How far does dp alone go? | 16 bytes a parameter, over d | <data value="05.largest">150 blocks</data> instead of <data value="05.depth.zero-0.measured">23 blocks</data> | the model fits |
 # | 06 cuts | Where do you cut unequal layers? | Σ t + (m-1) max t | the cut by time is <data value="06.faster.gain:.2f">1.21</data> times as fast as the uniform cut, comparing medians; <data value="06.faster.sure">their repeats overlap, so this run doesn't decide which is faster</data> | one layer is a stage by itself |
 # | 07 heads | What refuses to divide? | three sums a token instead of logits for the whole vocabulary | <data value="07.loss.reduced">18 B</data> a token instead of <data value="07.loss.gathered">151 kB</data> | more ranks than heads |
-# | 08 layouts | Which one, beforehand? | five parts, and tp's calls | <data value="08.pairs.right">43</data> of <data value="08.pairs.all">66</data> pairs in order; with calls, fitted in the race, <data value="08.pairs.with-calls">57</data> | a short run |
+# | 08 layouts | Which one, beforehand? | six parts, and tp's calls | <data value="08.pairs.right">43</data> of <data value="08.pairs.all">66</data> pairs in order; with calls, fitted in the race, <data value="08.pairs.with-calls">57</data> | a short run |
 # | 09 planning | A thousand GPUs from one host? | datasheets, one fitted rate | worst of ten runs <data value="09.worst">9.87 %</data> off | another era of kernels |
 #
 # **When not to use this.** For a short run, any layout that fits will do. If samples differ in length or others

@@ -88,7 +88,8 @@ def test_bytes_and_memory_are_what_is_recorded() -> None:
     plans = [ParallelLayout(2), ParallelLayout(2, zero_stage=3), ParallelLayout(1, 2, 1, 4),
              ParallelLayout(tp=2), ParallelLayout(tp=2, sequence_parallel=True),
              ParallelLayout(tp=2, recomputation="full"),
-             ParallelLayout(1, 2, 1, 4, schedule="interleaved", chunks=2)]  # fmt: skip
+             ParallelLayout(1, 2, 1, 4, schedule="interleaved", chunks=2),
+             ParallelLayout(cp=2), ParallelLayout(cp=2, context_parallel="ulysses")]  # fmt: skip
     with hpnb.Ranks(2, device="cpu") as pool:
         for plan in plans:
             ran = gpt2_hybrid.run_layout(pool, SMALL, samples, torch.float32, plan, FREE, repeats=1)
@@ -100,9 +101,55 @@ def test_bytes_and_memory_are_what_is_recorded() -> None:
             assert all(took >= 0 for took in ran.parts.values())
             assert ran.seconds == pytest.approx(sum(ran.parts.values()))
             assert (ran.parts["bubble"] > 0) == (plan.pp > 1) or ran.source == "measured"
-            assert ran.parts_on(Link(0.0, 1e4))["exposed tp"] > 0 or plan.tp == 1
+            slow = ran.parts_on(Link(0.0, 1e4))
+            assert [slow["exposed tp"] > 0, slow["exposed cp"] > 0] == [plan.tp > 1, plan.cp > 1]
             assert len(ran.losses) == 3
             assert [record.peak > 0 for record in ran.records] == [True, plan.pp == 2], plan
+
+
+CONTEXT = GPT2Size(hidden=24, layers=4, heads=4, mlp=96, vocab_size=101, length=16)
+CONTEXT_PLANS = (
+    ParallelLayout(2, cp=2), ParallelLayout(1, 2, 1, 4, cp=2), ParallelLayout(2, cp=2, recomputation="full"),
+    ParallelLayout(1, 1, 2, cp=2, context_parallel="ulysses"), ParallelLayout(2, cp=2, zero_stage=1),
+)  # fmt: skip
+
+
+def test_layouts_with_cp_have_the_losses_bytes_and_messages_that_are_predicted() -> None:
+    link = Link(1e-5, 1e9)
+    made = task(block=CONTEXT.block(1, None, 4), inside=link)
+    with hpnb.Ranks(4, device="cpu") as pool:
+        runs = {
+            str(plan): gpt2_hybrid.run_layout(pool, CONTEXT, 8, torch.float32, plan, link, repeats=1)
+            for plan in (ParallelLayout(4), *CONTEXT_PLANS)
+        }
+    apart, _, tolerance = gpt2_hybrid_words.losses_apart(runs, torch.float32)
+    assert apart < tolerance
+    assert gpt2_hybrid_words.exposed_cp(runs).keys() == {"ring", "ulysses"}
+    for name, ran in runs.items():
+        plan = ran.layout
+        loose = 1e-2 if plan.tp > 1 else 1e-3 if plan.zero_stage else 1e-9  # norms are whole on ranks of tp
+        assert ran.bytes / layout_bytes(made, plan) == pytest.approx(1.0, abs=loose), name
+        assert 0.8 < ran.peak / layout_memory(made, plan) < 1.2, name
+        if ran.source == "replayed":
+            expected = layout_parts(made, plan)["exposed cp"]
+            assert ran.parts["exposed cp"] == pytest.approx(expected), name
+            assert (expected > 0) == (plan.cp > 1)
+
+
+def test_cp_is_replicas_and_messages_of_attention() -> None:
+    """As many tokens a rank as with dp, and gradients over as many ranks; a ring sends keys and values."""
+    link = Link(0.0, 1e6)
+    made = task(block=CONTEXT.block(1, None, 4), inside=link, optimizer_cost=1e-3)
+    alone, ring = (layout_parts(made, plan) for plan in (ParallelLayout(4, zero_stage=1), CONTEXT_PLANS[-1]))
+    assert {part: ring[part] for part in ring if part != "exposed cp"} == pytest.approx(
+        {part: alone[part] for part in alone if part != "exposed cp"}
+    )
+    keys_and_values = 2 * 4 * (16 / 2) * 24 * 4  # of four samples, half of the tokens; 4 bytes a value
+    assert ring["exposed cp"] == pytest.approx(4 * 3 * keys_and_values / 1e6)  # there, and twice back
+    again = layout_parts(made, replace(CONTEXT_PLANS[-1], recomputation="full"))
+    assert again["exposed cp"] == pytest.approx(4 * 4 * keys_and_values / 1e6)
+    ulysses = layout_parts(made, ParallelLayout(2, cp=2, context_parallel="ulysses"))
+    assert ulysses["exposed cp"] == pytest.approx(4 * 8 * keys_and_values / 2 / 2 / 1e6)
 
 
 def test_the_loss_and_earlier_microbatches_take_memory() -> None:
@@ -206,6 +253,10 @@ def test_recomputation_chunks_and_calls_are_priced() -> None:
         (ParallelLayout(1, 2, 1, 8, 1), "dp=1"),
         (ParallelLayout(2, 2, 1, 4, 3), "ZeRO 3"),
         (ParallelLayout(recomputation="attention"), "recomputation='attention'"),
+        (ParallelLayout(2, ep=2), "ep=2"),
+        (ParallelLayout(cp=3), "16 tokens cannot be split into 6"),
+        (ParallelLayout(tp=2, cp=4, context_parallel="ulysses"), "each of 4 ranks a head"),
+        (ParallelLayout(cp=2, context_parallel="all-gather"), "all-gather"),
         (ParallelLayout(1, 2, 1, 1, schedule="interleaved", chunks=2), "multiple of 2 microbatches"),
     ],
 )
@@ -239,9 +290,12 @@ def test_parts_of_a_recorded_step_add_up() -> None:
         Event(1, -1, "compute", -1, 6.0, 7.0),
     )
     parts = step_breakdown.split_step(Timeline(events))
-    assert parts == pytest.approx(
-        {"computing": 5.0, "exposed tp": 0.5, "exposed dp": 1.5, "optimizer": 0.5, "bubble": 2.5}
-    )
+    expected = {"computing": 5.0, "exposed tp": 0.5, "exposed cp": 0.0, "exposed dp": 1.5, "optimizer": 0.5}
+    assert parts == pytest.approx({**expected, "bubble": 2.5})
+    axes = {"tp": "cp", "dp": "dp_cp"}  # gradients are summed along dp and cp together
+    along_cp = Timeline(tuple(replace(event, axis=axes.get(event.axis, "")) for event in events))
+    moved = {"exposed tp": 0.0, "exposed cp": 0.5, "bubble": 2.5}
+    assert step_breakdown.split_step(along_cp) == pytest.approx(expected | moved)
 
 
 def test_layouts_that_differ_by_less_than_repeats_are_tied() -> None:
@@ -281,12 +335,50 @@ def test_what_a_race_decides_is_put_into_words() -> None:
     assert gpt2_hybrid_words.choice_in_words("tp 8", "dp 8", took) == "chose tp 8, which takes 50.0 % longer"
 
 
-def test_misses_are_those_of_layouts_with_tp_and_without() -> None:
+def test_misses_are_those_of_layouts_with_tp_with_cp_and_with_neither() -> None:
     schedule = schedules.make("1f1b", 1, 1)
-    layouts = {"a": ParallelLayout(8), "b": ParallelLayout(4), "t": ParallelLayout(tp=8)}
+    layouts = {"a": ParallelLayout(8), "b": ParallelLayout(4), "t": ParallelLayout(tp=2, cp=4),
+               "c": ParallelLayout(cp=8)}  # fmt: skip
     runs = {n: gpt2_hybrid.LayoutRun(one, [], schedule, FREE, 0.0, 0.0) for n, one in layouts.items()}
-    misses = gpt2_hybrid_words.misses_by_tp(runs, {"a": 1.0, "b": 3.0, "t": 4.0}, dict.fromkeys("abt", 2.0))
-    assert misses == {"with-tp.least": 2, "with-tp.most": 2, "no-tp.least": 0.5, "no-tp.most": 1.5}
+    took = {"a": 1.0, "b": 3.0, "t": 4.0, "c": 5.0}
+    misses = gpt2_hybrid_words.misses_by_axis(runs, took, dict.fromkeys(layouts, 2.0))
+    assert misses == {
+        "with-tp.least": 2, "with-tp.most": 2, "neither.least": 0.5, "neither.most": 1.5,
+        "with-cp.least": 2.5, "with-cp.most": 2.5,
+    }  # fmt: skip
+
+
+def test_a_measured_step_on_another_link_is_replayed() -> None:
+    """So the table's column says so, though the run itself was measured."""
+    events = (
+        Event(0, 0, "F", 0, 0.0, 1.0),
+        Event(0, 0, "B", 0, 1.0, 2.0),
+        Event(0, -1, "optimizer", -1, 2.0, 3.0),
+    )
+    record = step_breakdown.RankRecord({"pp": 0}, timelines=[Timeline(events)])
+    run = gpt2_hybrid.LayoutRun(ParallelLayout(), [record], schedules.make("1f1b", 1, 1), FREE, 0.0, 0.0)
+    assert run.source == "measured"
+    table = gpt2_hybrid_words.replay_on_links({"1 rank": run}, task(), (1, 0.1), {})
+    assert list(table) == ["fastest, replayed", "fastest, predicted", "prediction costs (%)"]
+
+
+def test_titles_follow_what_the_run_recorded() -> None:
+    def idle(*stages: list[tuple[float, float]]) -> str:
+        events = [
+            Event(r, r, "F", k, *span) for r, spans in enumerate(stages) for k, span in enumerate(spans)
+        ]
+        return gpt2_hybrid_words.idle_in_words(Timeline(tuple(events)))
+
+    assert (
+        idle([(0, 4), (8, 10)], [(1, 9)])
+        == "Stage 0 idles most inside the step, stage 1 idles most at its ends"
+    )
+    assert idle([(0, 5), (5, 10)], [(0, 1), (9, 10)]).startswith(
+        "Stage 0 hardly idles, stage 1 idles most in"
+    )
+    resumed = gpt2_hybrid_words.resumed_in_words
+    assert resumed([1.0, 2.0], [1.0, 2.0, 3.0]).startswith("Resumed: all 2 losses")
+    assert resumed([1.0, 2.5], [1.0, 2.0, 3.0]).startswith("Resumed: 1 of 2 losses")
 
 
 # --- figures -----------------------------------------------------------------------------------------

@@ -1,15 +1,17 @@
-"""The step of a GPT-2 on any layout, predicted from one rank: five parts of its time, its bytes, its memory.
+"""The step of a GPT-2 on any layout, predicted from one rank: six parts of its time, its bytes, its memory.
 
-A layout dp x pp x tp = d x p x t sends a batch of B samples through d pipelines, in m microbatches of r =
-B/(d m) samples. On one rank alone a block takes c + k r seconds for a microbatch, forward and backward, and
-so do the two ends (embedding, head and loss) together, with constants of their own. c is what small kernels
-cost whatever their size; k r is work, and tp shards it t ways. For L blocks the mean rank then takes
+A layout dp x pp x cp x tp = d x p x c x t sends a batch of B samples through d pipelines, in m microbatches
+of r = B/(d m) samples. A rank has s/c of the s tokens of each. On one rank alone a block takes a + k r
+seconds for a microbatch, forward and backward, and so do the two ends (embedding, head and loss) together,
+with constants of their own. a is what small kernels cost whatever their size; k r is work, which cp and tp
+shard c t ways. For L blocks the mean rank then takes
 
-    computing     m (L (c + k r/t) + ends) / p
-    exposed tp    (4 L + 2) m / p all-reduces of r s h values, one after the other
-    bubble        sum of stages + (m-1) largest stage + 2 (p-1) hops, less the two above (`pipeline_parts`)
-    exposed dp    gradient buckets, behind the backward of the last microbatch, on the stage that ends last;
-                  and the sum of the tied table's gradient over the first and last stage
+    computing     m (L (a + k r/(c t)) + ends) / p
+    exposed tp    (4 L + 2) m / p all-reduces of r s/c h values, one after the other
+    exposed cp    L m / p attentions' messages (`context`), as if nothing overlapped: at most so much
+    bubble        sum of stages + (m-1) largest stage + 2 (p-1) hops, less the three above (`pipeline_parts`)
+    exposed dp    gradient buckets over dp x cp, behind the backward of the last microbatch, on the stage
+                  that ends last; and the sum of the tied table's gradient over the first and last stage
     optimizer     of the parameters that the rank updates
 
 With v chunks a rank the pipeline fills v times as fast. Full recomputation adds a forward, a third of a
@@ -21,10 +23,10 @@ microbatches are alive (1F1B: p - r of them on rank r) and the last stage comput
 the backward, when all gradients are there. Of a recomputed block only its input is kept, and all of it while
 its backward runs.
 
-The model leaves three things out, and they show as a ratio: norms and dropout, which every tp rank computes
-in full; what communication takes from the computing beside it; and stages that wait for each other because of
-the machine. Narayanan et al. 2021 (arXiv 2104.04473), sections 2 and 3, weigh the axes against each other
-this way.
+The model leaves four things out, and they show as a ratio: norms and dropout, which every tp rank computes
+in full; the kernels of a ring, which computes an attention for each block of keys; what communication takes
+from the computing beside it; and stages that wait for each other because of the machine. Narayanan et al.
+2021 (arXiv 2104.04473), sections 2 and 3, weigh the axes against each other this way.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from hpnb.mesh import ParallelLayout
+from hpnb.theory import context
 from hpnb.theory.communication import bytes_sent, seconds
 from hpnb.theory.links import Link
 from hpnb.theory.model_states import model_states
@@ -40,7 +43,7 @@ from hpnb.theory.pipeline import FILL, in_flight, pipeline_parts
 from hpnb.theory.tensor_memory import activation_bytes
 from hpnb.theory.transformer import Block
 
-STEP_PARTS = ("computing", "bubble", "exposed tp", "exposed dp", "optimizer")
+STEP_PARTS = ("computing", "bubble", "exposed tp", "exposed cp", "exposed dp", "optimizer")
 BUCKET_BYTES = 25 * 2**20
 _END_REDUCES = 2  # all-reduces of tp at the ends: of embedded tokens forward, of the head's input gradient
 
@@ -110,7 +113,7 @@ class LayoutTask:
         v = layout.chunks_per_rank
         if layout.schedule != "interleaved" and (layout.schedule not in FILL or v > 1):
             return f"{layout.schedule} with {v} chunks has no closed form here"
-        plain = replace(layout, sequence_parallel=False, recomputation=False)
+        plain = replace(layout, sequence_parallel=False, recomputation=False, cp=1)
         if (why := unmodelled(plain if layout.recomputation != "attention" else layout)) is not None:
             return why
         if v > 1 and m % layout.pp:
@@ -119,9 +122,21 @@ class LayoutTask:
             return f"a batch of {self.batch} cannot be split into {layout.dp} pipelines x {m} microbatches"
         if layout.pp * v > self.layers or layout.tp > self.block.heads:
             return f"{self.layers} blocks of {self.block.heads} heads are too few for {layout}"
-        if zero and layout.dp == 1:
+        if (why := self._refused_context(layout)) is not None:
+            return why
+        if zero and layout.dp * layout.cp == 1:
             return f"ZeRO {zero} shards over dp, and dp=1"
         return "ZeRO 3 gathers weights for every microbatch" if zero == 3 and layout.pp > 1 else None
+
+    def _refused_context(self, layout: ParallelLayout) -> str | None:
+        """The same of context parallelism alone."""
+        c, s, heads = layout.cp, self.block.sequence, self.block.heads // layout.tp
+        if c > 1 and layout.context_parallel == "all-gather":
+            return "context_parallel='all-gather' is not part of this prediction"
+        if layout.context_parallel == "ulysses" and heads < c:
+            return f"Ulysses gives each of {c} ranks a head, and a rank of tp has {heads}"
+        pieces = c if layout.context_parallel == "ulysses" or c == 1 else 2 * c  # a ring's zigzag
+        return f"{s} tokens cannot be split into {pieces} equal pieces" if s % pieces else None
 
     def microbatches(self, layout: ParallelLayout) -> int:
         """Microbatches of each pipeline."""
@@ -129,14 +144,15 @@ class LayoutTask:
 
     def link(self, layout: ParallelLayout, axis: str) -> Link:
         """The link of the axis's slowest hop, with dp outermost and tp innermost."""
-        span = {"tp": layout.tp, "pp": layout.pp * layout.tp, "dp": layout.world_size}[axis]
+        stage = layout.cp * layout.tp
+        span = {"tp": layout.tp, "cp": stage, "pp": layout.pp * stage, "dp": layout.world_size}[axis]
         return self.inside if self.between is None or span <= self.ranks_per_node else self.between
 
 
 def unmodelled(layout: ParallelLayout) -> str | None:
     """A sentence if the layout uses what no prediction of a step here knows."""
     plain = ParallelLayout()
-    for name in ("order", "tp_mode", "sequence_parallel", "recomputation"):
+    for name in ("cp", "ep", "order", "tp_mode", "sequence_parallel", "recomputation"):
         if getattr(layout, name) != getattr(plain, name):
             return f"{name}={getattr(layout, name)!r} is not part of this prediction"
     return None
@@ -164,21 +180,22 @@ def layout_parts(task: LayoutTask, layout: ParallelLayout) -> dict[str, float]:
     if (why := task.refusal(layout)) is not None:
         raise ValueError(f"{layout}: {why}")
     p, t, m, v = layout.pp, layout.tp, task.microbatches(layout), layout.chunks_per_rank
-    samples, value = task.batch / layout.dp / m, task.block.bytes_per_value
+    samples, value, shards = task.batch / layout.dp / m, task.block.bytes_per_value, layout.cp * t
     again = bool(layout.recomputation)  # the forward of each block, in its backward
-    message = samples * task.block.sequence * task.block.hidden * value
+    message = samples * task.block.sequence / layout.cp * task.block.hidden * value
     reduce = seconds("all_reduce", message, t, task.link(layout, "tp")) if t > 1 else 0.0
     hop = seconds("send", message, 2, task.link(layout, "pp")) if p > 1 else 0.0
-    block = task.block_cost(samples, 1 / t) * (4 / 3 if again else 1)
+    exchange = _exchange_seconds(task, layout)
+    block = task.block_cost(samples, 1 / shards) * (4 / 3 if again else 1)
     sums, call = 6 if again else 4, task.call_cost * (t > 1) * (1 + layout.sequence_parallel)
     stages = [
-        {"computing": n * (block + sums * call), "exposed tp": n * sums * reduce}
+        {"computing": n * (block + sums * call), "exposed tp": n * sums * reduce, "exposed cp": n * exchange}
         for n in _rank_blocks(task, layout)
     ]
     for stage in (stages[0], stages[-1]):
         stage["exposed tp"] += reduce
         stage["computing"] += call
-    stages[-1]["computing"] += task.ends_cost(samples, 1 / t)
+    stages[-1]["computing"] += task.ends_cost(samples, 1 / shards)
     schedule = "1f1b" if layout.schedule == "interleaved" else layout.schedule
     parts = pipeline_parts(stages, m, schedule, v, hop)
     stage_seconds = sum(sum(stage.values()) for stage in stages) / p
@@ -187,9 +204,38 @@ def layout_parts(task: LayoutTask, layout: ParallelLayout) -> dict[str, float]:
     if p > 1:
         table = value * task.vocab_size * task.block.hidden / t
         parts["exposed dp"] += seconds("all_reduce", table, 2, task.link(layout, "pp"))
-    updated = sum(parameters) / p / (layout.dp if layout.zero_stage else 1)
+    updated = sum(parameters) / p / (layout.dp * layout.cp if layout.zero_stage else 1)
     parts["optimizer"] = task.optimizer_cost * updated
     return {part: parts[part] for part in STEP_PARTS}
+
+
+def _attention(task: LayoutTask, layout: ParallelLayout) -> context.Attention:
+    """That of a block for one microbatch, on the rank of tp with most heads."""
+    block, heads = task.block, -(-task.block.heads // layout.tp)
+    samples = task.batch // layout.dp // task.microbatches(layout)
+    size = block.hidden / block.heads
+    return context.Attention(block.sequence, heads, heads, size, samples, block.bytes_per_value)
+
+
+def _exchange_seconds(task: LayoutTask, layout: ParallelLayout) -> float:
+    """Seconds of cp's messages for one microbatch in one block, forward and backward, one after the other."""
+    if layout.cp == 1:
+        return 0.0
+    attention, link = _attention(task, layout), task.link(layout, "cp")
+    if layout.context_parallel == "ulysses":
+        took = context.ulysses_exposed(attention, layout.cp, link)
+    else:
+        took = context.ring_exposed(attention, layout.cp, link, context.BothWays(0.0, 0.0))
+    return took.total + (took.forward if layout.recomputation else 0.0)
+
+
+def _exchange_bytes(task: LayoutTask, layout: ParallelLayout) -> float:
+    """Bytes that leave a rank for them."""
+    if layout.cp == 1:
+        return 0.0
+    count = context.ulysses_bytes if layout.context_parallel == "ulysses" else context.ring_bytes
+    sent = count(_attention(task, layout), layout.cp)
+    return sent.total + (sent.forward if layout.recomputation else 0.0)
 
 
 def _stages(task: LayoutTask, layout: ParallelLayout) -> list[tuple[int, float]]:
@@ -209,9 +255,10 @@ def _exposed_dp(task: LayoutTask, layout: ParallelLayout, gradient: float, stage
         gradient: bytes on a rank of the first stage, whose backward ends last.
         stage_seconds: of one microbatch on one stage, forward and backward.
     """
-    if layout.dp == 1:
+    d = layout.dp * layout.cp  # ranks of cp have the same weights and other tokens
+    if d == 1:
         return 0.0
-    link, d, backward, n = task.link(layout, "dp"), layout.dp, 2 / 3 * stage_seconds, task.layers
+    link, backward, n = task.link(layout, "dp"), 2 / 3 * stage_seconds, task.layers
     buckets = max(task.buckets, round(gradient / BUCKET_BYTES))
     if layout.zero_stage == 0:
         return exposed_seconds(backward, gradient, buckets, d, link)
@@ -229,20 +276,22 @@ def layout_bytes(task: LayoutTask, layout: ParallelLayout) -> float:
 
     Small messages are left out: losses, counts, and of sharded logits all but three numbers a token.
     """
-    p, t, d, value = layout.pp, layout.tp, layout.dp, task.block.bytes_per_value
+    p, t, d, value = layout.pp, layout.tp, layout.dp * layout.cp, task.block.bytes_per_value
     activation = task.tokens / d * task.block.hidden * value  # of all microbatches
-    predicting = (task.tokens - task.batch) / d  # the last token of a sample predicts nothing
+    # The last token of a sample predicts nothing. Under cp labels are shifted, and its logits are there.
+    predicting = (task.tokens - (task.batch if layout.cp == 1 else 0)) / d
     sums = 6 if layout.recomputation else 4
     tp = (sums * task.layers + _END_REDUCES) / p * bytes_sent("all_reduce", activation, t)
     tp += 3 / p * bytes_sent("all_reduce", 4.0 * predicting, t)
     pp = 2 * (p * layout.chunks_per_rank - 1) / p * activation
+    cp = task.microbatches(layout) * task.layers / p * _exchange_bytes(task, layout)
     # In a pipeline both ends hold the tied table. They sum its gradient, and each reduces it over dp.
     table = value * task.vocab_size * task.block.hidden / t
     tied = 2 / p * bytes_sent("all_reduce", table, 2) if p > 1 else 0.0
     gradient = value * task.parameters / (p * t) + (table / p if p > 1 else 0.0)
     passes = 3 if layout.zero_stage == 3 else 2
     root = value * task.root_parameters if layout.zero_stage == 3 else 0.0  # is gathered once, not twice
-    return tp + pp + tied + bytes_sent("all_gather", passes * gradient - root, d)
+    return tp + cp + pp + tied + bytes_sent("all_gather", passes * gradient - root, d)
 
 
 def layout_memory(task: LayoutTask, layout: ParallelLayout) -> float:
@@ -263,7 +312,10 @@ def _stage_memory(task: LayoutTask, layout: ParallelLayout, stage: int) -> float
     p, t, d, zero = layout.pp, layout.tp, layout.dp, layout.zero_stage
     m, width, v = task.microbatches(layout), task.block.bytes_per_value, layout.chunks_per_rank
     last = stage == p - 1
-    microbatch = replace(task.block, batch=max(1, round(task.batch / d / m)))
+    microbatch = replace(
+        task.block, batch=max(1, round(task.batch / d / m)), sequence=task.block.sequence // layout.cp
+    )
+    d *= layout.cp  # over which states are sharded
     tokens = microbatch.batch * microbatch.sequence
     one_block = activation_bytes(
         microbatch, "1d", t, sequence_parallel=layout.sequence_parallel, mlp_copies=5

@@ -20,6 +20,7 @@ STEP: Mapping[str, OpStyle] = {
     "computing": OpStyle(STYLE["F"].color, "", "computing"),
     "bubble": OpStyle(STYLE["idle"].color, STYLE["idle"].hatch, "bubble"),
     "exposed tp": OpStyle(AXIS["tp"].color, "", "exposed tp"),
+    "exposed cp": OpStyle(AXIS["cp"].color, "//", "exposed cp"),
     "exposed dp": OpStyle(AXIS["dp"].color, "..", "exposed dp"),
     "optimizer": OpStyle(STYLE["W"].color, "\\\\", "optimizer"),
 }

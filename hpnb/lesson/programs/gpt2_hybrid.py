@@ -153,8 +153,9 @@ def boost_layout(
     weight = next(model.parameters())
     gradient = weight.itemsize * sum(p.numel() for p in model.parameters()) / layout.pp / layout.tp
     plugin = PluginWithSchedule(
-        tp_size=layout.tp, pp_size=layout.pp, zero_stage=layout.zero_stage, pp_style=layout.schedule,
-        num_model_chunks=layout.chunks, num_microbatches=layout.num_microbatches,
+        tp_size=layout.tp, pp_size=layout.pp, cp_size=layout.cp, context_parallel=layout.context_parallel,
+        zero_stage=layout.zero_stage, pp_style=layout.schedule, num_model_chunks=layout.chunks,
+        num_microbatches=layout.num_microbatches,
         activation_checkpointing=layout.recomputation, precision=_PRECISIONS[weight.dtype], seed=0,
         enable_sequence_parallelism=layout.sequence_parallel,
         ddp_bucket_cap_mb=min(25.0, gradient / MIN_BUCKETS / 2**20),
@@ -205,15 +206,18 @@ def _record_rank(
     began = time.perf_counter()
     place = layout.mesh_layout.coordinates(hpnb.rank())
     # On a CPU only what is allocated inside counts, so gradient buckets have to be made inside, too. There
-    # recording doubles a step, so one rank of each stage records: the first of dp and of tp, whose shards are
-    # the largest, and who sends what the others send.
-    records = not on_cpu or place["dp"] == place["tp"] == 0
+    # recording doubles a step, so one rank of each stage records: the first of dp, cp and tp, whose shards
+    # are the largest, and who sends what the others send.
+    records = not on_cpu or place["dp"] == place.get("cp", 0) == place["tp"] == 0
     with hpnb.record.memory([]) if records else nullcontext() as memory:
         booster, boosted, optimizer = _build(size, dtype, layout, schedule)
         gc.collect()  # other ranks' stages
-        mesh, random = booster.plugin.mesh, random_tokens(size, samples // layout.dp)
+        mesh = booster.plugin.mesh
         record.coordinates = mesh.layout.coordinates(hpnb.rank())
-        parts = [{name: x.chunk(layout.dp)[mesh.dp.rank] for name, x in batch.items()} for batch in batches]
+        *parts, random = (
+            {name: x.chunk(layout.dp)[mesh.dp.rank] for name, x in batch.items()}
+            for batch in (*batches, random_tokens(size, samples))
+        )
         data = chain(parts, repeat(random))
         with hpnb.record.traffic() if records else nullcontext() as traffic:
             train_step()
@@ -288,7 +292,7 @@ def run_layout(
         link: on which messages are modelled where the step is replayed.
         schedule: of layout.pp ranks and the layout's number of microbatches, instead of the library's.
         repeats: steps that are timed; two more, and on a GPU some to warm up, go before.
-        batches: of all ranks, for the first steps; the others train random tokens.
+        batches: of all ranks, for the first steps; the others train random tokens, the same on any layout.
     """
     records: list[RankRecord] = pool.run(
         _record_rank, size, samples, dtype, layout, schedule, repeats, batches

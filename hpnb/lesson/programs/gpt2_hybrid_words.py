@@ -7,9 +7,12 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
+import torch
+
 from hpnb import theory
 from hpnb.lesson.programs.gpt2_hybrid import LayoutRun
 from hpnb.lesson.tables import number
+from hpnb.record import Timeline
 from hpnb.theory import LayoutTask
 
 
@@ -49,21 +52,57 @@ def ties(
     }
 
 
-def misses_by_tp(
+def misses_by_axis(
     runs: Mapping[str, LayoutRun], took: Mapping[str, float], steps: Mapping[str, float]
 ) -> dict[str, float]:
-    """How many times as long as predicted steps take, at least and at most, with tp and without."""
-    misses: dict[str, float] = {}
-    for kind in ("with-tp", "no-tp"):
-        some = [took[n] / steps[n] for n, run in runs.items() if (run.layout.tp > 1) == (kind == "with-tp")]
-        misses |= {f"{kind}.least": min(some), f"{kind}.most": max(some)}
-    return misses
+    """How many times as long as predicted steps take, at least and at most: with tp, with cp alone, with
+    neither."""
+    ratios: dict[str, list[float]] = {}
+    for name, run in runs.items():
+        kind = "with-tp" if run.layout.tp > 1 else "with-cp" if run.layout.cp > 1 else "neither"
+        ratios.setdefault(kind, []).append(took[name] / steps[name])
+    ends = {"least": min, "most": max}
+    return {f"{kind}.{end}": pick(some) for kind, some in ratios.items() for end, pick in ends.items()}
+
+
+def losses_apart(runs: Mapping[str, LayoutRun], dtype: torch.dtype) -> tuple[float, str, float]:
+    """By what share of it the layouts' largest loss after one update is above the smallest; "<"; and what
+    this may be, because layouts add in another order and in `dtype`."""
+    losses = [run.losses[1] for run in runs.values()]
+    return max(losses) / min(losses) - 1, "<", 1e-2 if dtype.itemsize == 2 else 1e-5
+
+
+def exposed_cp(runs: Mapping[str, LayoutRun]) -> dict[str, float]:
+    """{way of context parallelism: seconds} of the layouts with cp."""
+    return {
+        run.layout.context_parallel: run.parts["exposed cp"] for run in runs.values() if run.layout.cp > 1
+    }
+
+
+def resumed_in_words(resumed: Sequence[float], undisturbed: Sequence[float]) -> str:
+    """How many losses of a resumed run are those of the run that nobody killed, for a figure's title."""
+    same = sum(a == b for a, b in zip(resumed, undisturbed, strict=False))
+    if same == len(resumed):
+        return f"Resumed: all {same} losses are those of the run that nobody killed"
+    return f"Resumed: {same} of {len(resumed)} losses are those of the run that nobody killed"
+
+
+def idle_in_words(timeline: Timeline) -> str:
+    """Where each stage of a step idles most, for a figure's title."""
+    words = []
+    for stage, events in timeline.by_rank.items():
+        ends = min(e.start for e in events) + timeline.makespan - max(e.end for e in events)
+        inside = timeline.makespan - timeline.work(stage) - ends
+        idle = max(ends, inside) > 0.01 * timeline.makespan
+        where = "inside the step" if inside > ends else "at its ends"
+        words.append(f"stage {stage} {f'idles most {where}' if idle else 'hardly idles'}")
+    return ", ".join(words).capitalize()
 
 
 def replay_on_links(
     runs: Mapping[str, LayoutRun], task: LayoutTask, factors: Sequence[float], rules: Mapping[str, str]
 ) -> dict[str, dict[str, Any]]:
-    """The runs with the bandwidth multiplied by each factor: columns of a table with a row a factor.
+    """The runs replayed with the bandwidth multiplied by each factor: columns of a table with a row a factor.
 
     They are the fastest layout, replayed and predicted, and what the choice of the prediction and of each
     rule, {its name: the layout that it chooses}, costs over the fastest, in %.
@@ -78,7 +117,7 @@ def replay_on_links(
             for name, run in runs.items()
         }
         best, ours = min(took, key=lambda n: took[n]), min(expected, key=lambda n: expected[n])
-        table.setdefault(f"fastest, {first.source}", {})[row] = best
+        table.setdefault("fastest, replayed", {})[row] = best
         table.setdefault("fastest, predicted", {})[row] = ours
         for choice, name in {"prediction": ours, **rules}.items():
             table.setdefault(f"{choice} costs (%)", {})[row] = 100 * (took[name] / took[best] - 1)

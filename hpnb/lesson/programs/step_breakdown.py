@@ -1,7 +1,8 @@
 """Where the seconds of a recorded step went: of a Timeline of all ranks, or replayed from times of actions.
 
 Seconds are by `hpnb.theory.STEP_PARTS`, mean over the ranks, and add up to the step. "exposed dp" has all
-sums of gradients: over replicas, and of a tied weight over the stages that have it.
+sums of gradients: over replicas and ranks of cp, and of a tied weight over the stages that have it. In a
+replayed step no message of cp overlaps with computing, so its "exposed cp" is the most that it can be.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class RankRecord:
 
 
 def split_step(tl: Timeline) -> dict[str, float]:
-    """A recorded step of all ranks by STEP_PARTS: what computing does not cover is tp's, dp's, or idle."""
+    """A recorded step of all ranks by STEP_PARTS: what computing does not cover is tp, cp, dp, or idle."""
     from hpnb.plot.lanes import exposed_parts
 
     working, stepping = tl.select("FIWB"), tl.select(["optimizer"])
@@ -46,10 +47,11 @@ def split_step(tl: Timeline) -> dict[str, float]:
     busy = tl.select([*"FIWB", "optimizer", "compute"])  # packing of messages, too
     parts = dict.fromkeys(STEP_PARTS, 0.0)
     for rank, on_rank in tl.by_rank.items():
-        tp = [e for e in on_rank if e.axis.startswith("tp")]
+        inner = [e for e in on_rank if e.axis.startswith(("tp", "cp"))]
         sums = [e for e in on_rank if e.axis.startswith("dp") or (e.axis, e.op) == ("pp", "all_reduce")]
-        for e, start, end in exposed_parts([*busy.by_rank.get(rank, ()), *tp, *sums]):
-            parts["exposed tp" if e.axis.startswith("tp") else "exposed dp"] += end - start
+        for e, start, end in exposed_parts([*busy.by_rank.get(rank, ()), *inner, *sums]):
+            axis = e.axis[:2] if e.axis.startswith(("tp", "cp")) else "dp"
+            parts[f"exposed {axis}"] += end - start
         parts["computing"] += working.work(rank)
         parts["optimizer"] += stepping.work(rank)
         parts["exposed dp"] += busy.work(rank) - both.work(rank)
@@ -70,8 +72,9 @@ def replay_step(
             took.setdefault(action, []).append(cost)
     medians = {action: statistics.median(costs) for action, costs in took.items()}
     tp = [statistics.mean(_seconds(record, "tp", link) for record in group) for group in by_place]
-    # tp's messages are spread evenly over a rank's forwards and backwards
-    per_action = [tp[r] / sum(a.op != "W" for a in schedule.actions[r]) for r in range(p)]
+    cp = [statistics.mean(_seconds(record, "cp", link) for record in group) for group in by_place]
+    # their messages are spread evenly over a rank's forwards and backwards
+    per_action = [(tp[r] + cp[r]) / sum(a.op != "W" for a in schedule.actions[r]) for r in range(p)]
     in_line = {a: per_action[r] for r in range(p) for a in schedule.actions[r] if a.op != "W"}
     sends = [m.bytes for record in records for m in record.messages if m.axis == "pp" and m.op == "send"]
     hop = seconds("send", max(sends), 2, link) if sends else 0.0
@@ -85,13 +88,14 @@ def replay_step(
         tied = statistics.mean(_seconds(record, "pp", link) for record in group)  # sums of the tied table
         exposed = tied + statistics.mean(_exposed_dp(record, layout, backward, link) for record in group)
         ends.append(max(e.end for e in events) + exposed)
-    computing, mean_tp = sum(medians.values()) / p, sum(tp) / p
+    computing, mean_tp, mean_cp = sum(medians.values()) / p, sum(tp) / p, sum(cp) / p
     steps = [statistics.mean(statistics.median(r.optimizer) for r in group) for group in by_place]
     optimizer = sum(steps) / p
     parts = {
         "computing": computing,
-        "bubble": max(0.0, tl.makespan - computing - mean_tp) + max(steps) - optimizer,
+        "bubble": max(0.0, tl.makespan - computing - mean_tp - mean_cp) + max(steps) - optimizer,
         "exposed tp": mean_tp,
+        "exposed cp": mean_cp,
         "exposed dp": max(0.0, max(ends) - tl.makespan),
         "optimizer": optimizer,
     }
@@ -99,21 +103,22 @@ def replay_step(
 
 
 def _seconds(record: RankRecord, axis: str, link: Link, ops: tuple[str, ...] = ()) -> float:
-    """Seconds of this rank's collectives along `axis`, one after the other."""
+    """Seconds of this rank's collectives along `axis`, and of a ring's sends along cp, one by one."""
     total = 0.0
     for m in record.messages:
         ranks, wanted = len(m.group), not ops or m.op in ops
-        if m.axis.startswith(axis) and wanted and ranks > 1 and m.op not in ("send", "receive"):
+        hop = m.op == "receive" or (m.op == "send" and axis != "cp")
+        if m.axis.startswith(axis) and wanted and ranks > 1 and not hop:
             total += seconds(m.op, m.bytes / ring_bytes(m.op, 1.0, ranks), ranks, link)
     return total
 
 
 def _exposed_dp(record: RankRecord, layout: ParallelLayout, backward: float, link: Link) -> float:
     """Seconds of dp's messages that a backward of `backward` seconds leaves exposed."""
-    if layout.dp == 1:
+    if layout.dp * layout.cp == 1:
         return 0.0
     reductions = ("all_reduce", "reduce_scatter")
-    count = max(1, sum(m.axis == "dp" and m.op in reductions for m in record.messages))
+    count = max(1, sum(m.axis.startswith("dp") and m.op in reductions for m in record.messages))
     reduced = _seconds(record, "dp", link, reductions)
     gathered = _seconds(record, "dp", link, ("all_gather",))
     if layout.zero_stage == 3:  # a gather of each unit overlaps with the unit before, forward and backward;

@@ -137,7 +137,7 @@ def record_walks():
 
 walks = pool.run(record_walks)
 walked = walks[0][0]
-lesson.show(walked, key="02.walk", title=words.walk_title(walked))
+lesson.show(walked, key="02.walk", title="One microbatch: one rank works at a time")
 sent = sum(nbytes for _, nbytes in walks)
 lesson.reveal("02.walk-bytes", sent, predicted=2 * (N - 1) * MESSAGE, source="counted")
 lesson.record("02.walk-idle", 100 * (1 - 1 / N), "%")  # the claim allows 5 points less
@@ -400,7 +400,7 @@ lesson.show(
     unit="B", key="02.activations", title="Peak activations under 1F1B",
 )  # fmt: skip
 lesson.show(**{RAN: {n: t.makespan for n, t in ran.items()}}, unit="s", key="02.step",
-            title=words.beside_gpipe_title(ran),
+            title="1F1B takes about as long as GPipe",
             columns=vit_pipeline.work_and_bubble(ran))  # fmt: skip
 words.record_beside_gpipe(ran, both)
 saved = peaks["1f1b"]["rank 0"] / peaks["gpipe"]["rank 0"]
@@ -822,12 +822,11 @@ for name, counts in num_layers.items():  # layers: an embedding, the blocks, a h
 source = steps["heavy"].source.split()[0]  # simulated where ranks share cores
 lesson.show(
     predicted=predicted, **{source: took}, unit="s", key="02.cut-step",
-    title=words.heavy_title(took),
+    title="One heavy stage delays every microbatch",
     columns={"blocks of each stage": {name: str(n) for name, n in in_stage.items()}},
     note="Predicted: the formula, with the uniform cut's stage times.",
 )  # fmt: skip
-title = words.busiest_title(steps["heavy"])
-lesson.show(steps["heavy"], key="02.heavy", title=title)
+lesson.show(steps["heavy"], key="02.heavy", title="Others wait for stage 1")
 words.record_cuts(rounds, steps, in_stage)
 words.claim_faster(rounds, "uniform", "heavy")
 

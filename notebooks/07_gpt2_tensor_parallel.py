@@ -178,7 +178,7 @@ lesson.reveal("07.attention", fullest, predicted=ratio, truth_range=ends)
 lesson.record("07.nearer", gpt2_tensor.nearer_in_words(fullest, ratio, seconds))
 
 # %% [markdown]
-# By the medians, the rank with most heads needs <data value="07.attention:.2f">1.05</data> times the mean. The formula knows only FLOPs, and says
+# By the medians, the rank with most heads needs <data value="07.attention:.2f">1.00</data> times the mean. The formula knows only FLOPs, and says
 # <data value="07.attention.predicted:.2f">1.12</data>. <data value="07.nearer">Here the repeats overlap, so this run doesn't decide whether one more head costs time</data>.
 #
 # <details><summary>Why can the range begin below 1?</summary>

@@ -800,8 +800,8 @@ source = vit_tensor.source_of(four)  # "measured"; "replayed" if ranks take turn
 columns = {f"{source}, 8 times the tokens (s)": large, f"{source} growth": growth}
 columns |= {"predicted growth": expected}
 columns |= {"calls": predictions.calls_of_modes(size, modes)}
-lesson.show(predicted=first, **{source: small}, columns=columns, unit="s", key="03.race",
-            title=predictions.growth_title(growth))  # fmt: skip
+lesson.show(predicted=first, **{source: small}, columns=columns, unit="s",
+            key="03.race", title=predictions.growth_title(growth))  # fmt: skip
 halves = four.run(vit_tensor.time_halves, size, few, wide.dtype)[0]
 alone = predictions.predict_halves(card4, size, few, wide.dtype)
 lesson.show(predicted=alone, **{source: halves}, unit="s", key="03.halves",

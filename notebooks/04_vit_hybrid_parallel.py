@@ -851,8 +851,7 @@ pipeline = {"pp_size": 2, "num_microbatches": 4}
 legs = {"8 ranks: dp 2 x pp 2 x tp 2": (eight, 1, {**pipeline, "tp_size": 2}),
         "4 ranks: dp 2 x tp 2, ZeRO 2": (4, 2, {"tp_size": 2, "zero_stage": 2}),
         "2 ranks: pp 2, ZB-H1": (2, 3, {**pipeline, "pp_style": "zb-h1"}),
-        "one process": (1, 3, {})}  # fmt: skip
-results = {}
+        "one process": (1, 3, {})}; results = {}  # fmt: skip
 with tempfile.TemporaryDirectory() as folder:
     for leg, (ranks, epoch, layout) in legs.items():
         ranks = ranks if ranks is eight else hpnb.Ranks(ranks, device="cpu")

@@ -91,7 +91,6 @@ def route(x, router, k):  # (n, h), (E, h)
     weights, chosen = probability.topk(k)  # (n, k) twice
     return chosen, weights / weights.sum(-1, keepdim=True)
 
-
 def mixture(x, router, experts, k):
     chosen, weights = route(x, router, k)
     out = torch.zeros_like(x)
@@ -175,7 +174,6 @@ def send_to_experts(x, chosen, compute, axis):  # (n, h), (n,): one expert a tok
 # %%
 def by_hand(x, chosen, weights, compute, axis):
     return weights * send_to_experts(x, chosen[:, 0], compute, axis)
-
 
 def library(x, chosen, weights, compute, axis):
     plan = plan_dispatch(chosen, E, axis)

@@ -40,14 +40,29 @@ def book(*sources: str) -> Any:
 
 
 def test_the_digest_is_of_the_code_alone() -> None:
-    nb, other = book("x = 1\ny = 2", "z"), book("x = 1  \r\ny = 2\n", "z")
+    nb, other = book("x = 1\ny = 2", "z"), book("x = (  # one\n    1\n)\n\ny = 2\n", "z")
     other.cells[0].source = "# Another title"
     other.cells[1].outputs = [new_output("stream", name="stdout", text="1")]
     other.cells[1].execution_count = 3
     assert digest(nb) == digest(other)
 
 
-@pytest.mark.parametrize("sources", [("x = 1\ny = 3", "z"), ("z", "x = 1\ny = 2"), ("x = 1\ny = 2\nz",), ()])
+def test_the_digest_of_magics_is_of_their_lines() -> None:
+    assert digest(book("%%ranks 2\nx = 1  ")) == digest(book("%%ranks 2\nx = 1\n"))
+    assert digest(book("%%ranks 2\nx = 1")) != digest(book("%%ranks 4\nx = 1"))
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        ("x = 1\ny = 3", "z"),
+        ("x = '1'\ny = 2", "z"),
+        ("if 1:\n    x = 1\ny = 2", "z"),
+        ("z", "x = 1\ny = 2"),
+        ("x = 1\ny = 2\nz",),
+        (),
+    ],
+)
 def test_the_digest_sees_changed_code(sources: tuple[str, ...]) -> None:
     assert digest(book(*sources)) != digest(book("x = 1\ny = 2", "z"))
 
@@ -126,9 +141,14 @@ def test_pairing_keeps_the_outputs_of_what_did_not_change(path: Path, capsys: An
     assert committed.main(["--all", "--check"]) == 1
 
 
-def test_prose_may_change_without_a_run(path: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("# # A title", "# # A better title"), ('\n{}["key"]', '\n\n{}[  # none\n    "key"\n]')],
+)
+def test_prose_and_line_breaks_may_change_without_a_run(path: Path, before: str, after: str) -> None:
     assert committed.main(["--all"]) == 0
-    path.with_suffix(".py").write_text(TEXT.replace("# # A title", "# # A better title"))
+    assert before in TEXT
+    path.with_suffix(".py").write_text(TEXT.replace(before, after))
     assert committed.main(["--all", "--pair"]) == 0
     assert committed.main(["--all", "--check"]) == 0
 

@@ -4,10 +4,10 @@
     python -m hpnb.lesson.pages.committed --all --pair               # only pair, and fill numbers
     python -m hpnb.lesson.pages.committed --all --check              # exit status 1 if any is behind
 
-The stamp is the notebook's metadata["hpnb"]: a digest of the code cells, hardware, device, versions, date.
-Prose may be mended without running anything again; a changed code cell makes the outputs stale. What the
-reader at this machine has guessed and solved stays out: a command begins with an empty HPNB_HOME, which its
-notebooks share.
+The stamp is the notebook's metadata["hpnb"]: a digest of the code cells' programs, hardware, device,
+versions, date. Prose may be mended without running anything again; a changed code cell makes the outputs
+stale. What the reader at this machine has guessed and solved stays out: a command begins with an empty
+HPNB_HOME, which its notebooks share.
 """
 
 from __future__ import annotations
@@ -43,10 +43,13 @@ _GPU_NAMES = "import torch\nfor i in range(torch.cuda.device_count()): print(tor
 
 
 def digest(nb: Any) -> str:
-    """sha256 over the code cells' sources in order; blank line ends and the rest of `nb` do not matter."""
-    sources = (cell.source for cell in nb.cells if cell.cell_type == "code")
-    normal = ("\n".join(line.rstrip() for line in source.splitlines()).strip("\n") for source in sources)
-    return hashlib.sha256("\0".join(normal).encode()).hexdigest()
+    """sha256 over the code cells' programs in order.
+
+    Comments, blank lines, and where a line breaks do not matter, nor does the rest of `nb`: they change no
+    output.
+    """
+    programs = (paired.program(cell.source) for cell in nb.cells if cell.cell_type == "code")
+    return hashlib.sha256("\0".join(programs).encode()).hexdigest()
 
 
 def stamp(nb: Any, hardware: str) -> None:

@@ -7,6 +7,7 @@ which is run and shown. The text is the source of truth; the notebook adds the o
 
 from __future__ import annotations
 
+import ast
 import importlib
 import itertools
 from collections import defaultdict
@@ -93,7 +94,7 @@ def differences(path: Path) -> list[str]:
 def pair(path: Path) -> Any:
     """Make or update name.ipynb from name.py, executing nothing, and return it.
 
-    A code cell whose source did not change keeps its outputs, wherever it moved; the stamp stays as it was,
+    A code cell whose program did not change keeps its outputs, wherever it moved; the stamp stays as it was,
     and no longer fits if any code changed.
     """
     text = path.with_suffix(".py")
@@ -105,14 +106,33 @@ def pair(path: Path) -> Any:
         ran: dict[str, list[Any]] = defaultdict(list)
         for cell in old.cells:
             if cell.cell_type == "code":
-                ran[cell.source].append(cell)
+                ran[program(cell.source)].append(cell)
         for cell in nb.cells:
-            if cell.cell_type == "code" and ran[cell.source]:
-                before = ran[cell.source].pop(0)
+            if cell.cell_type == "code" and ran[program(cell.source)]:
+                before = ran[program(cell.source)].pop(0)
                 cell.outputs, cell.execution_count = before.outputs, before.execution_count
         nb.metadata = type(nb.metadata)({**old.metadata, **nb.metadata})
     write(nb, path)
     return nb
+
+
+def program(source: str) -> str:
+    """What a code cell does: its syntax tree in words, equal in all versions of Python, without comments,
+    blank lines and line breaks, which change no output; of a cell with magics, its lines."""
+    try:
+        return _in_words(ast.parse(source))
+    except SyntaxError:
+        return "\n".join(line.rstrip() for line in source.splitlines()).strip("\n")
+
+
+def _in_words(node: object) -> str:
+    if isinstance(node, list):
+        return f"[{','.join(map(_in_words, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    # An empty field may be one that only a later Python has.
+    filled = ((name, value) for name, value in ast.iter_fields(node) if value is not None and value != [])
+    return f"{type(node).__name__}({','.join(f'{name}={_in_words(value)}' for name, value in filled)})"
 
 
 def with_header(text: str) -> str:

@@ -648,17 +648,17 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
              (100 * replayed[-1].covered, ">", 99.9))  # fmt: skip
 
 # %% [markdown]
-# Nothing covers the ring's last message. Of the others' time, computing in the replay covers <data value="10.covered.first">89.6 %</data> at
-# <data value="10.lengths.first">1,024</data> tokens and <data value="10.covered.last">100 %</data> at <data value="10.lengths.last">65,536</data>. There the last message takes
-# <data value="10.at-last.ring">1.28 ms</data>.
+# Nothing covers the ring's last message, which takes <data value="10.at-last.ring">1.28 ms</data> at <data value="10.lengths.last">65,536</data> tokens. Of the others' time, computing
+# in the replay covers <data value="10.covered.first">89.6 %</data> at <data value="10.lengths.first">1,024</data> tokens and <data value="10.covered.last">100 %</data> at <data value="10.lengths.last">65,536</data>. The rest is
+# exposed in backward steps, which send gradients, too.
 #
 # At <data value="10.lengths.first">1,024</data> tokens, a forward step computes for <data value="10.parts.computing-of-a-forward-step.replayed">507 µs</data>, and its FLOPs
 # need <data value="10.parts.computing-of-a-forward-step.predicted">184 ns</data>. The rest is mainly the *start of calls*, the CPU's work before a
 # kernel or a message starts. A kernel's start covers messages, too. In the replay a forward step covers its message <data value="10.covers">at every length</data>; by the
 # dotted line, from <data value="10.dotted">16,824</data> tokens on.
 #
-# No computing covers Ulysses' all-to-alls. At <data value="10.lengths.first">1,024</data> tokens the eight take <data value="10.at-first.ulysses">1.49 ms</data>. Packed into four, they send the same
-# bytes in <data value="10.at-first.ulysses-packed">1.00 ms</data>. At <data value="10.lengths.last">65,536</data> tokens, with 64 times the bytes, the eight take <data value="10.at-last.ulysses">1.89 ms</data> and
+# No computing covers Ulysses' all-to-alls. At <data value="10.lengths.first">1,024</data> tokens the eight take <data value="10.at-first.ulysses">1.49 ms</data>. Packed into four, they
+# take <data value="10.at-first.ulysses-packed">1.00 ms</data>. At <data value="10.lengths.last">65,536</data> tokens, with 64 times the bytes, the eight take <data value="10.at-last.ulysses">1.89 ms</data> and
 # the four <data value="10.at-last.ulysses-packed">1.68 ms</data>.
 #
 # <details><summary>Why lines and dots differ</summary>
@@ -687,21 +687,19 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 # FLOPs say.
 #
 # **Ulysses** differs by up to <data value="10.off.ulysses">3.23</data>. The card adds up the latencies of the p - 1 messages of an all-to-all, but they
-# start together. That alone would put dots below the line. Where dots lie above it, the start of the calls and the
+# start together. That alone would put dots below the line. But all lie above it, so the start of the calls and the
 # copies outweigh this.
 #
-# **Packed Ulysses** differs by up to <data value="10.off.ulysses-packed">3.76</data>. Its messages start together, too, so a dot can
-# lie below its line. Two of its four all-to-alls are three times as large, and timed ones include the copies that pack q, k and v, so a
-# dot can also lie above. We haven't timed these apart.
+# **Packed Ulysses** differs by up to <data value="10.off.ulysses-packed">3.76</data>, and all its dots lie above its line, too. Besides the start of
+# the calls, its times include the copies that pack q, k and v. We haven't timed these apart.
 # </details>
 #
 # ### Where does Ulysses win?
 #
 # By this machine's card,
 # <data value="10.card-wins">packed Ulysses exposes less than the ring at 4,096 and 8,192 tokens, and unpacked Ulysses at no length</data>. In the
-# replay, packed Ulysses exposes <data value="10.beside.last.most:.2f">1.31</data> times as much as the ring at
-# <data value="10.lengths.last">65,536</data> tokens, and <data value="10.beside.shorter.least:.2f">1.24</data> to
-# <data value="10.beside.shorter.most:.2f">1.46</data> times at shorter ones.
+# replay, packed Ulysses exposes <data value="10.beside.shorter.least:.2f">1.24</data> to
+# <data value="10.beside.shorter.most:.2f">1.46</data> times as much as the ring.
 #
 # <data value="10.touch">The bars of the two touch at 2,048, 4,096 and 16,384 tokens; there, this run can't say which is faster</data>. <data value="10.winners">In the replay the ring wins at all other lengths. So the card names the wrong winner at 8,192 tokens</data>. The card leaves out an all-to-all's copies and, but for latency, the start of calls.
 #

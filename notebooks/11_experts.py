@@ -387,7 +387,7 @@ lesson.show(columns=loads, key="11.loads", title=title)
 
 # %% [markdown]
 # In each block we divide the rows of the step's busiest expert by the mean. The figure shows the mean of the two blocks. In
-# each run some expert soon gets <data value="11.peak:.2f">3.52</data> times the mean load or more. Two of the runs balance. Loads can become more even
+# each run some expert soon gets <data value="11.peak:.2f">3.52</data> times the mean load or more. Two of the runs balance. Here loads become more even
 # without balancing, too, so compare runs in the same steps. In the last ten, the busiest expert has
 # <data value="11.run.no-balancing.busiest-expert-mean-counted:.2f">2.78</data> times the mean without balancing, and
 # <data value="11.run.selection-bias.busiest-expert-mean-counted:.2f">1.35</data> times with the bias. Without balancing, a layer's experts

@@ -201,7 +201,7 @@ lesson.claim("FLOPs are off by over a tenth", (times.misjudged(law), ">", 0.1))
 # which FLOPs leave out, the head takes <data value="06.head.head-and-loss.measured">7.47 blocks</data>.
 #
 # FLOPs err in two directions, and the errors can cancel. Norms, GELU, softmax and launches make a block longer, so the
-# head counts fewer blocks. The loss and an odd vocabulary make the head longer. For the banner's
+# head counts fewer blocks. The loss and an odd vocabulary make the head longer, and weigh more here. For the banner's
 # model, the best speed-up is <data value="06.head.limit:.1f">21.3</data> by FLOPs and <data value="06.chunks.limit:.1f">7.5</data> by the measured layers.
 #
 # ### Why 50,257 is a bad size
@@ -359,17 +359,17 @@ lesson.show(figures.skyline(times.smooth, shown, times.kinds, times.loss))
 # Bars are `times.smooth`, and each cut's largest stage is in bold. By the median, the cut by time is
 # <data value="06.faster.gain:.1f">1.2</data> times as fast as the uniform one: <data value="06.faster.sure">all of its repeats are faster than all of the uniform cut's</data>.
 #
-# The four steps take <data value="06.ratio.least:.2f">0.89</data> to <data value="06.ratio.most:.2f">0.93</data> times as long as simulated. The more these four ratios differ, the
+# All four steps are shorter than simulated, <data value="06.ratio.least:.2f">0.89</data> to <data value="06.ratio.most:.2f">0.93</data> times as long. The more these ratios differ, the
 # less the simulated order is worth.
-#
-# Compare only steps that took turns, because a machine can be slower at another time.
 #
 # <details><summary>Why is a step not the sum of its layers?</summary>
 # The step of the cut by time takes <data value="06.cut.by-time.fastest">400 ms</data> to <data value="06.cut.by-time.slowest">492 ms</data> here. It runs again as 1F1B
 # in the section on schedules, and takes <data value="06.style.1f1b.fastest">393 ms</data> to <data value="06.style.1f1b.slowest">449 ms</data> there.
 #
-# Layers can take other times in a step than alone. An action that takes longer than others of its kind on the same rank delays the ranks that wait
-# for its result, and the step can grow. Look for one in this figure and in that of schedules. We did not trace the cause.
+# Layers can take other times in a step than alone. In this run most take less: in the table of the uniform cut in the first section, each rank's
+# microbatch takes less time than the sum above its bars here. But some actions take longer than others of their kind on the same rank, such as the
+# first forwards of rank 0 in this figure. The ranks that wait for their results wait longer, and the step can grow. We did not trace the
+# causes.
 # </details>
 #
 # <details><summary>How large is the bubble of the cut by time?</summary>
@@ -786,12 +786,12 @@ lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 # in <data value="06.fastest.decided">1 of the 6</data> pairs.
 #
 # ZB-H1's step takes <data value="06.h1.run:.2f">1.10</data> times as long as 1F1B's by the median, a difference <data value="06.h1.spread">within the spread of the repeats</data>. Its
-# bubble is <data value="06.bubbles.zb-h1.of-the-median-step">28.0 %</data> against <data value="06.bubbles.1f1b.of-the-median-step">27.1 %</data>, a difference
-# <data value="06.fastest.zb-h1">within the spread of the repeats</data>.
+# bubble is <data value="06.bubbles.zb-h1.of-the-median-step">28.0 %</data> against <data value="06.bubbles.1f1b.of-the-median-step">27.1 %</data>, a difference <data value="06.fastest.zb-h1">within the spread of the repeats</data>.
 #
-# Simulated, ZB-H1's step takes
-# <data value="06.h1.simulated:.2f">0.85</data> times as long as 1F1B's. There W takes as long as I. But in this library W has only the weight gradients of matmuls. In the
+# Simulated, ZB-H1's step takes <data value="06.h1.simulated:.2f">0.85</data> times as long as 1F1B's. The simulation lets W take as long as I.
+# But in this library W has only the weight gradients of matmuls. In the
 # run it takes <data value="06.style.zb-h1.w-i:.2f">0.41</data> times as long as I. The shorter W is, the less a split backward saves.
+# The second fold below says what lengthened this step.
 #
 # <details><summary>Why two stages a rank don't balance by themselves</summary>
 # If 2p stages were equal, each would take <data value="06.chunks.equal:.2f">6.97</data> blocks. The head alone takes
@@ -800,10 +800,12 @@ lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 # </details>
 #
 # <details><summary>How the run differs from the simulation</summary>
-# The figure draws 1F1B and ZB-H1, because they have the same stages. It leaves out the number of a W that is too narrow.
+# The figure draws 1F1B and ZB-H1, because they have the same stages. It leaves out the number of a W that is too narrow. It
+# shows what made this repeat of ZB-H1 long. F5 on rank 0, and I2 and W0 on rank 2, take much longer than others of their kind, and the other ranks
+# wait for their results. We did not trace why. ZB-H1's fastest repeat takes <data value="06.style.zb-h1.fastest">362 ms</data>, and 1F1B's <data value="06.style.1f1b.fastest">393 ms</data>.
 #
-# The simulation also lets all schedules compute equally long. In the run their compute per rank can differ, as the table
-# shows. Forwards are the same work under each. We did not trace why their times differ.
+# The simulation also lets all schedules compute equally long. In the run, compute per rank goes from <data value="06.style.zb-v.compute-per-rank">289 ms</data> with ZB-V to
+# <data value="06.style.zb-h1.compute-per-rank">318 ms</data> with ZB-H1. Forwards are the same work under each schedule, and still their times differ. We did not trace why.
 # </details>
 #
 # <details><summary>ZB-H1 keeps more on the last rank</summary>

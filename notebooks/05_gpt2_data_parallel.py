@@ -479,9 +479,9 @@ words.record_shape(SIZE, DTYPE)
 
 # %% [markdown]
 # Launching takes equally long for any number of tokens. We take the lowest point, a median of five rounds: <data value="05.floor.launch">90.7 ms</data>. Single rounds can be
-# faster. Launching sets the time of the flat points only. Far from the crossing, at roughly <data value="05.tokens.equal:,.0f">2,458</data> tokens, the upper line sets
-# the time. Around it, points lie above both. Without messages, forward and backward of this page's <data value="05.tokens.page:,.0f">4,096</data> tokens
-# take <data value="05.floor.step">151 ms</data>. The computing line counts all of that as computing, so it is an upper limit.
+# faster or much slower. Without messages, forward and backward of this page's <data value="05.tokens.page:,.0f">4,096</data> tokens
+# take <data value="05.floor.step">151 ms</data>. The computing line counts all of that as computing, so it is an upper limit. So launching takes longer than computing at
+# least up to the crossing, <data value="05.tokens.equal:,.0f">2,458</data> tokens. Points near the crossing lie above both.
 #
 # To predict a step, take forward, backward and update of one rank that sends nothing: `alone`. Recomputation adds a forward. With
 # ZeRO, we predict 1/N of the update. Communication adds what does not overlap with computing, its *exposed* part. On GPUs, we predict:
@@ -523,13 +523,13 @@ lesson.record("05.alone", {"forward": alone[0]}, "s")
 # %% [markdown]
 # ZeRO-3 instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">19.5 GB</data>, and its median step was <data value="05.changed.zero-3">9.73 ms longer</data>. Their ranges <data value="05.ranges">overlap: either may be faster</data>.
 # ZeRO-1's median step was <data value="05.changed.zero-1">17.9 ms longer</data> than ZeRO-0's, but predicted as <data value="05.changed.zero-1-predicted">11.2 ms shorter</data>. ZeRO-2's was
-# <data value="05.changed.zero-2">25.6 ms longer</data>.
+# <data value="05.changed.zero-2">25.6 ms longer</data>. In the last table, all ranges overlap but offloading's.
 #
-# Recomputation changed a step by <data value="05.recompute.least">24.6 ms</data> to <data value="05.recompute.most">131 ms</data>, depending on the ZeRO stage. We predicted one forward, <data value="05.alone.forward">65.3 ms</data>.
+# Recomputation added <data value="05.recompute.least">24.6 ms</data> to <data value="05.recompute.most">131 ms</data> to a median step, depending on the ZeRO stage. We predicted one forward, <data value="05.alone.forward">65.3 ms</data>.
 #
-# The predicted time holds for <data value="05.off.hold">0</data> of <data value="05.off.of">9</data> steps. Steps take <data value="05.off.low:.2f">1.28</data> to <data value="05.off.high:.2f">3.67</data> times the prediction, most with
+# The predicted time holds for <data value="05.off.hold">0</data> of <data value="05.off.of">9</data> steps. Steps take <data value="05.off.low:.2f">1.28</data> to <data value="05.off.high:.2f">3.67</data> times the prediction, the most with
 # <data value="05.off.highest">ZeRO-3 + recompute + offload</data>. <data value="05.excess">In the bars, most of the excess lies before the update.</data>
-# Without recomputation, a step ends with:
+# Without recomputation, ZeRO-2's excess lies mostly in the update, and steps end with:
 #
 # | | ZeRO-0 | ZeRO-1 | ZeRO-2 | ZeRO-3 |
 # |---|---|---|---|---|
@@ -541,10 +541,12 @@ lesson.record("05.alone", {"forward": alone[0]}, "s")
 #
 # <details><summary>What does the prediction leave out?</summary>
 #
-# It leaves out copies to and from flat buckets, launching the hooks that shard and gather, and waiting for the slowest rank.
-# With recomputation, <data value="05.after.zero-1-+-recompute">1.19 ms</data> follow the update in ZeRO-1 and <data value="05.after.zero-2-+-recompute">1.18 ms</data> in ZeRO-2. Where that is less than a gather takes, the update may
-# contain it. Recomputation launches a forward again, with its hooks. Messages also take time from cores or a GPU that compute. For offloading,
-# the prediction assumes rates.
+# It leaves out copies to and from flat buckets, launching the hooks that shard and gather, and waiting for the slowest rank. Without
+# messages, forward and backward take less than twice as long as launching alone, so more launches can lengthen them.
+#
+# With recomputation, <data value="05.after.zero-1-+-recompute">1.19 ms</data> follow the update in ZeRO-1 and <data value="05.after.zero-2-+-recompute">1.18 ms</data> in ZeRO-2. All four gathers, here and in the table, took less than predicted. Part of them may be in the
+# update. ZeRO-1 and 2 update equal shards, so ZeRO-2's longer update may contain waiting, too. Recomputation launches a forward again, with its
+# hooks. Messages also take time from cores or a GPU that compute. For offloading, the prediction assumes rates.
 #
 # This page does not measure these causes one by one. The times in the table may contain waiting. The check above
 # compares seconds: <data value="05.after.zero-2:.3g">0.00332</data> s is ZeRO-2's communication after its update. Where ranks share a GPU, communication is not
@@ -893,8 +895,7 @@ lesson.claim("At a loss of 5, a larger batch narrows the interval",
 lesson.claim("The scale grows as the loss falls", larges[0] > first[-1])
 
 # %% [markdown]
-# From 4 to 8 samples the steps fell by a factor of <data value="05.doubling:.2f">1.60</data>, not 2. The rule of thumb fails: its ratio
-# lies just below 0.8. The law, fitted from 8 samples on,
+# From 4 to 8 samples the steps fell by a factor of <data value="05.doubling:.2f">1.60</data>, not 2. The law, fitted from 8 samples on,
 # predicted <data value="05.doubling.predicted:.2f">1.79</data>.
 #
 # Doublings divided the steps by <data value="05.doublings.least:.2f">1.27</data> to <data value="05.doublings.most:.2f">1.63</data>. By the law, the last one divides them by <data value="05.doublings.law-last:.2f">1.32</data>. <data value="05.doublings.wall">The last doubling saved least, as the law says.</data>
@@ -905,7 +906,7 @@ lesson.claim("The scale grows as the loss falls", larges[0] > first[-1])
 # 128 gave <data value="05.scale.loss-5-batches-of-128.lowest:.0f">50</data> to <data value="05.scale.loss-5-batches-of-128.highest:.0f">66</data>.
 #
 # From a loss of 6 to 5, the median noise scale grew from <data value="05.scale.loss-6-batches-of-128.measured:.0f">8</data> to <data value="05.scale.loss-5-batches-of-128.measured:.0f">60</data> samples. The law has one noise scale for all
-# of training. Fitted to the steps, it is <data value="05.fitted:.0f">30</data> samples: the dotted line.
+# of training. Fitted to the steps, it is <data value="05.fitted:.0f">30</data> samples, between the two: the dotted line.
 #
 # The *critical batch* takes twice the fewest steps and twice the fewest samples. By the law, it is the noise scale.
 #

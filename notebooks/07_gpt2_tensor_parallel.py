@@ -178,12 +178,15 @@ lesson.reveal("07.attention", fullest, predicted=ratio, truth_range=ends)
 lesson.record("07.nearer", gpt2_tensor.nearer_in_words(fullest, ratio, seconds))
 
 # %% [markdown]
-# By the medians, the rank with most heads needs <data value="07.attention:.2f">1.00</data> times the mean. The formula knows only FLOPs, and says
+# By the medians, the rank with most heads needs <data value="07.attention:.2f">1.00</data> times the mean. The formula counts FLOPs, not launches, and says
 # <data value="07.attention.predicted:.2f">1.12</data>. <data value="07.nearer">Here the repeats overlap, so this run doesn't decide whether one more head costs time</data>.
 #
 # <details><summary>Why can the range begin below 1?</summary>
 #
 # Its lower end takes the fastest repeat with most heads and the slowest with fewer; the upper end does the opposite.
+# In this run, single calls of one size differ by more than the medians of both sizes: 6 heads took <data value="07.time.6-heads.fastest">1.58 ms</data> to
+# <data value="07.time.6-heads.slowest">1.86 ms</data>, and 7 heads <data value="07.time.7-heads.fastest">1.62 ms</data> to <data value="07.time.7-heads.slowest">1.88 ms</data>. Both launch the same operators, and launching
+# takes equally long for either. We did not trace how much of the time that is.
 # </details>
 #
 # <details><summary>In your tools: uneven heads</summary>
@@ -450,7 +453,7 @@ for sharded in (False, True):  # the library's GPT-2, and with sequence parallel
     lesson.claim(f"The masks of {name} follow the layout", follow)
 
 # %% [markdown]
-# *One seed* fails twice. Different heads share a mask. And the MLP's masks of first and last rank agree in
+# *One seed* fails twice. Heads share a mask. And the MLP's masks of first and last rank agree in
 # <data value="07.one-seed">50.0 %</data> of their elements, but should be equal. The second failure comes from the uneven split: rank 0 has more heads,
 # so it has drawn more numbers before the MLP. *A seed each* is wrong wherever an activation is replicated.
 #

@@ -34,6 +34,7 @@ from hpnb.lesson.programs import (
     gradient_noise,
 )
 from hpnb.lesson.programs.gpt2_zero import ZeroConfig
+from hpnb.lesson.show import describe
 from hpnb.models import GPT2_SIZES, GPT2Size
 from hpnb.record import Event, MemoryProfile, MemorySample, OutOfBudget, Timeline
 from hpnb.theory import LINKS, Block
@@ -472,6 +473,10 @@ def test_frontier() -> None:
     assert {"activations stored", "activations recomputed", "budget"} <= set(drawn)
     assert drawn["activations stored"] == [[100.0, 1.0], [60.0, 1.1]]
     assert [text.get_text() for text in fig.axes[0].texts][:3] == ["0", "1", "3"]
+    for slowest in (1.9, 19.0):  # linear and logarithmic
+        took[ZeroConfig(3, -1)] = 1.3, 1.4, slowest
+        words = describe(figures.zero_frontier(peaks, took, 80.0))
+        assert words.endswith("activations recomputed at 30, 1.4."), "numbers of stages are at no row"
 
 
 def test_rounds_are_joined_and_the_median_counts() -> None:

@@ -279,6 +279,8 @@ def describe(figure: Figure) -> str:
                 first, last = (_short(0 if end == zero else end) for end in (y[0], y[-1]))  # type: ignore[index]
                 described.append(f"{label} goes from {first} to {last}")
         rows = [tick.get_text() for tick in ax.get_yticklabels()]
+        if list(ax.get_yticks()) != [*range(len(rows))] and all(map(_is_number, rows)):  # a scale
+            rows = []
         ends: dict[str, list[str]] = {}
         for note in ax.texts:  # a bar's length stands at its end
             xy = getattr(note, "xy", None)
@@ -292,6 +294,11 @@ def describe(figure: Figure) -> str:
         described += [f"{name} {', '.join(texts)}" for name, texts in ends.items()]
         parts.append("; ".join(described))
     return _sentences(*parts, str(figure.get_label()))
+
+
+def _is_number(label: str) -> bool:
+    """Whether a tick's label is a number or empty, and not the name of a row."""
+    return not label or label.lstrip("\N{MINUS SIGN}").replace(",", "").replace(".", "", 1).isdecimal()
 
 
 def _short(value: Any) -> str:

@@ -580,10 +580,11 @@ lesson.record("01.extra", figures.cost_of_overlap(times[middle]))
 #
 # - Reduced during the backward, a step is <data value="01.measured.during">not free at 197, 788 and 3,152, undecided at 12,608</data>. By the law it is free from <data value="01.law.during:,.0f">1,372</data> on,
 #   0.87 times the law's knee of <data value="01.law.knee:,.0f">1,577</data>.
-# - Reduced after it, a step is <data value="01.measured.after">not free at 197, 788 and 3,152, free from 12,608 on</data>. By the law it is free from <data value="01.law.after:,.0f">10,515</data> on.
+# - Reduced after it, a step is <data value="01.measured.after">not free at 197, 788 and 3,152, free from 12,608 on</data>. By the law it is free from <data value="01.law.after:,.0f">10,515</data> on,
+#   which fits.
 # - Overlap, against reducing after the backward, is <data value="01.measured.overlap">faster at 3,152, slower at 197 and 788, undecided at 12,608</data>.
 #
-# Your guess is scored only if, with overlap, a size that we timed is free.
+# With overlap no size that we timed is free in this run, so your guess is not scored.
 #
 # A measured ratio can leave the law's line in both directions. A step that computes slower than R lowers the ratio.
 # Costs that the law leaves out, such as latencies, raise the ratio. With <data value="01.slow.tokens:,">197</data> tokens the step alone takes <data value="01.slow.times:.1f">8.2</data> times as
@@ -599,8 +600,8 @@ lesson.record("01.extra", figures.cost_of_overlap(times[middle]))
 # | reducing during the backward adds | <data value="01.extra.during">8.52 ms</data> |
 # | an all-reduce of all gradients in one message takes | <data value="01.extra.all-reduce">10.3 ms</data> |
 #
-# Overlap can save at most the <data value="01.extra.after">16.1 ms</data> that reducing after the backward adds. Reducing in buckets has three costs that
-# one message by itself lacks: a latency for every bucket, the filling of buckets, and waits for late ranks.
+# Overlap can save at most the <data value="01.extra.after">16.1 ms</data> that reducing after the backward adds. This is more than one message takes.
+# Buckets have three costs that the message lacks: a latency for every bucket, filling them, and waits for late ranks.
 #
 # <details><summary>The law's times and the measured ones</summary>
 #

@@ -391,11 +391,10 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # </details>
 #
 # The formula is for numbers of 2 bytes. With v bytes r is 2/v times as large, and here v is <data value="03.value-bytes">2</data>. With attention's
-# scores the formula predicts r = <data value="03.ratio.predicted">0.754</data>. The run has <data value="03.ratio">1.49</data>. From r = 1 on we call the interconnect
-# fast enough.
+# scores the formula predicts r = <data value="03.ratio.predicted">0.754</data>. The run has <data value="03.ratio">1.49</data>.
 #
-# A run whose r is above the formula's need not have a faster link. Slower computing makes r larger, and slower communication
-# makes it smaller. In this run, computing took <data value="03.slower.computing.factor">2.56</data> times as long as its matrix products alone would.
+# So by the formula the interconnect is too slow, and by the run it is fast enough. But the link was not faster: the run's r is
+# larger because computing took <data value="03.slower.computing.factor">2.56</data> times as long as its matrix products alone would.
 #
 # <details><summary>Three factors between the formula and the run</summary>
 #
@@ -406,7 +405,7 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # - Latency makes the all-reduces <data value="03.slower.latency-of-all-reduces.factor">1.07</data> times as long as their bytes alone.
 # - Because of waiting and other costs, the all-reduces took a further <data value="03.slower.waiting-and-the-rest.factor">1.21</data> times as long. A part is that ranks which come early wait for the others; the run does not explain the rest.
 #
-# Where the rule of thumb, 4.5 h/ρ, comes nearer to the run, that is chance.
+# The rule of thumb, 4.5 h/ρ, comes nearer to the run than the formula. That is chance.
 # </details>
 #
 # <details><summary>On a laptop</summary>

@@ -352,7 +352,7 @@ def predict_steps(link):  # the backward is 2 / 3 of a rank's compute
 
 
 # %% [markdown]
-# Then we *simulate* the recorded steps on slower links, down to a hundredth of the bandwidth. Compute takes as long as recorded, communication as long as the link's latency and bandwidth say.
+# Then we *simulate* the steps on slower links, down to a hundredth of the bandwidth. Compute takes as long as recorded, communication as long as the link's latency and bandwidth say.
 
 # %%
 predicted, measured = predict_steps(card.link), steps.seconds
@@ -378,15 +378,15 @@ lesson.claim("Yet dp's step is shorter", (measured["dp"], "<", measured["pp"]))
 vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 
 # %% [markdown]
-# A slower link adds these times to the simulated steps, from messages alone:
+# A slower link adds these times to the simulated steps:
 #
 # | bandwidth | dp adds | pp adds | tp adds |
 # |---|---|---|---|
 # | a tenth | <data value="04.tenth-added.dp">3.02 ms</data> | <data value="04.tenth-added.pp">8.05 ms</data> | <data value="04.tenth-added.tp">773 ms</data> |
 # | a hundredth | <data value="04.added.dp">195 ms</data> | <data value="04.added.pp">88.6 ms</data> | <data value="04.added.tp">8.50 s</data> |
 #
-# tp, which sends most, is hit hardest. But bytes alone do not decide: pp sends fewest, and on this link its step takes longer than
-# dp's. Where do pp and tp spend their time on this link?
+# tp, which sends most, is hit hardest. But bytes alone do not decide: pp sends fewest, yet its step takes longer
+# than dp's. Where do pp and tp spend their time?
 #
 # | a step | compute of the busiest rank | the rest | together |
 # |---|---|---|---|
@@ -399,6 +399,8 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 #
 # The rest is the step less the compute of the busiest rank. Along pp it is the bubble, sending and waiting. The bubble is predicted as
 # (N-1)/m of compute, <data value="04.rest.bubble">42.8 ms</data>. Along tp the rest is exposed all-reduces and waiting.
+#
+# Most of what pp and tp take longer than dp is compute: along dp the busiest rank computes only <data value="04.busy.dp">118 ms</data>.
 #
 # <details><summary>Why the curves differ</summary>
 #
@@ -664,15 +666,15 @@ vit_hybrid.add_to_field_guide()
 # %% [markdown]
 # The swapped model learns. Averaged over 8 steps, its loss falls from <data value="04.run.swapped.loss-first-8-steps:.2f">1.12</data> to <data value="04.run.swapped.loss-last-8:.2f">0.94</data>. Its saved weights combine shards
 # that saw different images. They classify <data value="04.run.swapped.accuracy">57.1 %</data> of the validation images correctly. Always guessing the most common class gets <data value="04.guess">33.8 %</data>.
-# Nothing looks wrong until you know the correct run. Its loss reaches <data value="04.run.correct.loss-last-8:.2f">0.80</data>. Its accuracy, <data value="04.run.correct.accuracy">55.6 %</data>, decides
-# little: on so few images, a few percent can be chance.
+# Nothing looks wrong until you know the correct run. Its loss reaches <data value="04.run.correct.loss-last-8:.2f">0.80</data>. Its accuracy, <data value="04.run.correct.accuracy">55.6 %</data>, is no higher:
+# on so few images, a few percent can be chance.
 #
 # <details><summary>Why does it learn at all?</summary>
 #
 # A rank applies its half of every matrix to its own samples. The other half comes from the other replica's samples, and acts like noise.
 # </details>
 #
-# The table above is this page's row of the series' *field guide* of symptoms.
+# The table above is this page's row of the series' *field guide*.
 #
 # Two instruments need no correct run. The first is the distance of copies, which should be 0. Along tp it is <data value="04.apart.tp">0</data>. Along dp it ends
 # at <data value="04.apart.dp:.2f">0.24</data> of their norm, because these ranks saw different samples and nobody averages their gradients.
@@ -877,7 +879,7 @@ lesson.ledger.show("04")
 # The layout changes twice, and the loss differs from that of one process by at most <data value="04.losses.off:.0e">1e-13</data> of its value. This
 # works because optimizer state, learning rate and the order of samples are in the checkpoint, too.
 #
-# The table above has this page's rows of the *ledger*, to which all notebooks add.
+# The table above has this page's rows of the series' *ledger*.
 #
 # <details><summary>In your tools: checkpoints that change layouts</summary>
 #

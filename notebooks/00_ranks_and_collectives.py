@@ -276,7 +276,7 @@ def ring_steps(x):
 
 
 # %% [markdown]
-# If the tensor holds only ones, a chunk's value is the number of ranks whose part it contains already.
+# If the tensor holds only ones, a chunk's value is the number of ranks whose part it contains.
 # On other numbers we compare with the library.
 
 
@@ -710,15 +710,15 @@ lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", movin
 
 # %% [markdown]
 # Rank 1 slept 100 ms longer, so the others waited <data value="00.bar.rank-1-late.measured-wait">100 ms</data> in an all-reduce. The move, which begins when rank 1
-# arrives, took <data value="00.bar.rank-1-late.measured-move">644 µs</data>. The tables' waits leave out rank 1 in all cases.
+# arrives, took <data value="00.bar.rank-1-late.measured-move">644 µs</data>. The tables' waits leave out rank 1.
 #
 # With published B and typical α the move takes <data value="00.replay.nvlink-4.move">44.7 µs</data> on NVLink 4 and <data value="00.replay.ethernet-10-gb.move">9.90 ms</data> on 10 Gb Ethernet.
 # The wait stays at <data value="00.replay.ethernet-10-gb.wait">100 ms</data>.
 #
-# The formula predicts <data value="00.bar.at-once.predicted-move">163 µs</data> for the move in all three cases. To compare two cases, we take each step's median move
-# over the ranks. We pair each of the five steps of the first case with each of the second's, and count the pairs
-# whose second move is longer. We call the moves different only if the count is at least 23 or at most 2. Noise
-# alone gives such a count with a probability of 3 % (a rank-sum test).
+# The formula predicts <data value="00.bar.at-once.predicted-move">163 µs</data> in all three cases. The move took <data value="00.bar.at-once.measured-move">144 µs</data> "at once" and
+# <data value="00.bar.after-a-pause.measured-move">298 µs</data> after the pause. To compare two cases, we take each step's median move
+# over the ranks. We pair each of the five steps of the first case with each of the second's, and count how often the
+# second is longer. We call the moves different only if this count is at least 23 or at most 2. Noise alone does so with a probability of 3 % (a rank-sum test).
 #
 # After the pause the move is longer than "at once" in <data value="00.pause.longer">25</data> of <data value="00.pause.pairs">25</data> pairs: <data value="00.pause.words">in this run moves after the pause are longer</data>. With rank 1 late it is
 # longer than after the pause in <data value="00.late.longer">25</data> of <data value="00.late.pairs">25</data>: <data value="00.late.words">in this run moves after the late rank are longer</data>.
@@ -733,8 +733,8 @@ lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", movin
 # the fit's time contains something besides the link, because the fit used the same link.
 #
 # One candidate is a *cold start*: after a pause, the code that launches a call has left the caches, and GPUs and
-# links may be saving power. The first count above tests this for a pause of 30 ms. In the last case rank 1 sleeps 130
-# ms, and the others wait inside the call. The second count cannot say which of these two matters. Before you blame a
+# links may be saving power. The first count above tests this for a pause of 30 ms and says:
+# <data value="00.pause.words">in this run moves after the pause are longer</data>. In the last case rank 1 sleeps 130 ms, and the others wait inside the call. The second count cannot say which of these two matters. Before you blame a
 # link, time the call with and without a pause before it. With more ranks than cores, ranks also wait for a core, and
 # cold starts are lost in that noise.
 # </details>

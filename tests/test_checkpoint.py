@@ -23,7 +23,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import hpnb
 from hpnb.bench import checkpoint as bench
-from hpnb.hybrid.checkpoint import manifest, weight_files
+from hpnb.hybrid.checkpoint import hf_names, manifest, weight_files
 from hpnb.hybrid.checkpoint import save_weights as written
 
 Weights = dict[str, torch.Tensor]
@@ -795,6 +795,39 @@ def test_training_goes_on_while_a_save_is_written(
         assert under_way
         assert as_it_was
         assert names == ["step-10", "step-9"]
+
+
+def draw_beside_a_save(folder: Path) -> tuple[list[float], list[float]]:
+    """(six random numbers, the same six, of which three are drawn while transformers writes)."""
+    model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11))
+    booster = hpnb.Booster(plugin=hpnb.HybridParallelPlugin(precision="fp32"))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    began, drew, save = threading.Event(), threading.Event(), GPT2LMHeadModel.save_pretrained
+
+    def slowly(*args: Any, **options: Any) -> None:
+        began.set()
+        drew.wait(60)
+        save(*args, **options)
+
+    torch.manual_seed(5)
+    expected = [torch.rand(()).item() for _ in range(6)]
+    hf_names._formats.clear()
+    GPT2LMHeadModel.save_pretrained = slowly
+    try:
+        torch.manual_seed(5)
+        saving = booster.save(folder / "step-1", model, optimizer, background=True)
+        assert began.wait(60)
+        drawn = [torch.rand(()).item() for _ in range(3)]
+        drew.set()
+        saving.wait()
+    finally:
+        GPT2LMHeadModel.save_pretrained = save
+    return expected, drawn + [torch.rand(()).item() for _ in range(3)]
+
+
+def test_a_save_in_the_background_leaves_random_numbers_alone(pools: Pools, tmp_path: Path) -> None:
+    ((expected, drawn),) = on(pools, 1).run(draw_beside_a_save, tmp_path)
+    assert drawn == expected
 
 
 def test_the_benchmark_takes_turns(pools: Pools, tmp_path: Path) -> None:

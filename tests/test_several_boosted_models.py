@@ -177,3 +177,31 @@ def test_accumulated_batches_of_two_models(pools: RankPools) -> None:
     for results in pools[2].run(train, ROWS["ragged"]):
         for ours, theirs in zip(results, train(None), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def criterion_with_another(boosted: bool) -> float | None:
+    torch.manual_seed(0)
+    generator: Any = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).to(D)
+    critic: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).to(D).requires_grad_(False)
+    plugin = hpnb.HybridParallelPlugin(pp_size=2, num_microbatches=2, precision="fp64")
+    booster = hpnb.Booster(plugin=plugin)
+    generator, optimizer, *_ = booster.boost(generator, torch.optim.SGD(generator.parameters(), lr=0.1))
+    if boosted:
+        critic, *_ = hpnb.Booster(plugin=hpnb.HybridParallelPlugin(precision="fp64")).boost(critic)
+    x = torch.randn(8, 4, dtype=D, generator=torch.Generator().manual_seed(5))
+    loss = booster.execute_pipeline(
+        iter([(x,)]), generator, lambda outputs, _: -critic(outputs).mean(), optimizer
+    )["loss"]
+    return None if loss is None else loss.item()
+
+
+def test_a_criterion_of_stages_refuses_to_call_another_boosted_model(pools: RankPools) -> None:
+    with pytest.raises(hpnb.RankError, match="a pipeline of 2 stages calls its criterion") as e:
+        pools[2].run(criterion_with_another, True)
+    assert "as it was before boost" in str(e.value)
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).to(D)
+    critic = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).to(D)
+    x = torch.randn(8, 4, dtype=D, generator=torch.Generator().manual_seed(5))
+    expected = -critic(generator(x)).mean().item()
+    assert pools[2].run(criterion_with_another, False) == [None, pytest.approx(expected, abs=1e-12)]

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from hpnb import comm, data_parallel
@@ -32,7 +31,7 @@ from hpnb.hybrid.global_loss import Weigher, loss_weighted, with_lazy_loss
 from hpnb.hybrid.model_loss import ModelLoss, inputs_of_forward, loss_of_outputs
 from hpnb.hybrid.packed_texts import CacheSwitch, PackingWarning
 from hpnb.hybrid.plugins import HybridParallelPlugin
-from hpnb.hybrid.refuse_full_model import REDUCED_ALREADY, refuse_of_full_model
+from hpnb.hybrid.refuse_full_model import criterion_of_stages, refuse_forward, refuse_of_full_model
 from hpnb.hybrid.sharded_terms import refuse_sharded_terms
 from hpnb.hybrid.torch_clipping import refuse_clipping
 from hpnb.mesh import Axis
@@ -46,7 +45,7 @@ from hpnb.pipeline_parallel.microbatches import (
     split_batch,
     to_device,
 )
-from hpnb.pipeline_parallel.stages import Stages, WholeModel
+from hpnb.pipeline_parallel.stages import WholeModel
 from hpnb.pipeline_parallel.step_result import PipelineStepResult
 from hpnb.ranks.current_rank import device as this_device
 
@@ -163,18 +162,12 @@ class Boosted(nn.Module):
         texts that `position_ids` pack into one sequence stay separated (`packed_texts.py`).
 
         Raises:
-            RuntimeError: the model is cut into stages, or called by a DistributedDataParallel.
+            RuntimeError: the model is cut into stages, called by a DistributedDataParallel, or by the
+                criterion of another model that is cut into stages.
             ValueError: at the first forward, another batch on another rank of tensor or context parallelism.
             TypeError: outputs in which hpnb finds no tensors.
         """
-        if isinstance(self.module, Stages):
-            raise RuntimeError(
-                f"this rank has stages {self.module.numbers} of the model alone; call "
-                "booster.execute_pipeline(data_iter, model, criterion, optimizer)"
-            )
-        # One that wraps a model with this one in it has not asked.
-        if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
-            raise RuntimeError(REDUCED_ALREADY)
+        refuse_forward(self.module)
         self._check_filled()
         self._compare_first_batch((args, kwargs))
         batch = self._prepare_batch(args), self._prepare_batch(kwargs)
@@ -259,7 +252,8 @@ class Boosted(nn.Module):
             pipe.per_target, self._resumed_per_target = self._resumed_per_target, None
         if trains:
             self._broadcast_buffers()
-        with self.plugin.policy.autocast(self._device), self._hooks_off(), loss_weighted():
+        alone = criterion_of_stages(self.plugin.pp_size)
+        with self.plugin.policy.autocast(self._device), self._hooks_off(), loss_weighted(), alone:
             self.last_step = pipe.step(
                 batch,
                 forward_only=not trains,

@@ -48,7 +48,10 @@ def is_pretrained(kind: type[nn.Module]) -> bool:
 
 
 def empty_model(kind: Any, config: Any, dtype: torch.dtype) -> Any:
-    """The full model on the meta device, with a copy of the config."""
+    """The full model on the meta device, with a copy of the config.
+
+    A save in the background makes it, too, while training draws random numbers: on the meta device none are
+    drawn, so no generator has to be restored, which would give training numbers a second time."""
     with silence_transformers(), torch.device("meta"):
         model = kind(deepcopy(config)).to(dtype)
     model.tie_weights()
@@ -111,14 +114,12 @@ def _tag(number: int, dims: int) -> torch.Tensor:
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """Without the progress bars and warnings of transformers, which every rank would show. The random numbers
-    that making a model draws, on some ranks only, do not advance the generator that dropout uses."""
+    """Without the progress bars and warnings of transformers, which every rank would show."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        with torch.random.fork_rng(devices=[]):  # models are made on the CPU
-            yield
+        yield
     finally:
         logging.set_verbosity(level)
         if bars:

@@ -164,7 +164,8 @@ def _read_by_transformers(model: Boosted, path: Path) -> dict[str, torch.Tensor]
     kind: Any = model.kind
     config = deepcopy(model.full_config)
     try:
-        with silence_transformers():
+        # The model is made on the CPU, on some ranks only: what it draws is no number of dropout's.
+        with silence_transformers(), torch.random.fork_rng(devices=[]):
             loaded, report = kind.from_pretrained(
                 path, config=config, dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True,
                 local_files_only=True,

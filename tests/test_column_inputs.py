@@ -338,6 +338,28 @@ def test_what_would_train_wrongly_is_refused(
         pools[2].run(refused, call, sequence, samples)
 
 
+def compare_block(other_inputs: bool) -> None:
+    axis, rank = Mesh(Layout(tp=2)).tp, hpnb.rank()
+    block = nn.Linear(3, 3)
+    compare_gradients.compare_first_gradient("block 1", block, axis)
+    x = torch.ones(2, 3).mul_(1 + rank * other_inputs).requires_grad_()
+    block(x).sum().mul(1 + rank).backward()
+
+
+@pytest.mark.parametrize(
+    ("other_inputs", "words"),
+    [
+        (False, "the gradient of the hidden states that block 1 gets differs between"),
+        (True, "the hidden states that block 1 gets differ between.* vocabulary=False"),
+    ],
+)
+def test_a_difference_in_front_of_a_block_is_not_blamed_on_it(
+    pools: RankPools, other_inputs: bool, words: str
+) -> None:
+    with pytest.raises(hpnb.RankError, match=words):
+        pools[2].run(compare_block, other_inputs)
+
+
 def test_blocks_that_get_no_gradient_are_not_compared() -> None:
     axis = SimpleNamespace(size=2, name="tp", group=None)  # whoever compared would need a group
     compare_gradients._compare(None, "block 0", axis)  # type: ignore[arg-type]

@@ -378,6 +378,22 @@ def test_a_mean_that_shifts_labels_again_is_refused(pools: RankPools) -> None:
     assert pools[2].run(train_on_shifted_mean, False) == pytest.approx([expected] * 2, rel=1e-12)
 
 
+def generate(way: str) -> list[int]:
+    plugin = hpnb.HybridParallelPlugin(precision="fp64", cp_size=2, context_parallel=way)
+    model, *_ = hpnb.Booster(plugin=plugin).boost(make_model("llama"))
+    tokens = model.eval().generate(torch.tensor([[3, 5, 7, 9]]), max_new_tokens=3, do_sample=False)
+    return tokens[0].tolist()  # type: ignore[no-any-return]
+
+
+def test_generation_needs_ulysses(pools: RankPools) -> None:
+    for way in ("ring", "all-gather"):
+        with pytest.raises(hpnb.RankError, match=f"context_parallel='{way}' splits multiples of 4 tokens"):
+            pools[2].run(generate, way)
+    model = make_model("llama").eval()
+    expected = model.generate(torch.tensor([[3, 5, 7, 9]]), max_new_tokens=3, do_sample=False)[0].tolist()
+    assert pools[2].run(generate, "ulysses") == [expected] * 2
+
+
 def refusals() -> list[str]:
     plugin = hpnb.HybridParallelPlugin(cp_size=2, precision="fp32")
     dropout = AutoModelForCausalLM.from_config(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9))

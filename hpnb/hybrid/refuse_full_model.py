@@ -44,6 +44,14 @@ def refuse_of_full_model(name: str, kind: type[nn.Module], plugin: HybridParalle
             f"rank has stages {module.numbers} alone; use pp_size=1, or save with "
             "booster.save_model(model, folder) and generate on one process with from_pretrained(folder)"
         ) from None
+    splits_in_two = plugin.cp_size > 1 and plugin.context_parallel != "ulysses"
+    if name == "generate" and splits_in_two and hasattr(kind, name):
+        raise AttributeError(
+            f"generate runs the {kind.__name__} on sequences of any length, and context_parallel="
+            f"{plugin.context_parallel!r} splits multiples of {2 * plugin.cp_size} tokens alone: use "
+            "context_parallel='ulysses', or save with booster.save_model(model, folder) and generate on one "
+            "process with from_pretrained(folder)"
+        ) from None
 
 
 @contextmanager

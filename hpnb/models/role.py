@@ -92,6 +92,7 @@ def linear(
     """Names and roles of weight (out, in) and bias (out,) of the nn.Linear at `path`.
 
     Args:
+        kind: "norm" for one that is replicated, such as a router.
         vocabulary: whether its outputs are logits of tokens, along which it may be split. A weight that is
             tied to an embedding has one role, under the embedding's name.
     """

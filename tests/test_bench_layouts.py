@@ -488,6 +488,30 @@ def test_a_step_that_fails_costs_its_own_row(monkeypatch: pytest.MonkeyPatch, lo
     assert [(set(wave), len(wave["b"])) for wave in found.waves] == [({"hpnb", "b"}, 4)]
 
 
+class BreaksLater(Machine):
+    """hpnb beside a large peer. One of them has been built `times` times, and breaks when it is built again,
+    or in the step after that."""
+
+    def __init__(self, broken: str, times: int, in_step: bool) -> None:
+        super().__init__({"hpnb": 20, "large": 24}, total=50)
+        self.broken, self.times, self.in_step = broken, times, in_step
+
+    def start(
+        self, pool: FakePool, of: tasks.TrainingTask, shape: ParallelLayout, candidate: Candidate
+    ) -> ProgramStart:
+        self._check(pool, candidate.name, in_step=False)
+        return super().start(pool, of, shape, candidate)
+
+    def time_one_step(self, pool: FakePool, name: str) -> float:
+        self._check(pool, name, in_step=True)
+        return super().time_one_step(pool, name)
+
+    def _check(self, pool: FakePool, name: str, in_step: bool) -> None:
+        built = self.times + in_step
+        if name == self.broken and in_step == self.in_step and self.begun.count(name) == built:
+            fails(pool, lost=True)
+
+
 @pytest.mark.parametrize("step", [True, False])
 @pytest.mark.parametrize("half", [1, 2])
 def test_hpnb_keeps_its_times_when_it_fails_in_turn(
@@ -495,21 +519,8 @@ def test_hpnb_keeps_its_times_when_it_fails_in_turn(
 ) -> None:
     """As does the large peer: what is lost is at most that they took turns."""
 
-    class Breaks(Machine):
-        def start(
-            self, pool: FakePool, of: tasks.TrainingTask, shape: ParallelLayout, candidate: Candidate
-        ) -> ProgramStart:
-            if candidate.name == "hpnb" and self.begun.count(candidate.name) == half and not step:
-                fails(pool, lost=True)
-            return super().start(pool, of, shape, candidate)
-
-        def time_one_step(self, pool: FakePool, name: str) -> float:
-            if name == "hpnb" and self.begun.count(name) == half + 1 and step:
-                fails(pool, lost=True)
-            return super().time_one_step(pool, name)
-
     said: list[str] = []
-    found = contend(Breaks({"hpnb": 20, "large": 24}, total=50), monkeypatch, rounds=5, said=said)
+    found = contend(BreaksLater("hpnb", half, step), monkeypatch, rounds=5, said=said)
     assert not any(entry.failed for entry in found.entries)
     assert "dp2, hpnb: rank 1 of 2 raised RuntimeError: it broke" in said
     counts = [{name: len(seconds) for name, seconds in wave.items()} for wave in found.waves]
@@ -526,21 +537,8 @@ def test_hpnb_keeps_its_times_when_it_fails_in_turn(
 def test_a_large_peer_keeps_the_first_half_of_its_rounds_when_it_fails_in_the_second(
     monkeypatch: pytest.MonkeyPatch, half: int, step: bool
 ) -> None:
-    class Breaks(Machine):
-        def start(
-            self, pool: FakePool, of: tasks.TrainingTask, shape: ParallelLayout, candidate: Candidate
-        ) -> ProgramStart:
-            if candidate.name == "large" and self.begun.count("large") == half - 1 and not step:
-                fails(pool, lost=True)
-            return super().start(pool, of, shape, candidate)
-
-        def time_one_step(self, pool: FakePool, name: str) -> float:
-            if name == "large" and self.begun.count(name) == half and step:
-                fails(pool, lost=True)
-            return super().time_one_step(pool, name)
-
     said: list[str] = []
-    result = contend(Breaks({"hpnb": 20, "large": 24}, total=50), monkeypatch, rounds=5, said=said)
+    result = contend(BreaksLater("large", half - 1, step), monkeypatch, rounds=5, said=said)
     counts = [{name: len(seconds) for name, seconds in wave.items()} for wave in result.waves]
     why = "rank 1 of 2 raised RuntimeError: it broke"
     if half == 1:

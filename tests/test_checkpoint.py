@@ -835,7 +835,7 @@ def test_the_benchmark_takes_turns(pools: Pools, tmp_path: Path) -> None:
     windows, saved = on(pools, 4).run(bench.measure, str(tmp_path), 1, 2, 16, 2, 1)[0]
     assert {way: len(found) for way, found in windows.items()} == dict.fromkeys(bench.WAYS, 2)
     assert saved == sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
-    assert all(one.wall > one.held > 0 and one.cpu > 0 for way in bench.WAYS[1:] for one in windows[way])
+    assert all(one.wall > one.call > 0 and one.cpu > 0 for way in bench.WAYS[1:] for one in windows[way])
 
 
 def killed(folder: Path, *what: str) -> list[str]:

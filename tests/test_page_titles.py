@@ -27,7 +27,7 @@ def test_page_03_says_which_copies_diverge() -> None:
     losses, apart = {"right": FALLING, "a": FALLING, "b": FALLING}, {"right": [0.0], "a": [0.1], "b": [0.1]}
     assert title(losses, apart) == "The loss falls in all runs, but copies diverge in the faulty ones"
     some = title({**losses, "b": RISING}, {**apart, "b": [0.0]})
-    assert some == "Only the loss of right and a falls, but copies diverge in 1 of 3 runs"
+    assert some == "Only the losses of right and a fall, but copies diverge in 1 of 3 runs"
     assert title(losses, {key: [0.0] for key in losses}).endswith("and no copies diverge")
 
 

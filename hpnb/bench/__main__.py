@@ -1,4 +1,4 @@
-"""Measures hpnb beside PyTorch's own programs on this machine, and prints a table of step times and of hpnb's
+"""Measures hpnb beside PyTorch's programs on this machine, and prints a table of step times and of hpnb's
 speed over PyTorch's. `table` and `chart` show results that were written before."""
 
 from __future__ import annotations

@@ -43,13 +43,13 @@ class Window:
     Attributes:
         wall: from a barrier to the last rank's end.
         cpu: of all ranks' threads, until the save is on the disk.
-        held: the call of save.
+        call: the call of save.
         after: from the end of the steps until the save is on the disk.
     """
 
     wall: float
     cpu: float
-    held: float
+    call: float
     after: float
 
 
@@ -81,14 +81,14 @@ def measure(
         cpu, began = time.process_time(), time.perf_counter()
         if way != "alone":
             booster.save(path, model, optimizer, background=way == "background")
-        held = time.perf_counter() - began
+        call = time.perf_counter() - began
         for _ in range(every):
             step()
         synchronize()
         ended = time.perf_counter()
         booster.wait()
         after = time.perf_counter() - ended
-        times = torch.tensor([ended - began, held, after], dtype=torch.float64, device=hpnb.device())
+        times = torch.tensor([ended - began, call, after], dtype=torch.float64, device=hpnb.device())
         dist.all_reduce(times, dist.ReduceOp.MAX)
         spent = torch.tensor(time.process_time() - cpu, dtype=torch.float64, device=hpnb.device())
         dist.all_reduce(spent)
@@ -129,12 +129,12 @@ def run(ranks: int, every: int, rounds: int, device: str, zero: int, hidden: int
     ]
     for way in WAYS:
         wall = median(one.wall for one in windows[way]) / every
-        held, after = (median(getattr(one, name) for one in windows[way]) for name in ("held", "after"))
+        call, after = (median(getattr(one, name) for one in windows[way]) for name in ("call", "after"))
         lines.append(
-            f"{way:10}  {wall * 1e3:7.2f} ms  {over(way, lambda w: w.wall):8.3f}  {held * 1e3:7.2f} ms  "
+            f"{way:10}  {wall * 1e3:7.2f} ms  {over(way, lambda w: w.wall):8.3f}  {call * 1e3:7.2f} ms  "
             f"{after * 1e3:7.2f} ms  {over(way, lambda w: w.cpu):12.3f}"
         )
-    share = median(b.held / a.wall for b, a in zip(windows["background"], windows["alone"], strict=True))
+    share = median(b.call / a.wall for b, a in zip(windows["background"], windows["alone"], strict=True))
     lines.append("then waits: from the last step until the files are written")
     lines.append(f"the call of a save in the background takes {share:.1%} of the {every} steps")
     print("\n".join(lines))

@@ -105,7 +105,7 @@ class _Turn:
         self._process.stdin.flush()
         seconds = self._process.stdout.readline()
         if not seconds:
-            raise RuntimeError(f"{self.name} ended without a time; its own error stands above")
+            raise RuntimeError(f"{self.name} ended without a time; its error stands above")
         self.seconds.append(float(seconds))
 
     def end(self) -> None:

@@ -10,7 +10,7 @@ Each rank sends (cp - 1) / cp of its shard of q, k, v and of the output in the f
 gradients in the backward. So the bytes per rank hardly change if s and cp grow together (Jacobs et al. 2023,
 "DeepSpeed Ulysses", arXiv 2309.14509, section 3.2). A ring sends keys and values cp - 1 times; but it also
 works with more ranks than heads. Where cp does not divide the key-value heads, they are repeated before they
-are sent: to the least number that cp divides, or to the query heads' if cp does not divide these either.
+are sent: to the least number that cp divides, or to one for each query head if cp divides neither.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def check_frozen_alike(
             )
             raise ValueError(
                 f"{' and '.join(names)} are one weight, trained on {sum(trained)} of its ranks and frozen "
-                f"on {trained.count(False)}. A rank has it by the name in its own stage: freeze or thaw it "
+                f"on {trained.count(False)}. A rank has it by the name in its stage: freeze or thaw it "
                 "by all these names"
             )
 

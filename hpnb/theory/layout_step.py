@@ -3,7 +3,7 @@
 A layout dp x pp x cp x tp = d x p x c x t sends a batch of B samples through d pipelines, in m microbatches
 of r = B/(d m) samples. A rank has s/c of the s tokens of each. On one rank alone a block takes a + k r
 seconds for a microbatch, forward and backward, and so do the two ends (embedding, head and loss) together,
-with constants of their own. a is what small kernels cost whatever their size; k r is work, which cp and tp
+with other constants. a is what small kernels cost whatever their size; k r is work, which cp and tp
 shard c t ways. For L blocks the mean rank then takes
 
     computing     m (L (a + k r/(c t)) + ends) / p

@@ -175,7 +175,9 @@ def fall_in_words(losses: Mapping[str, Sequence[float]]) -> str:
     fell = [name for name, run in losses.items() if falls(run)]
     if len(fell) == len(losses):
         return "Both losses fall" if len(fell) == 2 else "All losses fall"
-    return f"Only the loss of {' and '.join(fell)} falls" if fell else "No loss falls"
+    if len(fell) == 1:
+        return f"Only the loss of {fell[0]} falls"
+    return f"Only the losses of {' and '.join(fell)} fall" if fell else "No loss falls"
 
 
 def relative_distance(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> float:

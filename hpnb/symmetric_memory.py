@@ -17,6 +17,10 @@ from hpnb.mesh import Axis
 from hpnb.ranks.current_rank import collectives_on_streams
 
 MARGIN = 256 * 2**20  # bytes
+# Before torch 2.15 a rendezvous counts those of the process in the keys that it exchanges, not those of the
+# group (pytorch/pytorch#196082). Ranks with different counts wait for keys that nobody writes.
+COUNTS_BY_PROCESS = torch.__version__ < "2.15"
+_rendezvous_count = 0  # of this process, in all groups
 
 
 class SymmetricMemory(Protocol):
@@ -57,10 +61,12 @@ def open_symmetric_memory(axis: Axis, nbytes: int, device: torch.device) -> Symm
 
     The ranks agree after the allocation and before the rendezvous, in which they wait for each other: a rank
     that could not allocate would leave the others there. A rank whose GPU is nearly full does not try: there
-    PyTorch's allocation ends the process (torch 2.11, SIGSEGV).
+    PyTorch's allocation ends the process (torch 2.11, SIGSEGV). In older PyTorch none opens memory where the
+    ranks have met others in different numbers before, as after a layout whose replicas had unequal batches.
     """
     from torch.distributed import _symmetric_memory as symmetric
 
+    global _rendezvous_count
     memory: SymmetricMemory | None = None
     allocation: torch.Tensor | None = None
     with suppress(RuntimeError):  # an OutOfMemoryError is one
@@ -68,7 +74,10 @@ def open_symmetric_memory(axis: Axis, nbytes: int, device: torch.device) -> Symm
             allocation = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
     if not _all_ranks(allocation is not None, axis):
         return None
+    if COUNTS_BY_PROCESS and len(set(_gather(_rendezvous_count, axis))) > 1:
+        return None
     assert allocation is not None
+    _rendezvous_count += 1
     with suppress(RuntimeError):
         memory = symmetric.rendezvous(allocation, axis.group)
     return memory if _all_ranks(memory is not None, axis) else None
@@ -85,6 +94,11 @@ def _has_room(nbytes: int, device: torch.device) -> bool:
 
 def _all_ranks(succeeded: bool, axis: Axis) -> bool:
     """Whether every rank of `axis` succeeded."""
-    answers = [succeeded] * axis.size
-    dist.all_gather_object(answers, succeeded, axis.group)
-    return all(answers)
+    return all(_gather(succeeded, axis))
+
+
+def _gather(value: int, axis: Axis) -> list[int]:
+    """The values of all ranks of `axis`."""
+    values = [value] * axis.size
+    dist.all_gather_object(values, value, axis.group)
+    return values

@@ -173,6 +173,38 @@ def test_memory_that_one_rank_cannot_open_is_opened_by_none() -> None:
             assert pool.run(open_with_fault, fault, failing) == [False, False], (fault, failing)
 
 
+def open_in_old_torch(unequal: bool) -> dict[str, bool]:
+    """Whether this rank got memory on each axis, where a rendezvous counts by process as in torch 2.11."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    mesh, count, opened = Mesh(Layout(dp=2, pp=2)), 0, dict[str, bool]()
+
+    def rendezvous(memory: torch.Tensor, group: Any) -> object:
+        nonlocal count
+        counts = [0, 0]
+        torch.distributed.all_gather_object(counts, count, group)
+        assert len(set(counts)) == 1, f"ranks wait for ever: {counts}"
+        count += 1
+        return object()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symmetric, "empty", lambda nbytes, **_: torch.empty(nbytes, dtype=torch.uint8))
+        patch.setattr(symmetric, "rendezvous", rendezvous)
+        patch.setattr(symmetric_memory, "COUNTS_BY_PROCESS", True)
+        patch.setattr(symmetric_memory, "_rendezvous_count", 0)
+        growths = 2 if unequal and mesh.dp.rank == 0 else 1  # slots of one replica grow once more
+        for axis in (*[mesh.pp] * growths, mesh.dp):
+            memory = symmetric_memory.open_symmetric_memory(axis, 64, torch.device("cpu"))
+            opened[axis.name] = memory is not None
+    return opened
+
+
+def test_memory_is_not_opened_where_older_torch_would_wait_for_ever() -> None:
+    with hpnb.Ranks(4, device="cpu", timeout=20) as pool:
+        assert pool.run(open_in_old_torch, False) == [{"pp": True, "dp": True}] * 4
+        assert pool.run(open_in_old_torch, True) == [{"pp": True, "dp": False}] * 4
+
+
 def opens_between_gpus(shares_gpu: bool) -> bool:
     """Of ranks that say they are on different GPUs, as two of one axis may be where eight share four."""
     axis = Mesh(Layout(pp=hpnb.world_size())).pp

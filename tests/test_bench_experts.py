@@ -1,10 +1,13 @@
-"""`python -m hpnb.bench experts`: the exposed all-to-all of a DualPipe-V step, predicted and replayed."""
+"""`python -m hpnb.bench experts`: how much all-to-all of a DualPipe-V step is exposed."""
 
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from hpnb.bench import experts
+import hpnb
+from hpnb.bench import experts, experts_on_gpus
 from hpnb.theory.links import Link
 
 
@@ -24,3 +27,41 @@ def test_pairs_hide_messages_in_the_prediction_and_in_the_replay(capsys: pytest.
     printed = capsys.readouterr().out
     assert "replayed from measured CPU time: no message was timed" in printed
     assert "predicted, in pairs" in printed
+
+
+def messages_left_out() -> tuple[bool, list[list[float]]]:
+    """Whether PyTorch's all-to-all is back in its place, and what arrives: rows, numbers, and more rows."""
+    send, arrived = dist.all_to_all_single, []
+    rank = hpnb.rank()
+    rows, numbers = torch.full((4,), float(rank)), torch.full((2,), rank)
+    for tensor in (rows, numbers):
+        with experts_on_gpus._messages_left_out():
+            received = torch.empty_like(tensor)
+            dist.all_to_all_single(received, tensor)
+        arrived.append(received.tolist())
+    longer = torch.empty(5)
+    with experts_on_gpus._messages_left_out():
+        work = dist.all_to_all_single(longer, rows, [3, 2], [2, 2], async_op=True)
+        assert work.wait()
+    return dist.all_to_all_single is send, [*arrived, longer.tolist()]
+
+
+def test_only_rows_of_experts_are_left_out() -> None:
+    results = hpnb.launch(messages_left_out, ranks=2, device="cpu")
+    for rank, (restored, (rows, numbers, longer)) in enumerate(results):
+        assert restored
+        assert rows == [rank] * 4  # its own
+        assert numbers == [0, 1]
+        assert longer == [rank] * 4 + [0]
+
+
+@pytest.mark.timeout(600)
+def test_steps_by_the_clock() -> None:
+    """The program for GPUs, on a CPU: its times mean nothing here."""
+    size = experts.Size(hidden=32, layers=4, tokens=16, samples=12, microbatches=6)
+    results = hpnb.launch(experts_on_gpus._measure, size, 2, ranks=4, device="cpu", timeout=300)
+    link, seconds, predicted = results[0]
+    assert link.bandwidth > 0
+    assert seconds.keys() == {experts_on_gpus.APART, experts_on_gpus.PAIRED, experts_on_gpus.LEFT_OUT}
+    assert all(len(times) == 2 and min(times) > 0 for times in seconds.values())
+    assert max(predicted.paired.exposed) < max(predicted.apart.exposed)

@@ -206,13 +206,15 @@ _COMMANDS: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
         "--head-dim": _integer(64, "width of a head (default: %(default)s)"),
     }),
     "experts": (
-        "how much of the experts' all-to-all a DualPipe-V step cannot overlap: predicted and replayed",
-        "experts.run", {
+        "how much of the experts' all-to-all a DualPipe-V step cannot overlap: predicted, and replayed (on four "
+        "GPUs measured)", "experts.run", {
+        **_rounds(7),
+        **_DEVICE,
         "--bandwidth": {"type": float, "default": 0.2,
-                        "help": "of the assumed link, GB/s (default: %(default)g)"},
+                        "help": "of the link to replay with, GB/s (default: %(default)g)"},
         "--latency": {"type": float, "default": 50.0,
                       "help": "of a message over that link, microseconds (default: %(default)g)"},
-        "--hidden": _integer(128, "hidden size of the model (default: %(default)s)"),
+        "--hidden": _integer(None, "hidden size of the model (default: 2048 on GPUs, 128 on a CPU)"),
         "--layers": _integer(8, "layers of the model (default: %(default)s)"),
         "--microbatches": _integer(8, "microbatches of a step (default: %(default)s)"),
     }),

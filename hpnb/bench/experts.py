@@ -1,16 +1,18 @@
-"""How much of the experts' all-to-all stays exposed in a DualPipe-V step: predicted, and replayed.
+"""How much of the experts' all-to-all stays exposed in a DualPipe-V step: predicted, replayed or measured.
 
     python -m hpnb.bench experts --bandwidth 0.2
 
 A Mixtral on 4 ranks (pp 2 x ep 2) trains one step. On a CPU these ranks share cores, so nothing about time is
 measured on the clock. Each rank's CPU time between its messages is taken, and the step is replayed with the
-bytes that were counted and with the link that you name. The prediction knows the median time of each stage's
-F, I and W and the formula of the bytes: even routing, computing that falls evenly between messages.
+bytes that were counted and with the link that you name. On four GPUs steps are timed (`experts_on_gpus.py`).
+The prediction knows the median time of each stage's F, I and W and the formula of the bytes: even routing,
+computing that falls evenly between messages.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
@@ -23,6 +25,7 @@ from hpnb.pipeline_parallel.overlapped_pairs import (
     exposed_time,
     overlapped_pairs,
 )
+from hpnb.pipeline_parallel.schedule import Schedule
 from hpnb.theory.experts import experts_sent
 from hpnb.theory.links import Link
 
@@ -39,6 +42,13 @@ class Size:
     tokens: int = 64
     samples: int = 16
     microbatches: int = 8
+    precision: str = "fp32"
+
+    @property
+    def message_bytes(self) -> float:
+        """Bytes that leave a rank with one dispatch, or combine, of a microbatch where routing is even."""
+        tokens, width = self.samples // self.microbatches * self.tokens, 4 if self.precision == "fp32" else 2
+        return experts_sent(tokens, self.hidden, EXPERT_RANKS, CHOSEN, bytes_per_value=width) / 4
 
 
 @dataclass(frozen=True)
@@ -50,36 +60,59 @@ class Exposed:
     paired: ExposedTime
 
 
-def run(bandwidth: float, latency: float, hidden: int, layers: int, microbatches: int) -> None:
-    """Train, predict and replay on a link of so many GB/s and microseconds; print the table."""
-    compare(Link(latency * 1e-6, bandwidth * 1e9), Size(hidden, layers, microbatches=microbatches))
+def run(
+    bandwidth: float, latency: float, hidden: int | None, layers: int, microbatches: int, device: str,
+    rounds: int,
+) -> None:  # fmt: skip
+    """Train, predict, and replay or measure; print the table.
+
+    Args:
+        bandwidth, latency: of the link to replay with, GB/s and microseconds; on GPUs the link is measured.
+        hidden: by default 128 on a CPU and 2,048 on GPUs.
+
+    Raises:
+        ValueError: device="cuda" with fewer than four GPUs.
+    """
+    gpus = torch.cuda.device_count()
+    if device == "cuda" and gpus < RANKS:
+        raise ValueError(f"{RANKS} ranks need a GPU each to be timed, and here are {gpus}; use --device cpu")
+    if device != "cpu" and gpus >= RANKS:
+        from hpnb.bench import experts_on_gpus
+
+        size = Size(hidden or 2048, layers, 8, 1024, 4 * microbatches, microbatches, "bf16")
+        experts_on_gpus.compare(size, rounds)
+    else:
+        link = Link(latency * 1e-6, bandwidth * 1e9)
+        compare(link, Size(hidden or 128, layers, samples=2 * microbatches, microbatches=microbatches))
 
 
 def compare(link: Link, size: Size) -> list[Exposed]:
-    results = hpnb.launch(_measure, link, size, ranks=RANKS, device="cpu", timeout=900.0)[0]
+    results = hpnb.launch(_replay, link, size, ranks=RANKS, device="cpu", timeout=900.0)[0]
     print(table(results, link, size))
+    print("replayed from measured CPU time: no message was timed")
     return results
 
 
 def table(results: list[Exposed], link: Link, size: Size) -> str:
+    """A line for each way of each result; a rank's messages and exposed time are those of the rank that
+    exposes most."""
     lines = [
         f"dualpipe-v, pp {PIPELINE} x ep {EXPERT_RANKS}, {size.microbatches} microbatches, {size.layers} "
-        f"layers with {size.experts} experts, link {link.bandwidth / 1e9:g} GB/s, {link.latency * 1e6:g} us",
-        f"{'':40}{'step':>10}{'messages':>12}{'exposed':>12}",
+        f"layers with {size.experts} experts, link {link.bandwidth / 1e9:.3g} GB/s, "
+        f"{link.latency * 1e6:.3g} us",
+        f"{'':40}{'step':>12}{'messages':>12}{'exposed':>12}",
     ]
     for result in results:
         for name, one in (("one after the other", result.apart), ("in pairs", result.paired)):
             rank = max(range(len(one.exposed)), key=one.exposed.__getitem__)
-            lines.append(
-                f"{result.source + ', ' + name:40}{one.makespan * 1e3:7.0f} ms{one.sent[rank] * 1e3:9.0f} ms"
-                f"{one.exposed[rank] * 1e3:9.0f} ms"
-            )
+            cells = "".join(f"{s * 1e3:9.1f} ms" for s in (one.makespan, one.sent[rank], one.exposed[rank]))
+            lines.append(f"{result.source + ', ' + name:40}{cells}")
     lines.append("messages and exposed: of the rank that exposes most")
-    lines.append("replayed from measured CPU time: no message was timed")
     return "\n".join(lines)
 
 
-def _measure(link: Link, size: Size) -> list[Exposed]:
+def boost_mixtral(size: Size, implementation: str) -> tuple[Any, dict[str, torch.Tensor], Schedule]:
+    """A model of that size on this rank's stages, a batch for it, and the schedule."""
     torch.manual_seed(0)
     config = MixtralConfig(
         vocab_size=256, hidden_size=size.hidden, intermediate_size=2 * size.hidden, num_attention_heads=4,
@@ -87,33 +120,42 @@ def _measure(link: Link, size: Size) -> list[Exposed]:
         num_experts_per_tok=CHOSEN, max_position_embeddings=size.tokens,
     )  # fmt: skip
     plugin = hpnb.HybridParallelPlugin(
-        precision="fp32", pp_size=PIPELINE, ep_size=EXPERT_RANKS, pp_style="dualpipe-v",
+        precision=size.precision, pp_size=PIPELINE, ep_size=EXPERT_RANKS, pp_style="dualpipe-v",
         num_microbatches=size.microbatches,
     )  # fmt: skip
     ids = torch.randint(256, (size.samples, size.tokens))  # before boost, where all ranks draw the same
     model = MixtralForCausalLM(config)
-    model.set_experts_implementation("eager")
+    model.set_experts_implementation(implementation)
     boosted, *_ = hpnb.Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), 0.01))
-    for _ in range(2):  # the first step learns shapes
-        step = boosted.run({"input_ids": ids, "labels": ids}, None, trains=True, record=True)
-    replayed = Exposed(
-        "replayed",
-        step.exposed_time(link, overlapped=False),
-        step.exposed_time(link, overlapped=True),
-    )
-    schedule = plugin.schedule(size.microbatches)
-    costs = Costs.measured(step.timeline)
-    tokens = size.samples // size.microbatches * size.tokens
-    nbytes = experts_sent(tokens, size.hidden, EXPERT_RANKS, CHOSEN, bytes_per_value=4) / 4
-    segments = even_segments(schedule, costs, size.layers // schedule.stages, nbytes)
+    return boosted, {"input_ids": ids, "labels": ids}, plugin.schedule(size.microbatches)
+
+
+def predict(schedule: Schedule, costs: Costs, link: Link, size: Size) -> Exposed:
+    """What a model with even routing expects of a step.
+
+    Args:
+        costs: seconds of each stage's F, I and W without messages.
+    """
+    segments = even_segments(schedule, costs, size.layers // schedule.stages, size.message_bytes)
 
     def seconds(sent: float) -> float:
         return link.latency + sent / link.bandwidth
 
     none = (frozenset[int](),) * schedule.ranks
-    predicted = Exposed(
+    return Exposed(
         "predicted",
         exposed_time(schedule, none, segments, seconds, link.latency),
         exposed_time(schedule, overlapped_pairs(schedule), segments, seconds, link.latency),
     )
-    return [predicted, replayed]
+
+
+def _replay(link: Link, size: Size) -> list[Exposed]:
+    boosted, batch, schedule = boost_mixtral(size, "eager")
+    for _ in range(2):  # the first step learns shapes
+        step = boosted.run(batch, None, trains=True, record=True)
+    replayed = Exposed(
+        "replayed",
+        step.exposed_time(link, overlapped=False),
+        step.exposed_time(link, overlapped=True),
+    )
+    return [predict(schedule, Costs.measured(step.timeline), link, size), replayed]

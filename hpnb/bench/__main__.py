@@ -206,8 +206,8 @@ _COMMANDS: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
         "--head-dim": _integer(64, "width of a head (default: %(default)s)"),
     }),
     "experts": (
-        "how much of the experts' all-to-all a DualPipe-V step cannot overlap: predicted, and replayed (on four "
-        "GPUs measured)", "experts.run", {
+        "how much of the experts' all-to-all a DualPipe-V step cannot overlap: predicted and replayed (on "
+        "four GPUs measured)", "experts.run", {
         **_rounds(7),
         **_DEVICE,
         "--bandwidth": {"type": float, "default": 0.2,

@@ -281,8 +281,8 @@ trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")
 # <details><summary>Why the rule of thumb may come nearer</summary>
 #
 # The rule of thumb, (p-1)/m, divides idle time by working time; a later section calls it overhead over ideal. So it is always
-# above the formula. If it comes nearer to the run, or the table says that it holds, that is an accident: the rule knows nothing
-# about unequal stages.
+# above the formula. If it comes nearer to the run, or *holds*, which means that the run is 0.8 to 1.25 times what it says, that is
+# an accident: the rule knows nothing about unequal stages.
 # </details>
 #
 # The lower curves show what is *in flight*. A rank keeps a microbatch's activations from its forward until its backward, so

@@ -978,8 +978,8 @@ lesson.check(exercises.choose_ranks, choose)
 # - Sequence parallelism keeps less and sends hardly more bytes. It can still take longer, so measure it.
 # - Grids send fewer bytes in large batches, but make many small calls.
 #
-# **When not to use this.** With about ρ tokens a GPU or more, computing covers what replicas send. Use replicas if the model fits and each GPU has many
-# times ρ tokens. Otherwise share matrices inside a node, with r ≥ 1. With few tokens a smaller r can still beat
+# **When not to use this.** With about ρ tokens a GPU or more, computing covers what replicas send. Use replicas if the model fits and each GPU has that
+# many tokens. Otherwise share matrices inside a node, with r ≥ 1. With few tokens a smaller r can still beat
 # replicas (exercise 5), so predict both. Across nodes, try pipelines before a grid.
 #
 # **Where to look.**

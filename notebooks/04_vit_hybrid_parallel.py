@@ -420,7 +420,8 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 # Times are not exact. As <data value="04.source">measured</data>, a step divided by its prediction is <data value="04.ratio.dp:.2f">1.03</data> for dp, <data value="04.ratio.pp:.2f">1.58</data> for pp
 # and <data value="04.ratio.tp:.2f">1.19</data> for tp. Two errors are in such a ratio: that of compute and that of the rest. <data value="04.rest.signs">Along tp, compute is 93.3 ms longer than predicted and the rest 52.3 ms shorter. Along pp, compute is 95.3 ms longer than predicted and the rest 4.32 ms shorter. Along tp and pp the two errors partly cancel in the ratio.</data>
 #
-# **Compute** can be longer than predicted, because each microbatch and shard pays the fixed costs of operations again, and along tp all
+# **Compute** along pp is long on one rank alone. The other three compute about as long as predicted: added up, <data value="04.others">44.2 ms</data> a microbatch.
+# Compute can be longer than predicted, because each microbatch and shard pays the fixed costs of operations again, and along tp all
 # ranks repeat the norms. On a GPU, recorded compute can contain waits for the CPU, which launches operations. On a CPU, ranks send with
 # the cores that compute. This page does not separate these reasons.
 #
@@ -431,7 +432,7 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 # microbatch takes, forward and backward, on the other N-1 ranks together, here <data value="04.others">44.2 ms</data>. It idles that long if all stages are equal
 # or the last is the busiest. If an earlier stage is the busiest, it computes while later ranks finish, and idles less.
 #
-# **The curves** need not begin at their dots. On this link, simulated time divided by the dot's is <data value="04.near.dp:.2f">0.97</data> for dp, <data value="04.near.pp:.2f">0.97</data> for pp and <data value="04.near.tp:.2f">1.25</data> for tp.
+# **The curves** need not begin at their dots. Along dp they simulate the bytes beside the compute of one replica alone, which took <data value="04.predicted.share">114 ms</data>. On this link, simulated time divided by the dot's is <data value="04.near.dp:.2f">0.97</data> for dp, <data value="04.near.pp:.2f">0.97</data> for pp and <data value="04.near.tp:.2f">1.25</data> for tp.
 # The shortest step here is along <data value="04.near.fastest">dp</data>. On a tenth of the bandwidth, the shortest step simulated is along <data value="04.tenth">dp</data>. Do not ask the figure which of two
 # close curves is lower.
 #

@@ -82,7 +82,7 @@ here = lesson.banner(N, model=name, data=english.describe(), sizes=sizes)
 # <details><summary>What do the banner's gigabytes mean?</summary>
 #
 # A page trains the largest model that is predicted to take at most 80 % of the memory that is free on a GPU. The banner has both numbers:
-# the predicted peak, and what is free. The peak is that of ZeRO-0, with five copies of the logits added as a reserve.
+# the predicted peak, and what is free. The peak is that of plain data parallelism, with five copies of the logits added as a reserve.
 # </details>
 #
 # Some cells ask you to guess a number first. Without a guess, a *rule of thumb* takes its place. Here it counts weights and gradients only.
@@ -479,9 +479,9 @@ words.record_shape(SIZE, DTYPE)
 
 # %% [markdown]
 # Launching takes equally long for any number of tokens. We take the lowest point, a median of five rounds: <data value="05.floor.launch">90.7 ms</data>. Single rounds can be
-# faster or much slower. Without messages, forward and backward of this page's <data value="05.tokens.page:,.0f">4,096</data> tokens
-# take <data value="05.floor.step">151 ms</data>. The computing line counts all of that as computing, so it is an upper limit. So launching takes longer than computing at
-# least up to the crossing, <data value="05.tokens.equal:,.0f">2,458</data> tokens. Points near the crossing lie above both.
+# faster; medians with few tokens lie above that line. Without messages, forward and backward of this page's <data value="05.tokens.page:,.0f">4,096</data> tokens
+# take <data value="05.floor.step">151 ms</data>. The computing line counts all of that, so it is an upper limit. So launching takes longer than computing at
+# least up to the crossing, <data value="05.tokens.equal:,.0f">2,458</data> tokens. Points near the crossing can lie above both.
 #
 # To predict a step, take forward, backward and update of one rank that sends nothing: `alone`. Recomputation adds a forward. With
 # ZeRO, we predict 1/N of the update. Communication adds what does not overlap with computing, its *exposed* part. On GPUs, we predict:

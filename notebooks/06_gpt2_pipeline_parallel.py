@@ -128,7 +128,7 @@ lesson.predict("06.bubble", question, unit="%", rule_of_thumb=formula)
 # `time_steps` runs real steps. Where ranks share cores or a GPU, it times each action alone and *replays* the step
 # from these times, in the schedule's order. Here steps are <data value="06.run.source">measured</data>. Variants of a step share one set of weights
 # and **take turns**, A B C A B C, so that a busy second slows all of them. The cell keeps all <data value="06.repeats">5</data> repeats, because a difference smaller than their spread is no
-# finding. Later we also *simulate* steps, from times of single layers. If a claim on times fails, it may print `FEW_TOKENS`, a reason.
+# finding. Later we also *simulate* steps, from times of single layers.
 
 
 # %%
@@ -791,7 +791,7 @@ lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 # Simulated, ZB-H1's step takes <data value="06.h1.simulated:.2f">0.85</data> times as long as 1F1B's. The simulation lets W take as long as I.
 # But in this library W has only the weight gradients of matmuls. In the
 # run it takes <data value="06.style.zb-h1.w-i:.2f">0.41</data> times as long as I. The shorter W is, the less a split backward saves.
-# The second fold below says what lengthened this step.
+# The second fold below says which actions lengthened this step.
 #
 # <details><summary>Why two stages a rank don't balance by themselves</summary>
 # If 2p stages were equal, each would take <data value="06.chunks.equal:.2f">6.97</data> blocks. The head alone takes
@@ -801,8 +801,8 @@ lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 #
 # <details><summary>How the run differs from the simulation</summary>
 # The figure draws 1F1B and ZB-H1, because they have the same stages. It leaves out the number of a W that is too narrow. It
-# shows what made this repeat of ZB-H1 long. F5 on rank 0, and I2 and W0 on rank 2, take much longer than others of their kind, and the other ranks
-# wait for their results. We did not trace why. ZB-H1's fastest repeat takes <data value="06.style.zb-h1.fastest">362 ms</data>, and 1F1B's <data value="06.style.1f1b.fastest">393 ms</data>.
+# shows what made this repeat of ZB-H1 long: on rank 2, I2, W0 and F4 take much longer than others of their kind. Rank 3 waits for F4, and rank 1
+# for I3. We did not trace why. ZB-H1's fastest repeat takes <data value="06.style.zb-h1.fastest">362 ms</data>, and 1F1B's <data value="06.style.1f1b.fastest">393 ms</data>.
 #
 # The simulation also lets all schedules compute equally long. In the run, compute per rank goes from <data value="06.style.zb-v.compute-per-rank">289 ms</data> with ZB-V to
 # <data value="06.style.zb-h1.compute-per-rank">318 ms</data> with ZB-H1. Forwards are the same work under each schedule, and still their times differ. We did not trace why.

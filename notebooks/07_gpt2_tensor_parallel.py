@@ -40,7 +40,7 @@
 # Tensor-core kernels want aligned rows, and 50,304 is a multiple of 64.
 # </details>
 #
-# **Letters.** t ranks share a model with a heads, hidden size h and vocabulary size V. A batch has b sequences of s
+# **Letters.** t ranks share a model with *a* heads, hidden size h and vocabulary size V. A batch has b sequences of s
 # tokens. This page ran on a machine with <data value="07.hardware">4 x NVIDIA H100 80GB HBM3</data>. Some parts run on the CPU even where there are GPUs:
 # dropout's masks and training, recomputed FLOPs, and the three kinds of sequence parallelism.
 
@@ -146,7 +146,7 @@ lesson.predict("07.attention", f"{SIZE.heads} heads, {N} ranks: how long does at
 # | 5 | 5, 5, 5, 5, 5 | 1.00 | 1.000 |
 # | 8 | 4, 3, 3, 3, 3, 3, 3, 3 | 1.28 | 1.111 |
 #
-# We measure attention alone, with 6 and 7 heads in turn. On a GPU we take 8 times the banner's samples. Where ranks share CPU
+# We time attention alone, with 6 and 7 heads in turn. On a GPU, samples are 8 times the first table's. Where ranks share CPU
 # cores, these are CPU times.
 
 
@@ -573,7 +573,7 @@ lesson.field_guide.add(
 lesson.field_guide.show("07")
 
 # %% [markdown]
-# The loss gives no alarm. With one seed, training lowers the training loss by <data value="07.gained:.2f">0.77</data> from the first batch to the
+# The loss gives no alarm: with one seed, the first run's training loss falls by <data value="07.gained:.2f">0.77</data> from first batch to
 # last. One seed's wrong masks change the mean test loss by only
 # <data value="07.faults.one-seed.test-loss-minus-rank-states:.5f">0.00265</data>, with a standard error of <data value="07.faults.one-seed.standard-error:.5f">0.00088</data>.
 #

@@ -420,7 +420,7 @@ lesson.claim("On average computing misses by larger factors under tp",
 # `dp 4 x tp 2` their column is below 0, at <data value="08.why.dp-4-x-tp-2.norms">-767 µs</data>.
 #
 # A block's fixed time a includes the launches of norms and matmuls. Where a kernel is shorter than its launch, the columns
-# *norms* and *thin matmuls* can count launches that a counts already. Then a column is too large, and the rest is too small by as much.
+# *norms* and *thin matmuls* can count launches that the fixed time counts already. Then a column is too large, and the rest is too small by as much.
 #
 # Recomputation repeats a forward, for which we assumed a third of a block's time. On dp 2 x pp 4 forwards take <data value="08.forward">42.0 %</data> of forward and backward together, so we would
 # expect recomputation to add these <data value="08.forward">42.0 %</data>. It made computing <data value="08.again">116 %</data> longer. We did not trace the difference, nor the
@@ -439,7 +439,7 @@ lesson.claim("On average computing misses by larger factors under tp",
 # </details>
 #
 # Can one number mend the order? We assume that every collective of tp, a *call*, costs the same fixed time: the excess of
-# `dp 4 x tp 2` minus that of `dp 8`, divided by 4 L + 2 calls. It includes norms and thin matmuls.
+# `dp 4 x tp 2` minus `dp 8`'s, divided by 4 L + 2 calls. It includes norms and thin matmuls.
 
 # %%
 calls = 4 * SIZE.layers + 2
@@ -501,7 +501,7 @@ lesson.claim("The slow link's winner sends no more", sends["slow"] <= sends["fas
 lesson.claim("pp 8 sends least", min(runs, key=lambda n: runs[n].bytes) == "pp 8")
 
 # %% [markdown]
-# A layout overtakes the winner only if the slower link adds less time to it, by more than the winner's lead. <data value="08.links.words">The fastest is dp 8 on this link, dp 8 with a tenth of its bandwidth, and pp 8 with a hundredth. The prediction's choices lose up to 13.8 %</data>.
+# A layout overtakes the winner only if the slower link adds less time to it than to the winner, by more than its lead. <data value="08.links.words">The fastest is dp 8 on this link, dp 8 with a tenth of its bandwidth, and pp 8 with a hundredth. The prediction's choices lose up to 13.8 %</data>.
 #
 # ### The fastest that fits
 #
@@ -738,11 +738,11 @@ lesson.field_guide.add(  # symptoms, and what finds their cause
 
 # %% [markdown]
 # Both losses fall. The second run is wrong because pp and tp doubled its learning rate, but not its batch.
-# Do not judge by the scores. The second accuracy is even higher, by <data value="08.apart:.3f">0.026</data>, but each is uncertain by <data value="08.noise:.3f">0.022</data>.
-# Both beat always answering yes, <data value="08.always.accuracy:.3f">0.684</data>. By F1, always yes has <data value="08.always.f1:.3f">0.812</data>, and the two runs <data value="08.tuned.of-dp.f1:.3f">0.811</data> and <data value="08.tuned.of-world-size.f1:.3f">0.834</data>.
+# Do not judge by scores. The second accuracy is even higher, by <data value="08.apart:.3f">0.026</data>, but each is uncertain by <data value="08.noise:.3f">0.022</data>.
+# Both beat answering yes always, <data value="08.always.accuracy:.3f">0.684</data>. By F1, always yes has <data value="08.always.f1:.3f">0.812</data>, and the two runs <data value="08.tuned.of-dp.f1:.3f">0.811</data> and <data value="08.tuned.of-world-size.f1:.3f">0.834</data>.
 #
-# You can see this fault without a second run: log learning rate and batch size, and compute the table's *quotient*.
-# It must be 1, and is <data value="08.tuned.of-dp.quotient:.2f">1.00</data> in the first run and <data value="08.tuned.of-world-size.quotient:.2f">2.00</data>, √(p t), in the second.
+# You see this fault without a second run: record learning rate and batch size, and compute the table's *quotient*.
+# It must be 1. It is <data value="08.tuned.of-dp.quotient:.2f">1.00</data> in the first run and <data value="08.tuned.of-world-size.quotient:.2f">2.00</data>, √(p t), in the second.
 #
 # <details><summary>In your tools: learning rates</summary>
 #
@@ -998,7 +998,7 @@ lesson.claim("Predictions hold more often than rules of thumb",
 # | 04 mesh | Which axis deserves the fast link? | tp talks most often, dp least | a ViT on one axis, at a tenth of the bandwidth: <data value="04.tenth">dp</data> is fastest | one axis is enough |
 # | 05 ZeRO | How far does dp alone go? | 16 bytes a parameter, over d | <data value="05.largest">150 blocks</data> instead of <data value="05.depth.zero-0.measured">23 blocks</data> | the model fits |
 # | 06 cuts | Where do you cut unequal layers? | Σ t + (m-1) max t | the cut by time is <data value="06.faster.gain:.2f">1.21</data> times as fast as the uniform cut, comparing medians; <data value="06.faster.sure">all of its repeats are faster than all of the uniform cut's</data> | one layer is a stage by itself |
-# | 07 heads | What refuses to divide? | three sums a token instead of logits for the whole vocabulary | <data value="07.loss.reduced">18 B</data> a token instead of <data value="07.loss.gathered">151 kB</data> | more ranks than heads |
+# | 07 heads | What refuses to divide? | three numbers a token instead of logits for the whole vocabulary | <data value="07.loss.reduced">18 B</data> a token instead of <data value="07.loss.gathered">151 kB</data> | more ranks than heads |
 # | 08 layouts | Which one, beforehand? | six parts, and tp's calls | <data value="08.pairs.right">34</data> of <data value="08.pairs.all">66</data> pairs in order; with calls, fitted in the race, <data value="08.pairs.with-calls">53</data> | a short run |
 # | 09 planning | A thousand GPUs from one host? | datasheets, one fitted rate | worst of ten runs <data value="09.worst">9.87 %</data> off | another era of kernels |
 #

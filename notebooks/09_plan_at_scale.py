@@ -886,7 +886,7 @@ lesson.explorers.cluster_layouts()
 # %% [markdown]
 # ## What to remember
 #
-# - Datasheets and one run on 32 GPUs predict the same software on up to 3,072 to <data value="09.fits.error:.0f">13</data> %.
+# - Datasheets and one run predict its software on up to 3,072 GPUs to <data value="09.fits.error:.0f">13</data> %, whichever run it is.
 # - Other networks and failures stay untested. With other GPUs and software it was up to <data value="09.era">43.6 %</data> off.
 # - On a slow network, keep tp inside the node and let stages cross its edge.
 # - Halve each number. If your known runs are still predicted well, they have not tested it.

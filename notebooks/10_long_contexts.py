@@ -480,7 +480,7 @@ lesson.claim("The formula counts every byte", counted == predicted)
 
 
 # %% [markdown]
-# The rule of thumb counted two tensors for a ring, k and v, and four for Ulysses. But a ring sends its two p - 1 times, and
+# The rule of thumb counted two tensors for a ring, k and v, and four for Ulysses. But a ring sends both p - 1 times, and
 # more in the backward. For each of its tokens, forward and backward
 # together, a rank sends
 #
@@ -775,7 +775,7 @@ lesson.claim("Activations shrink as 1/cp, within a tenth", (worst, "<", 0.1))
 
 # %% [markdown]
 # Activations shrink nearly in proportion, so p ranks can keep a sequence nearly p times as long. Weights,
-# gradients and optimizer state shrink only with ZeRO or tensor parallelism.
+# gradients and optimizer state shrink only with ZeRO, pipeline stages or tensor parallelism.
 #
 # <details><summary>What the library's ring computes a block with</summary>
 #

@@ -213,7 +213,7 @@ lesson.claim("The formula counts every byte", counted == predicted)
 # ### Exercise 1: dispatch and combine
 #
 # *Core. Implement, 25 minutes.* Write `layer(x, chosen, weights, compute, axis)` for k experts a token, with the
-# collectives of the cell above and nothing from `hpnb.expert_parallel`. `chosen` and `weights` are n x k. `compute(rows,
+# collectives of `send_to_experts` and nothing from `hpnb.expert_parallel`. `chosen` and `weights` are n x k. `compute(rows,
 # experts)` applies this rank's experts, which it numbers from 0. The check doesn't use E experts:
 # `compute.num_experts` is their number on all ranks. It compares output and gradients with one process.
 #
@@ -294,7 +294,7 @@ lesson.claim("Computing grows as the busiest rank's rows do",
 # ## Balance, or drop
 #
 # **A loss.** Let f_e be the share of tokens that chose expert e, and P_e its mean probability. The
-# *balancing loss* is $E \sum_e f_e P_e$, added to the model's loss with a small factor, such as 0.01. f is a count and has no gradient.
+# *balancing loss* is $E \sum_e f_e P_e$, added to the model's loss with a small factor, such as 0.01. f comes from counting and has no gradient.
 # P has one, and it pushes probability away from experts with a large f. With even loads every f_e is k/E, the P_e add up to
 # 1, and the balancing loss is k.
 #
@@ -818,7 +818,7 @@ lesson.explorers.expert_layer()
 # - Gradients of experts are summed over edp and divided by dp.
 # - In a step of a few tokens, experts without a token must have a gradient of zero.
 #
-# **When not to use this.** A dense model is simpler, if one that you can afford is good enough. If all experts fit on
+# **When not to use this.** A dense model (one MLP for all tokens) is simpler, if you can afford a good one. If all experts fit on
 # each rank, replicate them, and nothing travels but gradients.
 #
 # <details><summary>Where to look, and papers</summary>

@@ -218,7 +218,7 @@ def launch_floor(
     scale, unit = time_unit(max(medians))
     x = np.geomspace(min(tokens), max(tokens), 80)
     total = "launching + computing"
-    upper = "" if adds else "; far from the crossing, the upper one sets the time"
+    upper = "" if adds else "; a step takes about the longer of both, or more"
     lines = f"lines: from the lowest and the last point{upper}"
     fit = Key(OpStyle(SOFT, "", lines), "words")
     ranges = Key(OpStyle(SOFT, "", "bars: fastest to slowest repeat"), "words")

@@ -597,7 +597,7 @@ def test_launch_floor_of_steps_that_launching_sets_knows_only_how_long_computing
     legend = [text.get_text() for text in fig.texts] + [
         text.get_text() for box in fig.legends for text in box.get_texts()
     ]
-    assert any("the upper one sets the time" in text for text in legend)
+    assert any("the longer of both, or more" in text for text in legend)
     assert gpt2_zero_words.limit_in_words(1.0, 1.5) == {"word": "launching", "equal": "more than"}
     assert gpt2_zero_words.limit_in_words(1.0, 2.5) == {"word": "computing", "equal": "about"}
 

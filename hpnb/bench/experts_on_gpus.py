@@ -48,8 +48,10 @@ def compare(size: Size, rounds: int) -> list[Exposed]:
     for name, values in seconds.items():
         median, low, high = (1e3 * value for value in quartiles(values))
         print(f"measured step, {name}: {median:.1f} ms [{low:.1f}, {high:.1f}], {rounds} rounds")
-    hidden = 1 - results[1].paired.exposed[0] / results[1].apart.exposed[0]
-    print(f"pairs hide {hidden:.0%} of what is exposed one after the other")
+    exposed = [way.exposed[0] * 1e3 for way in (results[1].apart, results[1].paired)]
+    print(
+        f"messages cost {exposed[0]:.1f} ms, and {exposed[1]:.1f} ms in pairs, with what taking turns costs"
+    )
     return results
 
 

@@ -59,7 +59,7 @@ def build(knobs: dict[str, Any], task: TrainingTask, layout: ParallelLayout) -> 
         tp_size=layout.tp,
         pp_size=layout.pp,
         zero_stage=layout.zero_stage,
-        precision="bf16" if task.bits == 16 else "fp32",
+        precision={16: "bf16", 32: "fp32", 64: "fp64"}[task.bits],
         num_microbatches=num_microbatches,
         enable_all_optimization=True,
         loss_chunk=task.loss_chunk,

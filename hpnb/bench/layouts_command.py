@@ -16,7 +16,7 @@ import hpnb
 from hpnb import RankError, RankInterrupt
 from hpnb.bench import layouts, loss_agreement, result_files, tables, worker
 from hpnb.bench.harness import LayoutBenchmark, RankPools, rank_pools, say_indented
-from hpnb.bench.results import BenchmarkRun, LayoutResult
+from hpnb.bench.results import BenchmarkRun, LayoutResult, distance_over_noise
 from hpnb.bench.tasks import TrainingTask, make_task
 from hpnb.mesh import ParallelLayout
 
@@ -156,20 +156,21 @@ class _Command:
         print(f"one GPU: {serial[0]:.4f} to {serial[-1]:.4f} in {steps} steps; with samples in the opposite "
               f"order its losses are {noise:.2e} away", flush=True)  # fmt: skip
         self.run.losses = {"steps": steps, "serial": serial, "order": noise, "layouts": {}}
-        units = 0.0
         if any(layout.tp > 1 for layout in self.layouts.values()):
-            task = loss_agreement.ReversedUnitsTask.of(self.task)
-            reversed_units = self.pools.get(1).run(worker.losses, task, one_gpu, alone, steps)[0]
-            self.run.losses["units"] = units = loss_agreement.loss_distance(serial, reversed_units)
-            print(f"with heads and MLP units in the opposite order they are {units:.2e} away", flush=True)
+            task = loss_agreement.WideTask.of(self.task)
+            wide = self.pools.get(1).run(worker.losses, task, one_gpu, alone, steps, tf32=True)[0]
+            rounding = loss_agreement.loss_distance(wide, serial)
+            self.run.losses |= {"wide": wide, "rounding": rounding}
+            print(f"one GPU's losses are {rounding:.2e} from those with {task.bits} bits: their rounding",
+                  flush=True)  # fmt: skip
         print("distances from one GPU's losses, and over that of the opposite order: at most "
               f"{loss_agreement.ALLOWED:g} x counts as the same training", flush=True)  # fmt: skip
         for name, layout in self.layouts.items():
             if layout.world_size > 1:
-                self._compare_losses_of(name, layout, serial, noise, units if layout.tp > 1 else 0.0)
+                self._compare_losses_of(name, layout, serial, noise)
 
     def _compare_losses_of(
-        self, name: str, layout: ParallelLayout, serial: list[float], noise: float, units: float
+        self, name: str, layout: ParallelLayout, serial: list[float], noise: float
     ) -> None:
         options, known = self.options, worker.candidates(self.task.what, layout)
         same = [candidate for candidate in known.values() if candidate.same]
@@ -185,8 +186,12 @@ class _Command:
                 print(f"{name:10} {program:34} {error.summary.splitlines()[0]}", flush=True)
                 continue
             distance = loss_agreement.loss_distance(serial, losses)
-            self.run.losses["layouts"][f"{name} {program}"] = {"distance": distance, "losses": losses}
-            print(loss_agreement.describe(name, program, distance, noise, units), flush=True)
+            result: dict[str, Any] = {"distance": distance, "losses": losses}
+            if layout.tp > 1:
+                from_wide = loss_agreement.loss_distance(self.run.losses["wide"], losses)
+                result["rounding"] = distance_over_noise(from_wide, self.run.losses["rounding"])
+            self.run.losses["layouts"][f"{name} {program}"] = result
+            print(loss_agreement.describe(name, program, distance, noise, result.get("rounding")), flush=True)
             self._write()
 
     def _task_for(self, layout: ParallelLayout) -> TrainingTask:

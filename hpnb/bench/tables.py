@@ -119,12 +119,11 @@ def markdown(run: BenchmarkRun) -> str:
 
 
 def _losses(run: BenchmarkRun) -> Iterator[str]:
-    """Of each layout: in multiples of what another order of rows does, and with tp of heads and units."""
+    """In multiples of what another order of samples does, and with tp of one GPU's rounding."""
     for name, losses in run.losses["layouts"].items():
         text = f"{name} {distance_over_noise(losses['distance'], run.losses['order']):.2f}"
-        if "units" in run.losses and parse_layout(name.split()[0], run.ranks).tp > 1:
-            times = distance_over_noise(losses["distance"], run.losses["units"])
-            text += f" ({times:.2f} of another order of heads and units)"
+        if "rounding" in losses:
+            text += f" ({losses['rounding']:.2f} times one GPU's rounding)"
         yield text
 
 

@@ -159,17 +159,24 @@ def profile(name: str, title: str, path: str) -> str:
 
 
 def losses(
-    task: TrainingTask, layout: ParallelLayout, candidate: Candidate, steps: int, backwards: bool = False
-) -> list[float]:
+    task: TrainingTask, layout: ParallelLayout, candidate: Candidate, steps: int, backwards: bool = False,
+    tf32: bool = False,
+) -> list[float]:  # fmt: skip
     """The losses of a program from its first step on, each with a batch of its own.
 
     Args:
         backwards: samples of every batch in the opposite order, which changes only the order of sums.
+        tf32: matmuls of float32 on a GPU in TF32.
     """
     drop()
-    program = candidate.build(task, layout)
-    program.feed.backwards = backwards
-    return take_steps(program, steps)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if tf32 else before)
+    try:
+        program = candidate.build(task, layout)
+        program.feed.backwards = backwards
+        return take_steps(program, steps)
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def take_steps(program: Program, steps: int) -> list[float]:

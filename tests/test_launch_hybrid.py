@@ -116,7 +116,7 @@ def test_one_fused_kernel_steps_weights_on_a_gpu() -> None:
         theirs = KINDS["adamw" if decoupled else "adam"][1](other.parameters(), foreach=True, **how)
         off = apart(train(model, ours, x), train(other, theirs, x))
         assert ours.param_groups[0]["fused"] is True
-        ours.load_state_dict(copy.deepcopy(theirs.state_dict()))  # PyTorch shares moments; counts lie on the CPU
+        ours.load_state_dict(copy.deepcopy(theirs.state_dict()))  # moments are shared, counts on the CPU
         model.load_state_dict(other.state_dict())
         return max(off, apart(train(model, ours, x), train(other, theirs, x)))
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import hpnb
 from hpnb.hybrid.checkpoint import atomic, manifest
@@ -339,6 +340,57 @@ def test_batches_are_weighed_by_what_a_criterion_has_counted(
             assert off(list(ours.values()), [weights[name] for name in ours]) < 1e-12
 
 
+def sum_of_tokens(outputs: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    labels = inputs["labels"][:, 1:].flatten()
+    total = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels, reduction="sum")
+    return total, labels.ne(-100).sum()
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 31, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "attn_implementation": "sdpa"}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads)).double()
+
+
+def ragged_texts() -> list[dict[str, torch.Tensor]]:
+    texts = []
+    for step, lengths in enumerate([(5, 9), (9, 3), (4, 2), (9, 8)]):
+        ids = (torch.arange(18).reshape(2, 9) * 7 + step) % 31
+        texts.append(
+            {
+                "input_ids": ids,
+                "labels": ids.masked_fill(torch.arange(9) >= torch.tensor([[n] for n in lengths]), -100),
+            }
+        )
+    return texts
+
+
+def test_a_pipeline_corrects_nothing_where_counts_are_of_targets() -> None:
+    """The norms of a Llama compute in float32 in float64 too, so a gradient that is corrected after the
+    backward would be rounded otherwise, by 1e-8."""
+
+    def fit() -> dict[str, torch.Tensor]:
+        plugin = hpnb.HybridParallelPlugin(precision="fp64", pp_size=2, num_microbatches=2)
+        booster, model = hpnb.Booster(plugin=plugin), llama()
+        boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        trainer = Trainer(booster, boosted, optimizer, sum_of_tokens, accumulation=2, display_progress=False)
+        trainer.fit(ragged_texts(), 1)
+        return {name: value.clone() for name, value in boosted.state_dict().items()}
+
+    model, texts = llama(), ragged_texts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for pair in (texts[:2], texts[2:]):
+        optimizer.zero_grad()
+        count = sum(batch["labels"][:, 1:].ne(-100).sum() for batch in pair)
+        for batch in pair:
+            (sum_of_tokens(model(input_ids=batch["input_ids"]), batch)[0] / count).backward()
+        optimizer.step()
+    right = model.state_dict()
+    for weights in hpnb.launch(fit, ranks=2, device="cpu", timeout=120):
+        assert max(float((value - right[name]).abs().max()) for name, value in weights.items()) < 1e-13
+
+
 def test_evaluate_leaves_everything_as_it_was(alone: hpnb.Ranks) -> None:
     """In the middle of an epoch, from a hook: the epoch's figures stay the same, and the modes of modules."""
 
@@ -518,6 +570,23 @@ def test_memory_is_recorded_in_the_steps_that_were_asked_for(alone: hpnb.Ranks) 
     assert first.peak_of("gradients") == later.peak_of("gradients") == weights
     assert peaks == [max(first.peak, later.peak)]
     assert history[0]["peak_bytes"] == peaks[0]
+
+
+def test_memory_of_steps_that_are_past_is_a_warning(alone: hpnb.Ranks) -> None:
+    def said(steps: list[int], done: int) -> list[str]:
+        trainer = make(hpnb.MemoryHook(steps=steps))
+        trainer.step = done
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(loaders()[0], 1)
+            trainer.fit(loaders()[0], 2)
+        return [str(warning.message) for warning in caught]
+
+    ((sentence,),) = alone.run(said, [1, 3], 4)
+    assert sentence == (
+        "MemoryHook(steps=(1, 3)) records nothing, because this run goes on with step 4; use steps=(4,)"
+    )
+    assert alone.run(said, [1, 6], 4) == alone.run(said, [], 4) == alone.run(said, [3], 0) == [[]]
 
 
 def test_every_nth_step_has_a_timeline(alone: hpnb.Ranks, tmp_path: Path) -> None:
@@ -1266,7 +1335,8 @@ def test_a_patience_by_hand(alone: hpnb.Ranks) -> None:
     class Patience(Hook):
         def after_epoch(self, trainer: TrainingState) -> None:
             losses = [row["eval_loss"] for row in trainer.history]
-            trainer.should_stop = len(losses) - 1 - losses.index(min(losses)) >= 2
+            if len(losses) - 1 - losses.index(min(losses)) >= 2:
+                trainer.should_stop = True
 
     def fit(*extra: Hook) -> list[float]:
         trainer = make(*extra, schedule=False)
@@ -1277,6 +1347,29 @@ def test_a_patience_by_hand(alone: hpnb.Ranks) -> None:
     ends = next(i for i in range(2, 40) if min(full[: i - 1]) < min(full[i - 1 : i + 1]))
     assert stopped == full[: ends + 1]
     assert len(stopped) < 40
+
+
+class TakesBack(Hook):
+    """Assigns what it alone thinks, in each event."""
+
+    def after_step(self, trainer: TrainingState) -> None:
+        trainer.should_stop = False
+
+    before_epoch = after_epoch = after_evaluate = after_step
+
+
+@pytest.mark.parametrize(
+    ("event", "at", "rows"), [("after_step", 8, [(1, 6), (2, 9)]), ("after_epoch", 2, [(1, 6), (2, 12)])]
+)
+def test_no_hook_cancels_a_stop_that_another_has_asked_for(event: str, at: int, rows: list[Any]) -> None:
+    """Before and after it on one rank, and on the rank that did not ask."""
+
+    def fit() -> tuple[list[tuple[int, int]], bool]:
+        trainer, train, test = on_two_ranks(TakesBack(), StopAt(event, at, rank=1), TakesBack())
+        history = trainer.fit(train, 4, evaluate=test)
+        return [(row["epoch"], row["step"]) for row in history], trainer.should_stop
+
+    assert hpnb.launch(fit, ranks=2, device="cpu", timeout=60) == [(rows, True)] * 2
 
 
 # --- states of hooks ----------------------------------------------------------------------------------------

@@ -12,6 +12,11 @@ gradients by a factor on their way:
     loss = sum_i S_i / C                  S_i: the sum that batch i returned; C: all counts of the step, over
          = (N / C) sum_i (S_i / N)        batches, microbatches and ranks; N / C: the factor
 
+A pipeline divides the sum of batch i by n_i at once, because it expects each target to count 1, and corrects
+gradients after their backward if it has counted something else (pipeline_parallel/loss.py). So it gets
+weight_i S_i with n_i as its count, which needs no correction. Without that a Llama would not be exact in
+float64: its norms compute in float32, and round a gradient differently if its scale is another one.
+
 The criterion applies the weight, and shows outputs and losses to the hooks on the way.
 """
 
@@ -60,6 +65,8 @@ class HookedCriterion:
         """What comes is no batch of a step, or the only one: nothing is weighed."""
         self._weight: torch.Tensor | None = None
         self._weights: Sequence[torch.Tensor] = ()
+        self._batch_targets: torch.Tensor | None = None  # n_i, () in float64; 1 for a batch without targets
+        self._batches_targets: Sequence[torch.Tensor] = ()
         self._targets: torch.Tensor | None = None  # N, () in float64
         self._sums: list[torch.Tensor] = []  # (total, count) of each microbatch of the step
         self._returned_counts = False
@@ -77,9 +84,11 @@ class HookedCriterion:
         dist.all_reduce(n, group=trainer.booster.plugin.dp_group)
         self._targets = n.sum().clamp(min=1)
         self._weights = (n / self._targets).unbind()
+        self._batches_targets = n.clamp(min=1).unbind()
 
     def begin_batch(self, number: int) -> None:
-        self._weight = self._weights[number] if self._weights else None
+        if self._weights:
+            self._weight, self._batch_targets = self._weights[number], self._batches_targets[number]
 
     @torch.no_grad()
     def finish_step(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -111,14 +120,19 @@ class HookedCriterion:
         if not isinstance(inputs, ChangedMapping | ChangedTuple):
             with torch.no_grad():
                 self._show(outputs, inputs, value.detach(), count)
-        if self._weight is None or self._targets is None:
+        if self._weight is None or self._targets is None or self._batch_targets is None:
             return result
         if count is None:
             return value * self._weight.to(value.dtype)
-        # All microbatches and ranks together say that they have counted N.
         self._returned_counts = True
         ranks = self._trainer.booster.plugin.mesh.dp_cp.size
-        return value, self._targets / (ranks * (1 if is_plain else self._trainer.model.num_microbatches))
+        if is_plain:  # all ranks together say that they have counted N
+            return value, self._targets / ranks
+        # All microbatches and ranks together say that they have counted n_i.
+        weight = self._batch_targets / self._targets
+        return value * weight.to(value.dtype), self._batch_targets / (
+            ranks * self._trainer.model.num_microbatches
+        )
 
     def check(self, outputs: Any, inputs: Any, loss: Any) -> None:
         """Look at the first loss of a model on several replicas, as a pipeline does (`criterion_check.py`);

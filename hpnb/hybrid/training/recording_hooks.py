@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,8 @@ class MemoryHook(Hook):
     """Records who holds memory during some steps, which it slows down.
 
     Args:
-        steps: which; the first is 0, and has no optimizer state before it.
+        steps: which; the first is 0, and has no optimizer state before it. They count over resumes too: a
+            warning says if a run goes on after all of them.
 
     Attributes:
         profiles: {step: MemoryProfile} of this rank.
@@ -37,6 +39,16 @@ class MemoryHook(Hook):
         self.steps = frozenset(steps)
         self.profiles: dict[int, record.MemoryProfile] = {}
         self.peaks: list[int] = []
+        self._has_warned = False
+
+    def before_fit(self, trainer: TrainingState) -> None:
+        if self.steps and not self.profiles and not self._has_warned and max(self.steps) < trainer.step:
+            self._has_warned = True
+            warnings.warn(
+                f"MemoryHook(steps={(*sorted(self.steps),)}) records nothing, because this run goes on with "
+                f"step {trainer.step}; use steps=({trainer.step},)",
+                stacklevel=2,
+            )
 
     @contextmanager
     def around_step(self, trainer: TrainingState) -> Iterator[None]:

@@ -56,8 +56,8 @@ class TrainingState:
         batches: of the last step, as the loader gave them.
         loader: of the fit that runs.
         evaluates, records: whether this fit evaluates, and whether this step is recorded.
-        should_stop: a hook sets it to end the fit, on any rank; after the fit all ranks have it. See
-            `Trainer.fit`.
+        should_stop: a hook sets it to end the fit, on any rank; after the fit all ranks have it. It stays
+            True until the next fit: setting it to False takes nothing back. See `Trainer.fit`.
         sums_before_resume: the metrics' sums of this epoch from before a resume.
         loaded_state: a loaded state that the next fit takes up.
         run_facts: about the run, which checkpoints keep as they are: numbers, texts, lists and dicts of them.
@@ -76,10 +76,19 @@ class TrainingState:
         self.history: list[EpochRow] = []
         self.batches: list[Any] = []
         self.loader: Any = None
-        self.evaluates = self.records = self.should_stop = False
+        self.evaluates = self.records = self._should_stop = False
         self.sums_before_resume: dict[str, list[float]] = {}
         self.loaded_state: dict[str, Any] | None = None
         self.run_facts: dict[str, Any] = {}
+
+    @property
+    def should_stop(self) -> bool:
+        return self._should_stop
+
+    @should_stop.setter
+    def should_stop(self, stops: bool) -> None:
+        # A hook that assigns what it alone thinks must not cancel a stop that another one has asked for.
+        self._should_stop = self._should_stop or bool(stops)
 
     def sums(self, metrics: Sequence[Any]) -> dict[str, list[float]]:
         """The sums of each metric over all ranks, with those from before a resume. Waits for the device."""

@@ -137,7 +137,8 @@ class Trainer(TrainingState):
 
         A hook that sets `trainer.should_stop = True`, on any rank, ends it after the next step, or after the
         epoch if it sets that in after_epoch. What the epoch has had until then is evaluated and gets its row,
-        and another fit goes on with the epoch after it. Then `should_stop` is True on all ranks.
+        and another fit goes on with the epoch after it. Then `should_stop` is True on all ranks. No hook can
+        take back that it was set.
 
         Args:
             train_loader: what `plugin.prepare_dataloader` gives, or any iterable. One without a length, or
@@ -152,7 +153,7 @@ class Trainer(TrainingState):
         if min(epochs, evaluate_every) < 1:
             raise ValueError(f"epochs={epochs}, evaluate_every={evaluate_every}: both must be 1 or more")
         self.epochs, self.loader, self.evaluates = epochs, train_loader, evaluate is not None
-        self.should_stop, self._vote = False, StopVote()
+        self._should_stop, self._vote = False, StopVote()
         resuming.take_up(self)
         try:
             self._fit(epochs, evaluate, evaluate_every)

@@ -73,6 +73,10 @@ MODELS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any], str]] = {
         2, "Llama", {}, {"ep_size": 2},
         "a LlamaForCausalLM has no experts that transformers computes as one",
     ),
+    "no experts for a selection bias": (
+        2, "Llama", {}, {"selection_bias_rate": 0.001},
+        "as one, which a selection bias keeps equally busy; leave selection_bias_rate out",
+    ),
     "ep does not divide dp": (
         2, "Mixtral", {"num_local_experts": 6}, {"ep_size": 3},
         "ep_size=3 does not divide the 2 ranks of dp x cp; use ep_size=1 or 2",

@@ -138,6 +138,15 @@ def test_a_file_says_little_and_means_much(tmp_path: Path) -> None:
             {"layout__cp_size": 2, "model__family": "gpt2", "model__size": "laptop", "data__name": "mrpc"},
             "[layout] cp_size = 2 splits the tokens of a causal language model or of a ViT",
         ),
+        (
+            {"layout__ep_size": 2, "model__family": "gpt2", "model__size": "laptop", "data__name": "text"},
+            "[layout] ep_size = 2: a GPT2LMHeadModel has no experts that transformers computes as one, which "
+            "expert parallelism shards; use ep_size=1",
+        ),
+        ({"layout__ep_size": 2}, "ep_size = 2: a ViTForImageClassification has no experts"),
+        ({"layout__selection_bias_rate": 0.001}, "equally busy; leave selection_bias_rate out"),
+        ({"layout__loss_chunk": 8}, "is for a GPT2LMHeadModel, not for a ViTForImageClassification"),
+        ({"layout__pp_size": 5}, "[layout] pp_size = 5: 5 stages need 5 blocks or more, and there are"),
         ({"data__batch_size": 0}, "[data] batch_size = 0 should be greater"),
         ({"checkpoint__every": 0}, "[checkpoint] every = 0 should be greater"),
         ({"data__augment": "flip"}, "= 'flip' should be false, true, 'crop' or 'autoaugment'"),

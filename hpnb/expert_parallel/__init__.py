@@ -18,7 +18,12 @@ from hpnb.expert_parallel.load_balance import (
     imbalance,
     share_balancing_loss,
 )
-from hpnb.expert_parallel.parallelize import ExpertParallel, expert_modules, parallelize
+from hpnb.expert_parallel.parallelize import (
+    ExpertParallel,
+    expert_modules,
+    parallelize,
+    without_experts,
+)
 
 __all__ = [
     "Dispatch",
@@ -33,4 +38,5 @@ __all__ = [
     "parallelize",
     "plan_dispatch",
     "share_balancing_loss",
+    "without_experts",
 ]

@@ -54,10 +54,7 @@ def parallelize(model: nn.Module, axis: Axis | Mesh) -> ExpertParallel:
     axis = axis_of(axis, "ep")
     layers = dict(expert_modules(model))
     if not layers:
-        raise TypeError(
-            f"a {type(model).__name__} has no experts that transformers computes as one, which expert "
-            "parallelism shards; use ep_size=1"
-        )
+        raise TypeError(without_experts(type(model).__name__))
     for name, module in layers.items():
         check_divides(module.num_experts, axis.size, f"{name} of this {type(model).__name__}")
         _check_stacked(name, module)
@@ -72,6 +69,14 @@ def parallelize(model: nn.Module, axis: Axis | Mesh) -> ExpertParallel:
         module.config._experts_implementation = registered
     _note_empty_batches(model, experts)
     return experts
+
+
+def without_experts(kind: str, biased: bool = False) -> str:
+    """The sentence for a model of class `kind`; `biased` if a selection bias was asked for, and not ep."""
+    what, instead = "expert parallelism shards", "use ep_size=1"
+    if biased:
+        what, instead = "a selection bias keeps equally busy", "leave selection_bias_rate out"
+    return f"a {kind} has no experts that transformers computes as one, which {what}; {instead}"
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -222,6 +222,8 @@ def _shard_experts(
     mesh = plugin.mesh
     if plugin.ep_size == 1 and not plugin.selection_bias_rate:
         return None, None
+    if plugin.ep_size == 1 and not any(expert_parallel.expert_modules(model)):
+        raise TypeError(expert_parallel.without_experts(type(model).__name__, biased=True))
     experts = expert_parallel.parallelize(model, mesh.ep)
     if not plugin.selection_bias_rate:
         return experts, None

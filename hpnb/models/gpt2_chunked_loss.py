@@ -65,7 +65,7 @@ def chunk_loss(model: M, chunk: int, recompute: bool = False, backend: Any = Non
             its hidden size.
     """
     if not isinstance(model, GPT2LMHeadModel):
-        raise TypeError(f"a loss in chunks is for a GPT2LMHeadModel, not for a {type(model).__name__}")
+        raise TypeError(without_chunks(type(model).__name__))
     if not isinstance(chunk, int) or chunk < 1:
         raise ValueError(f"loss_chunk={chunk!r} is no number of tokens; use 1 or more")
     head = model.lm_head
@@ -78,6 +78,11 @@ def chunk_loss(model: M, chunk: int, recompute: bool = False, backend: Any = Non
         )
     _ChunkedLossHooks(model, chunk, recompute, backend)
     return model
+
+
+def without_chunks(kind: str) -> str:
+    """The sentence for a model of class `kind`."""
+    return f"a loss in chunks is for a GPT2LMHeadModel, not for a {kind}; leave loss_chunk out"
 
 
 class ChunkedHead:

@@ -74,7 +74,7 @@ def _choose_counts(
         )
     if example is None:
         raise ValueError(f"to cut by {how!r} takes an example: pass a microbatch")
-    _check_count(len(layers), stages, "layers")  # before anything is run
+    check_count(len(layers), stages, "layers")  # before anything is run
     measure = flops_of if how == "flops" else seconds_of
     axes = () if agree is None else (agree,) if isinstance(agree, Axis) else tuple(agree)
     return balanced(_measure_once(lambda: measure(layers, example), axes), stages)
@@ -125,7 +125,7 @@ def uniform(layers: Sequence[Layer], stages: int) -> tuple[int, ...]:
     Where the model does not tell its layers apart, all of them count as blocks.
     """
     front, blocks, back = _count_kinds(layers)
-    _check_count(blocks, stages, "layers" if blocks == len(layers) else "blocks")
+    check_count(blocks, stages, "layers" if blocks == len(layers) else "blocks")
     return _with_ends(stage_blocks(blocks, stages), front, back)
 
 
@@ -148,7 +148,7 @@ def balanced(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     Args:
         costs: of each layer in order, 0 or more.
     """
-    _check_count(len(costs), stages, "layers")
+    check_count(len(costs), stages, "layers")
     if wrong := [cost for cost in costs if not isfinite(cost) or cost < 0]:
         raise ValueError(f"{wrong[0]} is no cost of a layer; it must be 0 or more")
     exact = [Fraction(cost) for cost in costs]
@@ -186,7 +186,8 @@ def _least_limit(costs: Sequence[int], stages: int) -> int:
     return low
 
 
-def _check_count(layers: int, stages: int, what: str) -> None:
+def check_count(layers: int, stages: int, what: str) -> None:
+    """Raise ValueError unless each stage gets one or more of the layers, which `what` names."""
     if stages < 1:
         raise ValueError(f"{stages} stages hold nothing; use 1 or more")
     if stages > layers:

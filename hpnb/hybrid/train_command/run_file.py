@@ -26,6 +26,7 @@ from hpnb.data.beans_cifar10_mrpc import BEANS, CIFAR10, MRPC
 from hpnb.data.image_folder import SPLITS, check_headers, image_folder
 from hpnb.data.text_sources import text_files
 from hpnb.hybrid.plugins import HybridParallelPlugin
+from hpnb.hybrid.train_command.layout_checks import check_layout
 from hpnb.hybrid.train_command.toml_errors import STRICT, describe, read_fields
 from hpnb.models import GPT2_SIZES, SIZES, GPT2Size, ViTSize
 
@@ -80,11 +81,11 @@ class ModelTable(Table):
         return kind(**read_fields(kind, self.size, "[model] size"))
 
     @property
-    def heads(self) -> int:
-        """Of a model that starts from scratch."""
+    def size_from_scratch(self) -> ViTSize | GPT2Size:
+        """The numbers of a model that starts from scratch."""
         sizes: Mapping[str, Any] = SIZES if self.family == "vit" else GPT2_SIZES
-        shape = self.shape or "laptop"
-        return int((sizes[shape] if isinstance(shape, str) else shape).heads)
+        size: ViTSize | GPT2Size = self.shape or "laptop"
+        return sizes[size] if isinstance(size, str) else size
 
 
 class DataTable(Table):
@@ -194,20 +195,10 @@ class RunFile(Table):
         if self.model.family == "gpt2" and of_images:
             raise ValueError("[data] image_size, augment and mixup are of images, and a gpt2 reads texts")
         self._check_best()
-        plugin = self.plugin()  # which refuses what cannot compose
-        cp_size = plugin.cp_size
-        if cp_size > 1 and self.data.name == "mrpc":
-            raise ValueError(
-                f"[layout] cp_size = {cp_size} splits the tokens of a causal language model or of a ViT, and "
-                "[data] name = 'mrpc' trains a classifier of texts; use cp_size = 1 with pp_size or tp_size, "
-                "or name = 'text'"
-            )
-        heads = None if self.model.pretrained else self.model.heads
-        if heads is not None and plugin.tp_mode == "1d" and plugin.tp_size > heads:
-            raise ValueError(
-                f"[layout] tp_size = {plugin.tp_size} shares the heads of the model, which has {heads}; use "
-                f"tp_size = {heads} or less"
-            )
+        # The plugin refuses what cannot compose, and then the model what it does not have.
+        size = None if self.model.pretrained else self.model.size_from_scratch
+        blocks, heads = (None, None) if size is None else (size.layers, size.heads)
+        check_layout(self.plugin(), self.data.name, blocks, heads)
         return self
 
     def _check_best(self) -> None:

@@ -27,6 +27,7 @@ from hpnb.data.batch_agreement import check_same_batch
 from hpnb.data_parallel import DataParallel
 from hpnb.expert_parallel import ExpertParallel, SelectionBias
 from hpnb.hybrid.agree_on_microbatches import agree_on_microbatches
+from hpnb.hybrid.checkpoint.model_outline import ModelOutline
 from hpnb.hybrid.global_loss import Weigher, loss_weighted, with_lazy_loss
 from hpnb.hybrid.model_loss import ModelLoss, inputs_of_forward, loss_of_outputs
 from hpnb.hybrid.packed_texts import CacheSwitch, PackingWarning
@@ -62,7 +63,7 @@ class Boosted(nn.Module):
         replica: the DataParallel that reduces gradients during a plain backward, if there is one.
         model_loss: the loss that the model computes from labels, where it can be computed outside of it.
         causal: whether its targets are its inputs, shifted by one.
-        kind, config, generation_config: of the full model, with which it is saved.
+        kind, config, generation_config, outline: of the full model, with which it is saved.
 
     Attributes:
         last_step: the result of the last `execute_pipeline`, with its timeline if it was recorded.
@@ -90,6 +91,7 @@ class Boosted(nn.Module):
         kind: type[nn.Module],
         config: Any,
         generation_config: Any = None,
+        outline: ModelOutline | None = None,
         unfilled: Unfilled | None = None,
     ) -> None:
         super().__init__()
@@ -99,7 +101,7 @@ class Boosted(nn.Module):
         self.training = module.training
         self.plugin, self.axes, self.causal = plugin, tuple(axes), causal
         self.context, self.experts, self.selection_bias = context, experts, selection_bias
-        self.kind, self.full_config, self._unfilled = kind, config, unfilled
+        self.kind, self.full_config, self.outline, self._unfilled = kind, config, outline, unfilled
         if generation_config is not None:
             self.generation_config = generation_config
         self.last_step: PipelineStepResult | None = None

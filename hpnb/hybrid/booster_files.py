@@ -53,6 +53,10 @@ class BoosterFiles:
         """Write the whole model as a folder, from any layout; that of a model of transformers is one that
         from_pretrained opens. Where weights are 16 bits and have float32 masters, these are written.
 
+        If you changed the modules of a model of transformers, such as its head, all weights are written, by
+        the names that save_pretrained gives them. from_pretrained opens what its config describes, and
+        `load_model` fills a model that was changed in the same way.
+
         A weight with two names, because it is tied or its module is used twice, is written once, under the
         first. A model of your own takes that without hpnb by
         `safetensors.torch.load_model(model, path + "/model.safetensors")`, or for each of several files

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from transformers import PreTrainedModel
 
 from hpnb import context_parallel, expert_parallel, tensor_parallel
 from hpnb.caller_frame import warn_caller
@@ -37,6 +38,7 @@ from hpnb.hybrid.apply_data_parallel import apply_data_parallel, flatten_masters
 from hpnb.hybrid.boost_checks import boosted_models, check_boost, check_parameters_of_stages
 from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.boosted_optimizer import BoostedOptimizer, drop_remote_parameters
+from hpnb.hybrid.checkpoint.model_outline import ModelOutline
 from hpnb.hybrid.compile_blocks import backend, compile_blocks
 from hpnb.hybrid.model_loss import find_model_loss
 from hpnb.hybrid.plugins import HybridParallelPlugin
@@ -65,6 +67,7 @@ def parallelize_model(
     state = optimizer.state_dict() if optimizer is not None and optimizer.state else None
     model_loss, causal, context, experts, selection_bias = None, False, None, None, None
     unfilled = Unfilled(model) if isinstance(model, nn.Module) else None
+    outline = ModelOutline(model) if isinstance(model, PreTrainedModel) else None
     if isinstance(model, nn.Module):
         _prepare(model, plugin, optimizer)
         if plugin.cp_size > 1:
@@ -137,7 +140,8 @@ def parallelize_model(
     boosted = Boosted(
         module, plugin, axes, pipe=pipe, replica=replica, model_loss=model_loss, causal=causal,
         context=context, experts=experts, selection_bias=selection_bias,
-        kind=model_class, config=config, generation_config=generation_config, unfilled=unfilled,
+        kind=model_class, config=config, generation_config=generation_config, outline=outline,
+        unfilled=unfilled,
     )  # fmt: skip
     if optimizer is not None:
         assert inner is not None

@@ -13,7 +13,7 @@ are read by from_pretrained, which knows them. Then each rank reads all of the m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +26,11 @@ from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.checkpoint.agreement import attempt, gather_objects
 from hpnb.hybrid.checkpoint.chunks import chunks_of
 from hpnb.hybrid.checkpoint.gather_weights import master_weights
-from hpnb.hybrid.checkpoint.hf_names import hf_format, is_pretrained, silence_transformers
+from hpnb.hybrid.checkpoint.hf_names import HFFormat, hf_format, is_pretrained, silence_transformers
 from hpnb.hybrid.checkpoint.weight_files import WeightFiles
 from hpnb.placement import Placement, placement_of
 
-_HINT = "load it into a model with its config"
+_HINT = "load it into a model with its config and modules"
 _PREFIXES = {"module.": "a DistributedDataParallel", "_orig_mod.": "torch.compile"}
 
 
@@ -43,6 +43,12 @@ class _Target:
     shards: tuple[tuple[Placement, torch.Tensor], ...]
 
     @property
+    def first_names(self) -> dict[str, str]:
+        """{name: the first name of the weight in the full model}."""
+        first = self.shards[0][0].tied_to or self.names[0]
+        return dict.fromkeys((*self.names, first), first)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return self.shards[0][0].shape
 
@@ -53,18 +59,18 @@ class WeightLoader:
 
     def __init__(self, model: Boosted, path: Path, group: dist.ProcessGroup) -> None:
         self._targets = _list_targets(model)
-        by_rank = gather_objects([target.names for target in self._targets], group)
-        known = {name for of_rank in by_rank for names in of_rank for name in names}
-        disk_names = None
+        by_rank = gather_objects([target.first_names for target in self._targets], group)
+        known = {name: first for of_rank in by_rank for names in of_rank for name, first in names.items()}
+        on_disk_format = None
         if is_pretrained(model.kind):
-            disk_names = hf_format(model.kind, model.full_config, torch.float32, group).names
+            on_disk_format = hf_format(model, known, torch.float32, group)
         files: WeightFiles = attempt(lambda: WeightFiles(path), group)
         with files:
-            on_disk = attempt(lambda: _match_names(model, path, files, known, disk_names), group)
+            on_disk = attempt(lambda: _match_names(model, path, files, known, on_disk_format), group)
             attempt(lambda: self._check(path, files, on_disk), group)
             attempt(lambda: files.verify(group.rank(), group.size()), group)
             self._chunks: list[tuple[torch.Tensor, torch.Tensor]]
-            self._chunks = attempt(lambda: self._read(files, on_disk), group)
+            self._chunks = attempt(lambda: self._read(path, files, on_disk), group)
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -77,32 +83,44 @@ class WeightLoader:
         if missing:
             raise ValueError(f"{path} lacks {_shorten(missing)}; {_HINT}")
         for target in self._targets:
-            name = _name_on_disk(target, on_disk)
-            if (shape := files.shape(name)) != target.shape:
-                raise ValueError(f"{path} has {name} of shape {shape}, and the model {target.shape}; {_HINT}")
-            dtype = target.shards[0][1].dtype
-            if files.is_floating_point(name) != dtype.is_floating_point:
-                what = "whole numbers" if dtype.is_floating_point else "fractions"
-                raise ValueError(f"{path} has {what} in {name}, and the model {dtype}; {_HINT}")
+            for name in _names_on_disk(target, on_disk):
+                if (shape := files.shape(name)) != target.shape:
+                    raise ValueError(
+                        f"{path} has {name} of shape {shape}, and the model {target.shape}; {_HINT}"
+                    )
+                dtype = target.shards[0][1].dtype
+                if files.is_floating_point(name) != dtype.is_floating_point:
+                    what = "whole numbers" if dtype.is_floating_point else "fractions"
+                    raise ValueError(f"{path} has {what} in {name}, and the model {dtype}; {_HINT}")
 
     def _read(
-        self, files: WeightFiles, on_disk: Mapping[str, str]
+        self, path: Path, files: WeightFiles, on_disk: Mapping[str, str]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """[(a view of the model, its values)]; what a weight and its master have in common is read once."""
         chunks = []
         for target in self._targets:
-            name = _name_on_disk(target, on_disk)
+            first, *others = _names_on_disk(target, on_disk)
             values: dict[tuple[tuple[int, ...], torch.Size], torch.Tensor] = {}
             for placement, tensor in target.shards:
                 for offsets, view in chunks_of(placement, tensor):
                     if (offsets, view.shape) not in values:
-                        values[offsets, view.shape] = files.read_chunk(name, offsets, view.shape)
+                        chunk = values[offsets, view.shape] = files.read_chunk(first, offsets, view.shape)
+                        for other in others:
+                            if not _equal(files.read_chunk(other, offsets, view.shape), chunk):
+                                raise ValueError(
+                                    f"{path} has other values in {first} than in {other}, and in the model "
+                                    "they are one weight; load it into a model in which they are not tied"
+                                )
                     chunks.append((view, values[offsets, view.shape]))
         return chunks
 
 
-def _name_on_disk(target: _Target, on_disk: Mapping[str, str]) -> str:
-    return next(on_disk[name] for name in target.names if name in on_disk)
+def _names_on_disk(target: _Target, on_disk: Mapping[str, str]) -> list[str]:
+    return list(dict.fromkeys(on_disk[name] for name in target.names if name in on_disk))
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a, b) or torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
 
 
 def _list_targets(model: Boosted) -> list[_Target]:
@@ -129,25 +147,30 @@ def _match_names(
     model: Boosted,
     path: Path,
     files: WeightFiles,
-    known: set[str],
-    disk_names: Mapping[str, tuple[str, ...]] | None,
+    known: Mapping[str, str],
+    on_disk_format: HFFormat | None,
 ) -> Mapping[str, str]:
-    """{name in the model: name on the disk}, from the names that are `known` on any rank, and from {name on
-    the disk: names in the model} as save_pretrained gives them, if it only renames."""
+    """{name in the model: name on the disk}, from the names that are `known` on any rank, and of a model of
+    transformers from those that a save gives them."""
     present = set(files.names())
-    if is_pretrained(model.kind):
-        if disk_names is not None and present == disk_names.keys():
-            return {name: on_disk for on_disk, tied in disk_names.items() for name in tied}
-        if path.is_dir() and not present <= known:
+    names = {name: name for name in known}
+    if on_disk_format is not None:
+        disk_names = on_disk_format.names or {}
+        renamed = {name: on_disk for on_disk, tied in disk_names.items() for name in tied}
+        if present == disk_names.keys():
+            return renamed
+        if on_disk_format.is_changed and present - known.keys():
+            names = renamed
+        elif path.is_dir() and present - known.keys():
             files.replace(_read_by_transformers(model, path))
             return {name: name for name in files.names()}
-    if unexpected := sorted(present - known):
+    if unexpected := sorted(present - set(names.values())):
         hint = _prefix_hint(unexpected, known) or _HINT
         raise ValueError(f"{path} has weights that the model has not: {_shorten(unexpected)}; {hint}")
-    return {name: name for name in present}
+    return {name: on_disk for name, on_disk in names.items() if on_disk in present}
 
 
-def _prefix_hint(unexpected: list[str], known: set[str]) -> str:
+def _prefix_hint(unexpected: list[str], known: Container[str]) -> str:
     """What to do if the names in a file are the model's after a prefix, as a wrapper around it puts it."""
     parts = unexpected[0].split(".")
     for prefix in (".".join(parts[:n]) + "." for n in range(1, len(parts))):
@@ -170,8 +193,9 @@ def _read_by_transformers(model: Boosted, path: Path) -> dict[str, torch.Tensor]
                 path, config=config, dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True,
                 local_files_only=True,
             )  # fmt: skip
-    except (OSError, RuntimeError) as error:
-        raise ValueError(f"{path} cannot be read by from_pretrained ({error})") from error
+    except Exception as error:  # also of the model's __init__, which may be the user's
+        kind_of_error = type(error).__name__
+        raise ValueError(f"{path} cannot be read by from_pretrained ({kind_of_error}: {error})") from error
     for key, what in (
         ("missing_keys", "lacks"),
         ("mismatched_keys", "has other shapes of"),

@@ -92,7 +92,8 @@ def write_weights(
         return _write_files(names, full, folder, limit, group, {})
     floating = (name for name, weight in full.weights.items() if weight.dtype.is_floating_point)
     config_dtype = next((full.dtype(name) for name in floating), torch.float32)
-    on_disk, generation_file = hf_format(kind, config, config_dtype, group), _generation_file(model)
+    first_names = {name: weight.first_name for name, weight in full.weights.items()}
+    on_disk, generation_file = hf_format(model, first_names, config_dtype, group), _generation_file(model)
     if on_disk.names is None:
         make_empty = partial(empty_model, kind, config, config_dtype)
         return _write_by_transformers(full, folder, make_empty, limit, group, generation_file)

@@ -279,6 +279,19 @@ def test_an_interrupt_stops_the_ranks_and_the_kernel_stays(kernel: Kernel) -> No
     assert kernel.text("hpnb.launch(hpnb.rank, ranks=2)") == "[0, 1]"
 
 
+def test_an_interrupt_of_a_fit_that_saves_leaves_the_ranks_their_variables(kernel: Kernel) -> None:
+    kernel.cell("%%ranks 2\nfrom hpnb.ranks import stop_request\nkept = 7")
+    threading.Timer(1.5, lambda: os.kill(kernel_pid(kernel), 2)).start()
+    shown = kernel.text(
+        "%%ranks\nstop_request.announce(saves=True)  # as a StopHook does\n"
+        "while not stop_request.is_asked(): time.sleep(0.01)\n"
+        "stop_request.take(); stop_request.withdraw()\nraise stop_request.Stopped('stopped after step 3')"
+    )
+    assert "with a checkpoint; a second Ctrl-C or interrupt ends it at once" in shown
+    assert "RankInterrupt: interrupted; stopped after step 3" in shown
+    assert sorted(kernel.text("%%ranks\nkept").splitlines()) == ["[rank 0] 7", "[rank 1] 7"]
+
+
 def kernel_pid(kernel: Kernel) -> int:
     assert kernel.client.km is not None
     return int(kernel.client.km.provisioner.pid)

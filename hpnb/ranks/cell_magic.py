@@ -70,10 +70,11 @@ class RanksMagics(Magics):  # type: ignore[misc]
         Variables. If the cell uses a variable of the notebook, each rank gets a copy, and a fresh copy
         whenever the notebook reassigns it. In-place changes, such as list.append, are not sent. A variable
         that the cell assigns stays on that rank; `--out` brings values back. Another number of ranks,
-        another device, an interrupt, a hang and a rank that dies, or raises while others wait for it or
-        compute for more than 5 seconds, end the ranks. Their variables are gone then, and so is what they
-        have changed in their copies of the notebook's, such as a model that they have trained; the next cell
-        names both. If one rank raises and the others finish the cell, all of them keep their variables.
+        another device, an interrupt at which no Trainer saves, a hang and a rank that dies, or raises while
+        others wait for it or compute for more than 5 seconds, end the ranks. Their variables are gone then,
+        and so is what they have changed in their copies of the notebook's, such as a model that they have
+        trained; the next cell names both. If one rank raises and the others finish the cell, all of them keep
+        their variables.
 
         Modules. A rank imports a module once. If the notebook reloads it (importlib.reload, %autoreload), the
         ranks do too, before their next cell; if its file was only edited, a line says so.

@@ -36,6 +36,9 @@ from hpnb.ranks.current_rank import current
 _HALF = 1 << 17
 _ANSWER = 1 << 15  # room behind the halves for faulthandler
 _HEADER = struct.Struct("=qq")  # which half, its length
+STOP = _HEADER.size  # where the bytes of stop_request.py lie
+_HALVES = STOP + 8
+_SIZE = _HALVES + 2 * _HALF + _ANSWER
 _OUTWARD = ("f_back",) * 120  # steps, at most
 _WHERE: Callable[[object], tuple[CodeType, int | None]] = attrgetter("f_code", "f_lineno")
 PERIOD = 0.1
@@ -67,7 +70,7 @@ def new_page() -> int:
     else:
         with tempfile.TemporaryFile() as file:
             fd = os.dup(file.fileno())
-    os.ftruncate(fd, _HEADER.size + 2 * _HALF + _ANSWER)
+    os.ftruncate(fd, _SIZE)
     return fd
 
 
@@ -78,7 +81,7 @@ def read(fd: int) -> Note:
         if not size:
             return Note(math.inf, {})
         try:
-            body = json.loads(os.pread(fd, size, _HEADER.size + half * _HALF))
+            body = json.loads(os.pread(fd, size, _HALVES + half * _HALF))
             break
         except ValueError:
             time.sleep(0.01)
@@ -92,14 +95,14 @@ def read(fd: int) -> Note:
 
 def clear_answer(fd: int) -> None:
     """Make room for what the rank's faulthandler writes at SIGNAL; `read_answer` reads it."""
-    start = _HEADER.size + 2 * _HALF
+    start = _HALVES + 2 * _HALF
     os.pwrite(fd, bytes(_ANSWER), start)
     os.lseek(fd, start, os.SEEK_SET)  # the offset is the rank's as well: one open file, two descriptors
 
 
 def read_answer(fd: int) -> Note | None:
     """What faulthandler wrote, or None as long as it has not (a stopped process writes nothing)."""
-    text = os.pread(fd, _ANSWER, _HEADER.size + 2 * _HALF).split(b"\0")[0].decode(errors="replace")
+    text = os.pread(fd, _ANSWER, _HALVES + 2 * _HALF).split(b"\0")[0].decode(errors="replace")
     for block in re.split(r"^(?=(?:Current t|T)hread 0x)", text, flags=re.MULTILINE):
         frames = [(f, int(n), where) for f, n, where in re.findall(r'File "(.*)", line (\d+) in (.*)', block)]
         if any(f.endswith("worker.py") for f, _, _ in frames):  # the thread that runs calls
@@ -111,7 +114,7 @@ class Writer:
     """The rank's side: a thread that notes where all other threads are."""
 
     def __init__(self, fd: int) -> None:
-        self._page = mmap.mmap(fd, _HEADER.size + 2 * _HALF + _ANSWER)
+        self.page = mmap.mmap(fd, _SIZE)
         faulthandler.register(SIGNAL, file=fd, all_threads=True)
         self._half = 0
         self._lock = threading.Lock()
@@ -139,9 +142,9 @@ class Writer:
             body = json.dumps({**rest, "threads": only}).encode()[:_HALF]
         with self._lock:
             self._half = 1 - self._half
-            start = _HEADER.size + self._half * _HALF
-            self._page[start : start + len(body)] = body
-            self._page[: _HEADER.size] = _HEADER.pack(self._half, len(body))
+            start = _HALVES + self._half * _HALF
+            self.page[start : start + len(body)] = body
+            self.page[: _HEADER.size] = _HEADER.pack(self._half, len(body))
 
     def _loop(self) -> None:
         while True:

@@ -42,6 +42,7 @@ from hpnb.ranks.in_step import are_in_step, finish_begun_work
 from hpnb.ranks.output import Output, show_figures
 from hpnb.ranks.pack_call import SentGlobals, pack_call
 from hpnb.ranks.processes import RankProcesses
+from hpnb.ranks.stop_request import PassedSignals, Stopped, as_usual, leave_stopped
 from hpnb.ranks.worker import Call, Done, Failed
 
 T = TypeVar("T")
@@ -103,7 +104,9 @@ class Ranks:
     finished within 5 seconds. Ranks are stopped if one dies or hangs, if some raise while others wait for
     them or compute for longer, and if they have raised after different communications. Ctrl-C, or a
     notebook's interrupt, ends the call with a RankInterrupt that says where each rank was, and the ranks with
-    their state: save what must stay, and start new ones. An exception of a signal handler ends the ranks too.
+    their state: save what must stay, and start new ones. While a Trainer with a CheckpointHook fits, the
+    first one lets it save and stop, after which the ranks stay. An exception of a signal handler ends the
+    ranks too.
 
     >>> with hpnb.Ranks(2, device="cpu") as ranks:
     ...     ranks.run(lambda: hpnb.rank())
@@ -264,11 +267,17 @@ class Ranks:
         try:
             if call is not None:
                 self._processes.send(members, call, min(limit, hang_limit))
-            hangs = self._collect(members, replies, begun + limit, hang_limit)
+            with PassedSignals(self._processes.pages) as passed:
+                hangs = self._collect(members, replies, begun + limit, hang_limit)
             self._learn_names(replies, namespace, sent)
             if not all(isinstance(replies.get(rank), Done) for rank in {*members, *replies}):
                 too_long = did_not_start(limit) if call is None else timed_out(limit)
-                raise self._failure(members, replies, hung(hang_limit) if hangs else too_long)
+                error = self._failure(members, replies, hung(hang_limit) if hangs else too_long)
+                if passed.number is not None and error.error == Stopped.__name__:
+                    leave_stopped(passed.number, error)
+                raise error
+            if passed.number is not None and not passed.was_taken:  # no rank has looked any more
+                as_usual(passed.number)
         except RankError:
             raise
         except BaseException as error:

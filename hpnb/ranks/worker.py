@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from hpnb.ranks import cell_figures, last_seen, out_of_memory, serialize_function
+from hpnb.ranks import cell_figures, last_seen, out_of_memory, serialize_function, stop_request
 from hpnb.ranks.caller_globals import MODULE_ATTRIBUTES, Name
 from hpnb.ranks.cell_syntax import FLAGS, run_code
 from hpnb.ranks.changed_modules import SourceFile, note_imports, reload_modules, take_imports
@@ -124,6 +124,7 @@ def main(spec: dict[str, Any], fds: list[int], server_fd: int) -> None:
     refuse_keyboard(rank_spec.rank)
     note_imports()
     page = last_seen.Writer(page_fd)
+    stop_request.use_page(page.page)
     _note_before_dying(page)
     rank = _Rank(rank_spec, control, page)
     try:

@@ -84,8 +84,9 @@ class ModelTable(Table):
     def size_from_scratch(self) -> ViTSize | GPT2Size:
         """The numbers of a model that starts from scratch."""
         sizes: Mapping[str, Any] = SIZES if self.family == "vit" else GPT2_SIZES
-        size: ViTSize | GPT2Size = self.shape or "laptop"
-        return sizes[size] if isinstance(size, str) else size
+        shape = self.shape or "laptop"
+        size: ViTSize | GPT2Size = sizes[shape] if isinstance(shape, str) else shape
+        return size
 
 
 class DataTable(Table):

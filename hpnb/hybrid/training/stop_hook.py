@@ -6,7 +6,8 @@
 So nobody waits, and no rank is left in a collective that the others never enter. If steps take more than a
 second, all ranks wait for the sum in step k instead: the next step could take too long. They also wait for
 one before an evaluation, which may take long too, after each epoch, and at the end of the fit. Slurm and
-Kubernetes send SIGTERM some seconds before they kill, and torchrun passes it on to its ranks.
+Kubernetes send SIGTERM some seconds before they kill, and torchrun passes it on to its ranks, as hpnb.launch
+does (ranks/stop_request.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from hpnb.hybrid.checkpoint.agreement import cpu_group
 from hpnb.hybrid.training import resuming
 from hpnb.hybrid.training.events import Hook
 from hpnb.hybrid.training.run_state import TrainingState
+from hpnb.ranks import stop_request
+from hpnb.ranks.stop_request import Stopped as Stopped
 
 SLOW_STEP = 1.0  # seconds, beside which waiting for the other ranks is nothing
 
@@ -64,18 +67,6 @@ class StopVote:
         return self.result()
 
 
-class Stopped(SystemExit):
-    """The run ended after a step, as it was asked to. A script that does not catch it exits with code 0, so
-    that torchrun does not start the run again."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(0)
-        self.message = message
-
-    def __str__(self) -> str:
-        return self.message
-
-
 def started_file(flag: Path) -> Path:
     """The file beside a `flag` that is there once the steps have begun, so that who asks knows what ends."""
     return flag.with_name(f"{flag.name}-started")
@@ -84,10 +75,15 @@ def started_file(flag: Path) -> Path:
 class StopHook(Hook):
     """Saves and raises `Stopped`, on every rank, once one of them was asked to stop.
 
+    A rank is asked by its own SIGINT and SIGTERM, as under torchrun, and by those of the program whose
+    hpnb.launch or Ranks.run it is in. That program then exits with code 143 after a SIGTERM, and gets a
+    RankInterrupt after Ctrl-C. With a handler of its own for a signal, it decides itself what that one does.
+    Only while `fit` runs: before and after it, both signals end all ranks at once.
+
     Args:
         path: where checkpoints lie; None saves nothing.
-        flag: a file that asks to stop as soon as it is there, for ranks that get no Ctrl-C; by default this
-            process's SIGINT asks. Its SIGTERM always does.
+        flag: a file that asks to stop as soon as it is there, in place of Ctrl-C and the program's SIGTERM;
+            `hpnb train` has one. This process's SIGTERM always asks.
     """
 
     priority: ClassVar[int] = 110  # after what else is saved
@@ -104,6 +100,8 @@ class StopHook(Hook):
         self._asked, self._vote = False, StopVote()  # an earlier fit may have been stopped
         if self.flag is not None:
             started_file(self.flag).touch()
+        else:
+            stop_request.announce(saves=self.path is not None)
         if self._before or threading.current_thread() is not threading.main_thread():
             return
         numbers = [signal.SIGTERM] if self.flag is not None else [signal.SIGTERM, signal.SIGINT]
@@ -137,10 +135,11 @@ class StopHook(Hook):
         self.release()
 
     def _is_asked(self) -> bool:
-        return self._asked or (self.flag is not None and self.flag.exists())
+        return self._asked or stop_request.is_asked() or (self.flag is not None and self.flag.exists())
 
     def _stop(self, trainer: TrainingState) -> None:
-        self.release()
+        self._restore_signals()
+        stop_request.take()
         try:
             trainer.booster.wait()
         except Exception as error:  # which all ranks have; this is the last chance to save
@@ -155,6 +154,11 @@ class StopHook(Hook):
 
     def release(self) -> None:
         """Signals mean again what they meant before."""
+        self._restore_signals()
+        if self.flag is None:
+            stop_request.withdraw()
+
+    def _restore_signals(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}

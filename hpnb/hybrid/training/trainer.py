@@ -48,7 +48,9 @@ class Trainer(TrainingState):
         booster, model, optimizer, lr_scheduler: as they came out of boost.
         criterion: (outputs, inputs) -> the mean over the targets, or (sum, count); None is outputs.loss.
         hooks: see events.py. A LossHook is there anyway, with an lr_scheduler an LRSchedulerHook by step, and
-            with a CheckpointHook a StopHook, at which Ctrl-C and SIGTERM save on all ranks and exit.
+            with a CheckpointHook a StopHook: during `fit` the first Ctrl-C, and a SIGTERM, end the step or
+            the evaluation, save on all ranks and exit, also where they go to the program that has called
+            hpnb.launch or Ranks.run (stop_hook.py says how it ends). A second Ctrl-C ends it at once.
         accumulation: batches a step. Its loss is the mean over all their targets: a batch with more targets
             counts more. With (sum, count) it is the sum of all sums over the sum of all counts. accelerate,
             and a loop that divides each loss by the number of batches, weigh batches alike, which is the same

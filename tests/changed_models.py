@@ -41,6 +41,28 @@ class Adapter(nn.Module):
         return self.c_proj(self.act(self.c_fc(x))) + self.side(x)  # type: ignore[no-any-return]
 
 
+class Counting(nn.LayerNorm):
+    """A module with a state that is no tensor."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+class LeavesOut(tf.GPT2LMHeadModel):
+    """A class whose save_pretrained leaves out a weight that is trained."""
+
+    _keys_to_ignore_on_save = ("transformer.wpe.weight",)
+
+
 class TwoArguments(tf.GPT2LMHeadModel):
     """A class that no config alone makes."""
 
@@ -94,6 +116,26 @@ def _t5() -> Any:
     ))  # fmt: skip
 
 
+def _marian() -> Any:
+    sides = {
+        f"{side}_{key}": value
+        for side in ("encoder", "decoder")
+        for key, value in {"layers": 1, "attention_heads": 2, "ffn_dim": 24}.items()
+    }
+    return tf.MarianMTModel(tf.MarianConfig(
+        vocab_size=WORDS, d_model=HIDDEN, max_position_embeddings=16, dropout=0.0, decoder_start_token_id=0,
+        forced_eos_token_id=None, **sides, **_TOKENS,
+    ))  # fmt: skip
+
+
+def _lengthen(model: Any) -> None:
+    model.transformer.wpe = nn.Embedding(16, HIDDEN)
+
+
+def _classify(model: Any) -> None:
+    model.num_labels, model.score = CLASSES, nn.Linear(HIDDEN, CLASSES, bias=False)
+
+
 def _changed(model: Any, change: Callable[[Any], object]) -> Any:
     change(model)
     return model
@@ -140,6 +182,11 @@ UNCHANGED: dict[str, Callable[[], Any]] = {
     "gpt2": _gpt2,
     "llama": _llama,
     "vit": lambda: _encoder("ViT", "Image"),
+    "marian": lambda: _marian(),
+    "trained positions": lambda: LeavesOut(_gpt2_config()),
+    "longer": lambda: _changed(_gpt2(n_positions=4), _lengthen),
+    "more classes": lambda: _changed(tf.GPT2ForSequenceClassification(_gpt2_config(num_labels=2)), _classify),
+    "counting": lambda: _changed(_gpt2(), lambda m: setattr(m.transformer.h[0], "ln_1", Counting(HIDDEN))),
 }
 
 
@@ -154,4 +201,4 @@ def batch(name: str, step: int, samples: int = 4) -> dict[str, torch.Tensor]:
     ids = torch.randint(3, WORDS, (samples, LENGTH), generator=g)
     if name.startswith("vit"):
         return {"pixel_values": torch.randn(samples, 3, 16, 16, generator=g), "labels": labels}
-    return {"input_ids": ids, "labels": labels if name.startswith("bert") else ids}
+    return {"input_ids": ids, "labels": labels if name.startswith(("bert", "more")) else ids}

@@ -57,7 +57,7 @@ class Run:
 
     def step(self, number: int) -> float | None:
         data, dp = batch(self.name, number), self.booster.plugin.mesh.dp
-        data = {key: value[dp.rank :: dp.size] for key, value in data.items()}
+        data = {key: value.chunk(dp.size)[dp.rank] for key, value in data.items()}
         self.optimizer.zero_grad()
         outputs = self.booster.execute_pipeline(iter([data]), self.model, None, self.optimizer)
         self.optimizer.step()
@@ -131,6 +131,45 @@ def test_a_trainer_saves_it_and_resumes(
     halves = pools[2].run(train, name, tmp_path / "halves", 2, background)[0]
     full = pools[2].run(train, name, tmp_path / "full", 2, background)[0]
     assert all(torch.equal(a, b) for a, b in zip(halves, full, strict=True))
+
+
+# --- what a class leaves out, and what no file has ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["marian", "trained positions"])
+def test_what_a_class_leaves_out_is_as_it_was(pools: RankPools, name: str, tmp_path: Path) -> None:
+    losses = pools[2].run(save_and_go_on, name, "zero 1", tmp_path)
+    assert pools[2].run(load_and_go_on, name, "zero 1", tmp_path) == losses
+    saved = weights_of(tmp_path / "model").keys()
+    assert "model.encoder.embed_positions.weight" not in saved  # computed by its __init__, and frozen
+    assert ("transformer.wpe.weight" in saved) == (name == "trained positions")
+
+
+def save_counting(folder: Path) -> None:
+    run = Run("counting", "dp")
+    with pytest.warns(UserWarning, match="h.0.ln_1._extra_state is not restored"):
+        run.booster.save_model(run.model, folder)
+
+
+def test_a_state_that_is_no_tensor_is_warned_of(pools: RankPools, tmp_path: Path) -> None:
+    pools[2].run(save_counting, tmp_path)
+
+
+# --- what else reads the config -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["dp", "pp", "tp"])
+@pytest.mark.parametrize("name", ["longer", "more classes"])
+def test_a_table_or_head_of_another_size_than_the_config_trains(
+    pools: RankPools, name: str, layout: str
+) -> None:
+    expected = float(build(name)(**batch(name, 0)).loss.detach())
+    losses = [loss for loss in pools[2].run(first_loss, name, layout) if loss is not None]
+    assert losses == pytest.approx([expected] * len(losses), rel=1e-5)
+
+
+def first_loss(name: str, layout: str) -> float | None:
+    return Run(name, layout).step(0)
 
 
 # --- what does not fit --------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def classification(config: Any, outputs: Any, labels: torch.Tensor) -> torch.Ten
         problem = "single_label_classification" if are_classes else "multi_label_classification"
         problem = "regression" if config.num_labels == 1 else problem
     if problem == "single_label_classification":
-        return _cross_entropy(logits.reshape(-1, config.num_labels), labels.reshape(-1))
+        return _cross_entropy(logits.reshape(-1, logits.size(-1)), labels.reshape(-1))
     targets = labels.to(logits.dtype).reshape(logits.shape)
     criterion = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
     return criterion(logits, targets, reduction="sum") / max(1, logits.numel())

@@ -47,8 +47,9 @@ class GPT2Anatomy(Anatomy):
     mask: CausalMask = field(default_factory=CausalMask, kw_only=True, repr=False, compare=False)
 
     def embed(self, inputs: Inputs) -> torch.Tensor:
-        _check(inputs, self.config.n_positions)
         wte, wpe, drop = (part.module for part in self.embedding)
+        # A longer table may have replaced that of the config.
+        _check(inputs, getattr(wpe, "num_embeddings", self.config.n_positions))
         ids, positions, types = inputs["input_ids"], inputs.get("position_ids"), inputs.get("token_type_ids")
         hidden = wte(ids)  # (B, s, h)
         if positions is None:

@@ -52,7 +52,8 @@ def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
 def agree(error: BaseException | None, group: dist.ProcessGroup) -> None:
     """Continue if no rank has an error; otherwise all raise, each its own error or else the first rank's."""
     kind = next((kind for kind in (ValueError, OSError) if isinstance(error, kind)), RuntimeError)
-    errors = gather_objects(None if error is None else (kind.__name__, str(error)), group)
+    text = str(error) if kind is not RuntimeError else f"{type(error).__name__}: {error}"
+    errors = gather_objects(None if error is None else (kind.__name__, text), group)
     if error is not None:
         raise error
     kinds = {"ValueError": ValueError, "OSError": OSError}

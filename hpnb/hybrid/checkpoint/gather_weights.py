@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hpnb.caller_frame import warn_caller
 from hpnb.data_parallel import ZeroOptimizer
 from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.checkpoint.agreement import gather_objects
@@ -73,6 +74,11 @@ def weight_shards(
     masters, shards = master_weights(model), dict[str, WeightShard]()
     first_names, copies = dict[int, str](), dict[int, torch.Tensor]()
     for name, value in model.module.state_dict(keep_vars=True).items():
+        if name.rpartition(".")[2] == "_extra_state":
+            warn_caller(
+                f"{name} is not restored from a checkpoint, which has parameters and buffers alone; let the "
+                "module keep it in a buffer, or pass it to booster.save as extra"
+            )
         if not isinstance(value, torch.Tensor):
             continue
         placement = placement_of(value, name)

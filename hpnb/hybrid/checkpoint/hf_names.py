@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,12 @@ from hpnb.hybrid.checkpoint.agreement import attempt, gather_objects
 class HFFormat:
     """What a checkpoint of a model of transformers contains: {name on the disk: its names in the model},
     several where weights are tied, or None if the weights themselves differ; {file: contents} of all but
-    weights; and whether the model has other modules, or fewer tied weights, than its config says."""
+    weights; the names in the model of frozen weights that its class leaves out of checkpoints, because its
+    __init__ computes them; and whether the model is another one than its config says."""
 
     names: dict[str, tuple[str, ...]] | None
     files: dict[str, bytes]
+    left_out: frozenset[str] = frozenset()
     is_changed: bool = False
 
 
@@ -82,13 +84,15 @@ def hf_format(
             return None
         of_config = _format_of_config(model.kind, model.full_config, dtype)
         if of_config is not None and _has_weights_of(of_config[0], first_names):
-            return of_config[1]
+            left_out = first_names.keys() & of_config[1].left_out
+            if model.outline is None or not left_out & model.outline.trained:
+                return of_config[1]
         return _format_of_outline(model, first_names, dtype)
 
     on_rank_0: HFFormat | None = attempt(find_out, group)
-    for_others: Any = None if on_rank_0 is None else (on_rank_0.names, {}, on_rank_0.is_changed)
-    described = gather_objects(for_others, group)[0]
-    return HFFormat(*described) if on_rank_0 is None else on_rank_0
+    without_files = None if on_rank_0 is None else replace(on_rank_0, files={})
+    for_others: HFFormat = gather_objects(without_files, group)[0]
+    return for_others if on_rank_0 is None else on_rank_0
 
 
 def _has_weights_of(empty: Mapping[str, str], first_names: Mapping[str, str]) -> bool:
@@ -129,7 +133,8 @@ def _save_tags_of(empty: Any, first_names: Mapping[str, str]) -> HFFormat:
     renamed_only = len(known) == len(matched) == len({in_model[0] for in_model in known.values()})
     order = list(tags)  # files give no order, and all ranks need the same
     known = dict(sorted(known.items(), key=lambda item: order.index(item[1][0])))
-    return HFFormat(known if renamed_only else None, files)
+    left_out = tags.keys() - {name for names in known.values() for name in names} if renamed_only else ()
+    return HFFormat(known if renamed_only else None, files, frozenset(left_out))
 
 
 def _format_of_outline(model: Boosted, first_names: Mapping[str, str], dtype: torch.dtype) -> HFFormat:

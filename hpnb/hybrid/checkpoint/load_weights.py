@@ -67,6 +67,9 @@ class WeightLoader:
         files: WeightFiles = attempt(lambda: WeightFiles(path), group)
         with files:
             on_disk = attempt(lambda: _match_names(model, path, files, known, on_disk_format), group)
+            if on_disk_format is not None:  # these keep the values that they have
+                left_out = on_disk_format.left_out - on_disk.keys()
+                self._targets = [target for target in self._targets if not left_out & set(target.names)]
             attempt(lambda: self._check(path, files, on_disk), group)
             attempt(lambda: files.verify(group.rank(), group.size()), group)
             self._chunks: list[tuple[torch.Tensor, torch.Tensor]]

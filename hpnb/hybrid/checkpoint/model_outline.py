@@ -23,12 +23,14 @@ class ModelOutline:
 
     Attributes:
         order: {name in the state dict: its place}.
+        trained: names of the parameters that are not frozen.
         formats: what a checkpoint of it contains, as far as it was asked for (`hf_names.py`).
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._root = _outline(model, None, {})
         self.order = {name: i for i, name in enumerate(self._root.state_dict())}
+        self.trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
         self.formats: dict[Any, Any] = {}
 
     def __deepcopy__(self, _: dict[int, object]) -> ModelOutline:

@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 
 import hpnb
-from hpnb.bench import experts, experts_on_gpus
+from hpnb.bench import expert_step, experts, experts_on_gpus
 from hpnb.theory.links import Link
 
 
 @pytest.mark.timeout(600)
 def test_pairs_hide_messages_in_the_prediction_and_in_the_replay(capsys: pytest.CaptureFixture[str]) -> None:
-    size = experts.Size(hidden=32, layers=4, tokens=16, samples=12, microbatches=6)
+    size = expert_step.Size(hidden=32, layers=4, tokens=16, samples=12, microbatches=6)
     link = Link(1e-5, 2e8)
     predicted, replayed = experts.compare(link, size)
     for result in (predicted, replayed):
@@ -58,7 +58,7 @@ def test_only_rows_of_experts_are_left_out() -> None:
 @pytest.mark.timeout(600)
 def test_steps_by_the_clock() -> None:
     """The program for GPUs, on a CPU: its times mean nothing here."""
-    size = experts.Size(hidden=32, layers=4, tokens=16, samples=12, microbatches=6)
+    size = expert_step.Size(hidden=32, layers=4, tokens=16, samples=12, microbatches=6)
     results = hpnb.launch(experts_on_gpus._measure, size, 2, ranks=4, device="cpu", timeout=300)
     link, seconds, predicted = results[0]
     assert link.bandwidth > 0

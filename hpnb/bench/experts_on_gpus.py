@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import hpnb
-from hpnb.bench.experts import EXPERT_RANKS, RANKS, Exposed, Size, boost_mixtral, predict, table
+from hpnb.bench.expert_step import EXPERT_RANKS, RANKS, Exposed, Size, boost_mixtral, predict, table
 from hpnb.bench.results import quartiles, take_turns
 from hpnb.bench.worker import time_step
 from hpnb.pipeline_parallel import Costs

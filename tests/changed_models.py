@@ -153,6 +153,10 @@ def _untie(model: Any) -> None:
     model.lm_head = nn.Linear(HIDDEN, WORDS, bias=False)
 
 
+def _tie(model: Any) -> None:
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+
 def _drop_block(model: Any) -> None:
     model.transformer.h = model.transformer.h[:2]
 
@@ -171,6 +175,7 @@ CHANGED: dict[str, Callable[[], Any]] = {
     ),
     "adapter": lambda: _changed(_gpt2(), _widen),
     "untied": lambda: _changed(_gpt2(), _untie),
+    "tied mixtral": lambda: _changed(_llama("Mixtral", num_local_experts=2), _tie),
     "dropped block": lambda: _changed(_gpt2(n_layer=3), _drop_block),
     "weight norm": lambda: _changed(
         _gpt2(tie_word_embeddings=False), lambda m: nn.utils.parametrizations.weight_norm(m.lm_head)

@@ -89,6 +89,10 @@ def test_every_weight_is_saved_and_loaded(pools: RankPools, name: str, layout: s
     assert pools[2].run(load_and_go_on, name, layout, tmp_path) == losses
 
     state, saved = build(name).state_dict(), weights_of(tmp_path / "model")
+    if name == "tied mixtral":  # whose config ties nothing, so from_pretrained needs both names
+        loaded = type(build(name)).from_pretrained(tmp_path / "model").state_dict()
+        assert all(torch.equal(loaded[key], value) for key, value in state.items())
+        return
     if name not in ("shared lora", "mixtral lora"):  # the first of which save_pretrained refuses
         build(name).save_pretrained(tmp_path / "plain")
         state = weights_of(tmp_path / "plain")

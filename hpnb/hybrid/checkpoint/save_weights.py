@@ -163,6 +163,10 @@ def _write_by_transformers(
     if group.rank() == 0 and full.error is None:
         try:
             empty = make_empty()
+            values = empty.state_dict(keep_vars=True)
+            for name, weight in full.weights.items():  # tied by the user, and not by from_pretrained
+                if full.is_tied(name) and values[name] is not values[weight.first_name]:
+                    tensors[name] = tensors[weight.first_name].clone()
             with silence_transformers():
                 empty.save_pretrained(folder, state_dict=tensors, max_shard_size=limit or "1000TB")
             for file, content in other_files.items():

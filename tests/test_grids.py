@@ -35,10 +35,10 @@ from hpnb.background import Background, Pending
 from hpnb.grad_norm import total_norm
 from hpnb.tensor_parallel import axes, full_gradients, full_state_dict, parallelize
 from hpnb.tensor_parallel.activation_layout import ActivationLayout
+from hpnb.tensor_parallel.batch_arguments import BatchArguments
 from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
 from hpnb.tensor_parallel.sharded_layer_norm import ShardedLayerNorm
 from hpnb.tensor_parallel.summa import SummaGrid, ab, abt, linear_gradients
-from hpnb.tensor_parallel.tp_grid import GridMode
 from hpnb.tensor_parallel.tp_grid_layers import GridClassifier
 
 D = torch.float64
@@ -175,12 +175,14 @@ def _norm_of_a_part(norm: Any, x: torch.Tensor) -> torch.Tensor:
     return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
 
 
-def narrow_mask_as_hidden(mode: GridMode, attention: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return args, kwargs | {"attention_mask": mode.hidden_layout.narrow_batch(kwargs["attention_mask"])}
+def split_mask_as_hidden(self: BatchArguments, attention: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    a, b, c = (*self.layout.batch_axes, self.layout.hidden_axis)
+    layout = ActivationLayout((a, c), b)  # of the hidden states around the attention
+    return args, kwargs | {"attention_mask": layout.narrow_batch(kwargs["attention_mask"])}
 
 
 BREAKAGES: dict[str, tuple[type, str, Any]] = {
-    "mask of other samples": (GridMode, "_narrow_mask", narrow_mask_as_hidden),
+    "mask of other samples": (BatchArguments, "split", split_mask_as_hidden),
     "vectors not summed": (ReplicatedGradSum, "weight", lambda self, weight: weight),
     "depth not summed": (Background, "all_reduce", lambda *_: Pending()),
     "norm of a part": (ShardedLayerNorm, "forward", _norm_of_a_part),

@@ -236,18 +236,6 @@ def test_rotary_tables_root_parameters_and_grouped_queries_train_in_every_layout
                 assert float((found - wanted[name]).norm() / wanted[name].norm()) < 1e-12, name
 
 
-def masked_grid() -> None:
-    register_llama()
-    axis = hpnb.Mesh(hpnb.Layout(tp=4)).tp
-    model = hpnb.tensor_parallel.parallelize(build(kv_heads=4, norm=nn.LayerNorm), axis, "2d")
-    model(**batch())
-
-
-def test_a_mask_of_an_attention_that_is_not_named_is_refused_by_grids(pools: RankPools) -> None:
-    with pytest.raises(hpnb.RankError, match=r"shape \(4, 1, 6, 6\).*attentions="):
-        pools[4].run(masked_grid)
-
-
 def test_an_attribute_of_an_anatomy_stays_and_must_have_no_parameters() -> None:
     found = own_models.parts(build())
     assert found.with_parts(blocks=found.blocks[:1]).rotary is found.rotary

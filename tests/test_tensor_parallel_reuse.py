@@ -21,11 +21,9 @@ from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 import hpnb
 from hpnb import Layout, Mesh
 from hpnb.tensor_parallel import full_gradients, parallelize
-from hpnb.tensor_parallel.activation_layout import ActivationLayout
 from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
 from hpnb.tensor_parallel.lazy_logits import with_lazy_logits
 from hpnb.tensor_parallel.mode import check_ranks
-from hpnb.tensor_parallel.tp_grid import GridMode
 from hpnb.tensor_parallel.tp_grid_layers import GridLinear, SharedInputLinears
 
 
@@ -206,25 +204,6 @@ def test_linears_share_an_input_only_as_it_was() -> None:
     with torch.no_grad():
         q(x)
     assert k(x).requires_grad
-
-
-def test_only_arguments_with_an_entry_per_sample_are_narrowed() -> None:
-    axis: Any = SimpleNamespace(size=2, rank=1)
-    mode: Any = SimpleNamespace(inner_layout=ActivationLayout((axis,), axis))
-    hidden = torch.zeros(2, 6, 4)  # of 4 samples
-
-    def narrow(mask: torch.Tensor, ids: torch.Tensor) -> tuple[tuple[int, ...], ...]:
-        named = {"attention_mask": mask, "position_ids": ids}
-        (_, positional), by_name = GridMode._narrow_mask(mode, nn.Identity(), (hidden, mask), named)
-        by_keyword = GridMode._narrow_mask(mode, nn.Identity(), (), {"hidden": hidden, **named})[1]
-        assert by_keyword["attention_mask"].shape == by_name["attention_mask"].shape
-        return tuple(tuple(t.shape) for t in (positional, by_name["attention_mask"], by_name["position_ids"]))
-
-    masks, ids = torch.zeros(4, 1, 6, 6), torch.zeros(4, 6)
-    assert narrow(masks, ids) == ((2, 1, 6, 6), (2, 1, 6, 6), (2, 6))
-    assert narrow(torch.zeros(6, 6), torch.zeros(6)) == ((6, 6), (6, 6), (6,))
-    assert narrow(torch.zeros(1, 1, 6, 6), torch.zeros(1, 6)) == ((1, 1, 6, 6), (1, 1, 6, 6), (1, 6))
-    assert narrow(masks, torch.zeros(4))[2] == (4,)
 
 
 @pytest.mark.parametrize(("ranks", "depth"), [(8, 2), (12, 3), (18, 2), (32, 2)])

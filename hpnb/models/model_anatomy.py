@@ -257,7 +257,11 @@ def tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention of a model.
+    """One attention of a model: a module whose first argument is hidden states.
+
+    Tensor parallelism gives it some of the heads. On a grid it has some of the samples too, and its other
+    arguments are split with them if their first dimension has an entry per sample, as in a mask (B, s) or
+    (B, 1, s, s). `hpnb.models.register` has the rule.
 
     Attributes:
         path: its module's dotted path in the model.

@@ -86,8 +86,14 @@ def register(
             go through: heads for q and o, key-value heads for k and v, neurons for an MLP. Left out, or with
             an empty dict, every layout without tensor parallelism works, pipelines and ZeRO included.
         attentions: gives the modules that count heads besides their weights, in order of blocks. Left out,
-            there are none: an attention that folds heads by their width needs nothing else. "2d", "2.5d" and
-            "3d" need them where an attention takes a mask, because each rank then has some of its samples.
+            there are none: an attention that folds heads by their width needs nothing else. "3d" needs them
+            where an attention takes a mask.
+
+    The grids "2d", "2.5d" and "3d" split the samples of a batch. What an attention gets beside hidden states
+    is split if its first dimension has an entry per sample, by position, by name or in a tuple; in "2d" and
+    "2.5d" so is what a block gets. Other arguments stay as they are, such as a mask (1, 1, s, s). Where a
+    batch has as many samples as tokens, what has fewer than 4 dimensions could be either and is refused,
+    unless it is called attention_mask or position_ids. So is what needs a gradient.
 
     `hpnb.models.check(model, batch)` runs what is registered, and says what differs from the model.
 

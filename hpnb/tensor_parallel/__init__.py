@@ -16,6 +16,7 @@ What to read for what:
     tp_3d.py, tp_3d_matmul.py                3D: the matrix product on an l x l x l cube
     tp_grid.py, tp_grid_layers.py            what 2D, 2.5D and 3D have in common
     tp_grid_checks.py, activation_layout.py  what sizes a grid needs; how hidden states lie on it
+    batch_arguments.py                       masks and the like, split as the grid splits the batch
     async_weight_grads.py                    weight gradients that are summed while the backward goes on
     per_backward_list.py                     what the nodes of one backward note for each other
     vocab_embedding.py                       an embedding that is sharded along the vocabulary

@@ -69,15 +69,17 @@ def explain_first_failure(
     block: Part, ranks: int, model: ModelToShard, sequence_parallel: bool, *, is_grid: bool
 ) -> None:
     """If the first forward of `block` fails, say what it may use that a rank has a part of: the heads of all
-    ranks, other units than its roles name, all tokens with sequence parallelism, the width on a grid."""
+    ranks, other units than its roles name, all tokens with sequence parallelism, the width and the samples
+    on a grid."""
     roles = {
         name.removeprefix(block.name + "."): (role, model.shapes[name])
         for name, role in model.roles.items()
         if name.startswith(block.name + ".") and not role.bias
     }
     has_heads = any(r.cut_dim is not None and r.units < shape[r.cut_dim] for r, shape in roles.values())
-    of_heads = _HEADS if has_heads or not is_grid else ""  # in 1d a role without heads may be the mistake
-    why = _TOKENS if sequence_parallel else _WIDTH * is_grid + _COLUMNS + of_heads
+    # In 1d a role without heads may be the mistake.
+    of_heads = _HEADS if (has_heads or not is_grid) and not model.attentions else ""
+    why = _TOKENS if sequence_parallel else (_SAMPLES + _WIDTH) * is_grid + _COLUMNS + of_heads
     described = "; ".join(_describe(name, role, shape) for name, (role, shape) in roles.items())
 
     def explain(module: nn.Module, args: Any, output: Any) -> None:
@@ -98,6 +100,10 @@ def _describe(name: str, role: Role, shape: Sequence[int]) -> str:
     return f"{name} {role.kind}, {role.units} units of {shape[role.cut_dim] // role.units}"
 
 
+_SAMPLES = (
+    "A grid splits the samples too, and with them what a block (in 2d and 2.5d) or a named attention gets as "
+    "an argument that has the samples first; anything else with an entry per sample still has all of them. "
+)
 _WIDTH = (
     "A grid splits hidden states along their width, between columns and rows too. A matrix along tokens, as "
     "an MLP-Mixer has after a transpose, needs the full width: use mode='1d' for such a model. "

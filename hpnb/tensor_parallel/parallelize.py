@@ -30,7 +30,7 @@ from hpnb.meta_device import move_module
 from hpnb.models import Role, anatomy, attentions, roles
 from hpnb.models.compare_parts import FirstStepCheck, first_step_check
 from hpnb.models.model_anatomy import Inputs, Part, WrappedAnatomy, wrap_anatomy
-from hpnb.models.registry import explain_alias, registration_of
+from hpnb.models.registry import explain_alias, is_registered_by_user, registration_of
 from hpnb.placement import Placement
 from hpnb.ranks.current_rank import device as this_device
 from hpnb.tensor_parallel.mode import NAMES, ModelToShard, Section, TensorParallelMode, check_ranks
@@ -70,8 +70,8 @@ def parallelize(
     before, but not have stepped: its state would have the old shapes.
 
     Two things happen in the first forward only. If the class was given to `hpnb.models.register`, rank 0
-    checks that its parts, one after the other, are its forward. If the model has no registered
-    attentions and a block raises a RuntimeError, the roles of the block's weights are added to the message.
+    checks that its parts, one after the other, are its forward. If a block raises a RuntimeError, on a grid
+    or without registered attentions, the message says what a rank has of it.
 
     Args:
         model: one that `hpnb.models` knows: a ViTForImageClassification, GPT2LMHeadModel or
@@ -132,7 +132,7 @@ def parallelize(
     placement.keep_placements(model)
     if first_forward_check is not None:
         _check_first_forward(model, first_forward_check)
-    if axis.size > 1 and not to_shard.attentions:
+    if axis.size > 1 and (not to_shard.attentions or (mode != "1d" and is_registered_by_user(model))):
         for block in to_shard.anatomy.blocks:
             explain_first_failure(block, axis.size, to_shard, sequence_parallel, is_grid=mode != "1d")
     if not any(p.is_meta for p in model.parameters()):

@@ -31,6 +31,7 @@ from hpnb.models import Role
 from hpnb.placement import Cut
 from hpnb.ranks.current_rank import device as this_device
 from hpnb.tensor_parallel.activation_layout import ActivationLayout
+from hpnb.tensor_parallel.batch_arguments import BatchArguments
 from hpnb.tensor_parallel.dropout_rng import DropoutRng, has_dropout
 from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
 from hpnb.tensor_parallel.mode import ModelToShard, TensorParallelMode
@@ -47,8 +48,6 @@ from hpnb.tensor_parallel.tp_grid_layers import (
     SharedInputLinears,
 )
 from hpnb.tensor_parallel.vocab_cross_entropy import cross_entropy
-
-_BATCHED_ARGUMENTS = ("attention_mask", "position_ids")  # of an attention, by name, with an entry per sample
 
 
 class GridMode(TensorParallelMode):
@@ -194,23 +193,33 @@ class GridMode(TensorParallelMode):
         module = model.module
         for path, sums in self._grad_sums_by_part.items():
             around_forward(module.get_submodule(path), sums.begin, sums.end)
-        for attention in model.attentions:
-            module.get_submodule(attention.path).register_forward_pre_hook(
-                self._narrow_mask, with_kwargs=True
-            )
+        self._split_arguments(model)
         if has_dropout(module):
             self._connect_dropout(model)
         change_input(model.anatomy.blocks[0].module, self._split_batch, prepend=True)
-        if not model.attentions:
-            model.anatomy.blocks[0].module.register_forward_pre_hook(
-                self._refuse_mask, with_kwargs=True, prepend=True
-            )
         if getattr(module, "base_model", None) is module:  # without a head: its outputs are hidden states
             module.register_forward_hook(self._gather_hidden)
         elif (vocab_size := model.vocab_size) is not None and not model.lazy_logits:
             *_, head = (path for path, (section, _) in model.layers.items() if section == "head")
             gather_logits = partial(self.gather_logits, vocab_size=vocab_size)
             change_output(module.get_submodule(head), gather_logits)
+
+    def _split_arguments(self, model: ModelToShard) -> None:
+        """Blocks and attentions get their samples of masks and the like. In 3d a block has two layouts, and
+        only what is named as an attention has one."""
+        grid, one_layout = self.describe(), self.hidden_layout == self.inner_layout
+        for block in model.anatomy.blocks:
+            arguments = BatchArguments(block.name, self.hidden_layout, grid, not model.attentions)
+            if one_layout:
+                block.module.register_forward_pre_hook(arguments.split, with_kwargs=True)
+            elif not model.attentions:
+                block.module.register_forward_pre_hook(arguments.refuse, with_kwargs=True)
+            block.module.register_forward_hook(arguments.check_output, with_kwargs=True)
+        for path in (attention.path for attention in model.attentions):
+            attention = model.module.get_submodule(path)
+            arguments = BatchArguments(path, self.inner_layout, grid)
+            attention.register_forward_pre_hook(arguments.split, with_kwargs=True)
+            attention.register_forward_hook(arguments.check_output, with_kwargs=True)
 
     def _split_batch(self, hidden: torch.Tensor) -> torch.Tensor:
         """Before the first block: (b, s, h / w) -> (b / r, s, h / w)."""
@@ -228,34 +237,6 @@ class GridMode(TensorParallelMode):
             return (self.hidden_layout.gather(outputs[0]), *outputs[1:])
         outputs.last_hidden_state = self.hidden_layout.gather(outputs.last_hidden_state)
         return outputs
-
-    def _narrow_mask(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Narrow an attention's arguments that have an entry per sample to its samples.
-
-        By position, that is a tensor of 4 dims, a mask (b, 1, s, s); by name, `_BATCHED_ARGUMENTS`. What has
-        no entry per sample stays: a mask (1, 1, s, s) or (s, s), position ids (1, s) or (s,).
-        """
-        hidden = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)), None)
-        batch_size = 0 if hidden is None else hidden.size(0) * self.inner_layout.batch_shards
-
-        def narrow(value: Any) -> Any:
-            batched = isinstance(value, torch.Tensor) and value.dim() > 1 and value.size(0) == batch_size
-            return self.inner_layout.narrow_batch(value) if batched else value
-
-        others = [narrow(v) if isinstance(v, torch.Tensor) and v.dim() == 4 else v for v in args[1:]]
-        named = {name: narrow(kwargs[name]) for name in _BATCHED_ARGUMENTS if name in kwargs}
-        return (*args[:1], *others), {**kwargs, **named}
-
-    def _refuse_mask(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Only a registered attention gets the mask of its samples."""
-        samples = args[0].size(0) if args and isinstance(args[0], torch.Tensor) else 1
-        for value in (*args[1:], *kwargs.values()):
-            if isinstance(value, torch.Tensor) and value.dim() and value.size(0) == samples > 1:
-                raise ValueError(
-                    f"a {type(block).__name__} gets a tensor of shape {tuple(value.shape)} beside hidden "
-                    f"states, and a {self.describe()} splits the {samples} samples: name the attentions that "
-                    "take it, hpnb.models.register(.., attentions=..)"
-                )
 
     def _connect_dropout(self, model: ModelToShard) -> None:
         in_blocks = DropoutRng(self.axis, self.device)

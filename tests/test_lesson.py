@@ -861,9 +861,11 @@ def test_a_stub_keeps_nothing_and_says_nothing(said: Callable[[], str]) -> None:
     assert read_json("schedules.json") == {}
 
 
-@pytest.mark.parametrize("rows", [["0F0 0B0", "1B0 1F0"], ["what"], 3])
-def test_a_kept_schedule_that_cannot_be_run_is_replaced(said: Callable[[], str], rows: Any) -> None:
-    write_json("schedules.json", {"1f1b": {"2x1": rows}})
+@pytest.mark.parametrize(
+    "kept", [{"2x1": ["0F0 0B0", "1B0 1F0"]}, {"2x1": ["what"]}, {"2x1": 3}, ["0F0 0B0", "1F0 1B0"]]
+)
+def test_a_kept_schedule_that_cannot_be_run_is_replaced(said: Callable[[], str], kept: Any) -> None:
+    write_json("schedules.json", {"1f1b": kept})
     assert lesson.reader_schedule("1f1b", 2, 1).name == "1f1b"
     assert "the library's" in said()
 

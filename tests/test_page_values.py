@@ -155,7 +155,9 @@ def test_parity_is_the_worst_of_the_ranks(said: Callable[[], str]) -> None:
     parity = lesson.Parity.worst_of(ranks)
     assert (parity.worst, parity.equal) == (3e-16, True)
     assert not lesson.Parity({"a": {"loss": 1e-3}}).equal
-    assert not lesson.Parity({"a": {"loss": float("nan")}}).equal
+    for distances in ({"loss": 0.0, "weights": float("nan")}, {"loss": float("nan"), "weights": 0.0}):
+        broken = lesson.Parity.worst_of([{"a": {"loss": 0.0, "weights": 0.0}}, {"a": distances}])
+        assert (broken.worst, broken.equal) == (float("inf"), False)
     show(parity)
     assert "3e-16" in said()
 

@@ -14,8 +14,9 @@ Alt texts are made from the data. `key="04.race"` also records all numbers of a 
 from __future__ import annotations
 
 import inspect
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,11 @@ if TYPE_CHECKING:
 SOURCES = ("rule_of_thumb", "predicted", "simulated", "replayed", "counted", "measured", "published")
 
 
+def worst_of(distances: Iterable[float]) -> float:
+    """The largest; NaN, which compares with nothing, is worse than any number."""
+    return max(math.inf if math.isnan(distance) else distance for distance in distances)
+
+
 @dataclass(frozen=True)
 class Parity:
     """Relative distances from what one process computes, ||a - b|| / ||b||.
@@ -48,19 +54,20 @@ class Parity:
     @classmethod
     def worst_of(cls, ranks: Sequence[Mapping[str, Mapping[str, float]]], tolerance: float = 1e-12) -> Parity:
         """The largest distance over the ranks, entry by entry."""
-        first = ranks[0]
-        return cls(
-            {way: {what: max(r[way][what] for r in ranks) for what in first[way]} for way in first}, tolerance
-        )
+        worst = {
+            way: {what: worst_of(rank[way][what] for rank in ranks) for what in row}
+            for way, row in ranks[0].items()
+        }
+        return cls(worst, tolerance)
 
     @property
     def worst(self) -> float:
-        return max(distance for row in self.distances.values() for distance in row.values())
+        return worst_of(distance for row in self.distances.values() for distance in row.values())
 
     @property
     def equal(self) -> bool:
         """Whether every distance is within the tolerance; False for NaN."""
-        return all(d <= self.tolerance for row in self.distances.values() for d in row.values())
+        return self.worst <= self.tolerance
 
 
 def show(
@@ -95,7 +102,7 @@ def show(
             raise TypeError(f"show() has numbers from {known}, not from {', '.join(options) or 'nowhere'}")
         return _measurements(numbers, dict(columns or {}), title, note, key, unit)
     names: tuple[str, ...] = ()
-    if len(records) == 1 and isinstance(records[0], Mapping) and not isinstance(records[0], Parity):
+    if len(records) == 1 and isinstance(records[0], Mapping):
         names, records = tuple(map(str, records[0])), tuple(records[0].values())
     for shows, display in _DISPLAYS:
         if records and all(map(shows, records)):

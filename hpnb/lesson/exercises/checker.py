@@ -78,7 +78,7 @@ def check(exercise: Exercise, solution: Any) -> Verdict:
     """Verify `solution`, and print each finding and a closing line.
 
     Args:
-        solution: the reader's function or object, or a dict or tuple of several.
+        solution: the reader's function or object, or a tuple of several.
 
     Raises:
         KeyboardInterrupt: the reader has seen enough.

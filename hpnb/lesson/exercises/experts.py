@@ -10,8 +10,9 @@ import torch
 import hpnb
 from hpnb import Layout
 from hpnb.lesson.exercises.checker import Finding, WrongAnswer, exercise
-from hpnb.lesson.exercises.findings import expect_tensor, is_number, normal, off_by, run_on_ranks, worst_of
+from hpnb.lesson.exercises.findings import expect_tensor, is_number, normal, off_by, run_on_ranks
 from hpnb.lesson.programs.experts import ComparedLayer, ExpertLayer, compare_layer, expert_axis
+from hpnb.lesson.show import worst_of
 
 # --- dispatch and combine -----------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import torch
 
 import hpnb
 from hpnb.lesson.exercises.checker import Exercise, Finding, WrongAnswer
+from hpnb.lesson.show import worst_of
 from hpnb.lesson.tables import number
 from hpnb.record import Message
 
@@ -77,11 +78,6 @@ class ComparedRun:
     forward: list[Message]
     backward: list[Message]
     measured: float
-
-
-def worst_of(distances: Iterable[float]) -> float:
-    """The largest; NaN, which compares with nothing, is worse than any number."""
-    return max(math.inf if math.isnan(distance) else distance for distance in distances)
 
 
 def calls_of(messages: Sequence[Message]) -> str:

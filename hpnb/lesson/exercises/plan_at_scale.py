@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -188,7 +187,7 @@ def checkpoint_interval(interval: Callable[[CheckpointTask], Any]) -> Iterator[F
     for name, task in _CHECKPOINT_TASKS.items():
         seconds, failures = interval(task), task.failures
         young = save_interval(failures)
-        if not is_number(seconds) or not 0 < seconds < math.inf:
+        if not is_number(seconds) or seconds <= 0:
             raise WrongAnswer(f"{name}: {seconds!r} is no number of seconds above 0")
         least = min(1 - trained_share(failures, young * (0.5 + n / 200)) for n in range(201))
         lost = 1 - trained_share(failures, float(seconds))

@@ -51,17 +51,14 @@ def keep_schedule(name: str, write: Write) -> int:
 
 def reader_schedule(name: str, ranks: int, microbatches: int) -> Schedule:
     """The reader's schedule, called "your 1f1b", or the library's where there is none. Prints which."""
-    rows = read_json(FILE).get(name, {}).get(_key(ranks, microbatches))
-    if rows is not None:
-        try:
-            schedule = Schedule(rows, f"your {name}")
-            schedule.check()
-            print(f"running your {name}")
-            return schedule
-        except (TypeError, ValueError, AttributeError):  # somebody has edited the file
-            pass
-    print(f"running the library's {name}: yours is not there")
-    return schedules.make(name, ranks, microbatches)
+    try:
+        schedule = Schedule(read_json(FILE)[name][_key(ranks, microbatches)], f"your {name}")
+        schedule.check()
+    except (KeyError, TypeError, ValueError, AttributeError):  # not there, or somebody has edited the file
+        print(f"running the library's {name}: yours is not there")
+        return schedules.make(name, ranks, microbatches)
+    print(f"running your {name}")
+    return schedule
 
 
 def _key(ranks: int, microbatches: int) -> str:

@@ -14,7 +14,7 @@ from torch import nn
 import hpnb
 from hpnb.data import Loader
 from hpnb.lesson.exercises.checker import Finding, WrongAnswer, exercise
-from hpnb.lesson.exercises.findings import TIMEOUT, exact, expect_tensor, run_on_ranks
+from hpnb.lesson.exercises.findings import TIMEOUT, exact, expect_tensor, is_number, run_on_ranks
 from hpnb.lesson.programs.device_timing import all_ranks
 from hpnb.lesson.programs.step_timing import relative_distance
 from hpnb.theory import bytes_sent
@@ -203,10 +203,9 @@ def sampler(diagnose: Callable[[SeenSamples], Any]) -> Iterator[Finding]:
                 raise WrongAnswer(f"{text}: {answer!r} is no pair (sampler, effective batch)")
             name, batch = answer
             yield Finding(name == truth, f"{text}: you say {name!r}")
-            is_real = isinstance(batch, (int, float))
-            batch_text = f"{batch:.3g}" if is_real else repr(batch)
+            batch_text = f"{batch:.3g}" if is_number(batch) else repr(batch)
             text = f"{text}: {effective:.3g} different samples of 12 a step, you say {batch_text}"
-            yield Finding(is_real and abs(batch - effective) < 1e-6, text)
+            yield Finding(is_number(batch) and abs(batch - effective) < 1e-6, text)
 
 
 # --- ZeRO stage 1 ----------------------------------------------------------------------------

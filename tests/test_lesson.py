@@ -220,6 +220,13 @@ def test_the_banner_on_gpus(monkeypatch: pytest.MonkeyPatch, said: Callable[[], 
     assert "NVLink" in shown
 
 
+def test_the_ledger_names_the_gpu_that_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    answer = subprocess.CompletedProcess([], 0, stdout="Some GPU 80GB\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+    assert importlib.import_module("hpnb.lesson.programs.vit_pipeline").hardware(4) == "Some GPU 80GB"
+
+
 # --- predictions ---------------------------------------------------------------------------------
 
 

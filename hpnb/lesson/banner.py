@@ -39,7 +39,7 @@ class Banner:
     timings_mean_something: bool
 
     def __repr__(self) -> str:
-        return f"<{_count(self.ranks, 'rank')} on {self.device} over {self.backend}>"
+        return f"<{count_text(self.ranks, 'rank')} on {self.device} over {self.backend}>"
 
 
 def banner(
@@ -74,18 +74,18 @@ def banner(
     elif cuda:
         timings = "one GPU a rank: times on this page are this machine's"
     elif honest:
-        timings = f"{_count(choice.ranks, 'rank')} on {_count(cores, 'core')}: wall-clock times hold here, "
-        timings += "for this CPU"
+        timings = f"{count_text(choice.ranks, 'rank')} on {count_text(cores, 'core')}: "
+        timings += "wall-clock times hold here, for this CPU"
     else:
         timings = "wall-clock timings on this page are contended: "
-        timings += f"{choice.ranks} ranks share {_count(cores, 'core')}; "
+        timings += f"{choice.ranks} ranks share {count_text(cores, 'core')}; "
         timings += "figures replayed from CPU times are labelled so"
     from hpnb import __version__
 
     devices = gpu_names(choice.gpus) if cuda else ""
-    where = devices or f"the CPU is used, {_count(cores, 'core')}"
+    where = devices or f"the CPU is used, {count_text(cores, 'core')}"
     rows = [
-        ("ranks", f"{choice.ranks}, {_count(choice.threads, 'thread')} each"),
+        ("ranks", f"{choice.ranks}, {count_text(choice.threads, 'thread')} each"),
         ("backend", choice.name),
         ("device", f"{where}: {choice.reason.removeprefix('the CPU, ')}"),
         ("model", model),
@@ -110,9 +110,9 @@ def gpu_names(used: int) -> str:
     except (OSError, subprocess.SubprocessError):
         names = []
     if len(names) < used:
-        return _count(used, "GPU")
+        return count_text(used, "GPU")
     return ", ".join(f"{many} x {name}" if many > 1 else name for name, many in Counter(names[:used]).items())
 
 
-def _count(number: int, noun: str) -> str:
+def count_text(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")

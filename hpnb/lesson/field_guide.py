@@ -5,12 +5,11 @@ Every notebook that hides a fault adds its row when the reader has found it; the
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 
 from pydantic import TypeAdapter
 
-from hpnb.lesson.home import load, locked, save
+from hpnb.lesson.home import load, locked, write_json
 from hpnb.lesson.tables import table
 
 FILE = "field_guide.json"
@@ -28,12 +27,10 @@ class FieldGuideEntry:
 
 def add(symptom: str, instrument: str, cause: str, notebook: str) -> None:
     """Write one row; it takes the place of the one with the same notebook and symptom."""
-    row = FieldGuideEntry(symptom, instrument, cause, notebook)
     with locked():
         entries = {(entry.notebook, entry.symptom): entry for entry in _read()}
-        entries[notebook, symptom] = row
-        fields = [asdict(entry) for entry in entries.values()]
-        save(FILE, json.dumps(fields, indent=1, ensure_ascii=False) + "\n")
+        entries[notebook, symptom] = FieldGuideEntry(symptom, instrument, cause, notebook)
+        write_json(FILE, [asdict(entry) for entry in entries.values()])
 
 
 def rows() -> tuple[FieldGuideEntry, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import lru_cache
 from itertools import count
@@ -55,9 +55,9 @@ def read_json(name: str) -> dict[str, Any]:
     return load(name, TypeAdapter(dict[str, Any]).validate_json, {})
 
 
-def write_json(name: str, value: Mapping[str, Any]) -> None:
-    """Write `value` as a JSON object to home()/name."""
-    save(name, json.dumps(dict(value), indent=1, ensure_ascii=False) + "\n")
+def write_json(name: str, value: object) -> None:
+    """Write `value` as JSON to home()/name."""
+    save(name, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def locked() -> AbstractContextManager[None]:

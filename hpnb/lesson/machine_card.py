@@ -8,7 +8,6 @@ is measured with all ranks at work, because that is how it will be used.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -22,8 +21,8 @@ from pydantic import TypeAdapter
 from tqdm import tqdm
 
 import hpnb
-from hpnb.lesson.banner import gpu_names
-from hpnb.lesson.home import digest, load, save
+from hpnb.lesson.banner import count_text, gpu_names
+from hpnb.lesson.home import digest, load, write_json
 from hpnb.lesson.tables import number, table
 from hpnb.precision import best_16_bit, policy
 from hpnb.ranks import DeviceChoice
@@ -96,51 +95,40 @@ def machine_card(ranks: int | None = None, device: str = "auto", refresh: bool =
     seconds; `refresh` measures anew.
     """
     choice = hpnb.ranks.choose_device(device, hpnb.ranks.default_ranks() if ranks is None else ranks)
-    hardware = hardware_name(choice.device, choice.gpus or choice.ranks)
+    hardware = hardware_name(choice)
     name = f"machine-card-{digest(hardware, choice.ranks, choice.threads, torch.__version__)}.json"
     known = None if refresh else load(name, TypeAdapter(MachineCard).validate_json, None)
     if known is not None:
         return known
-    card = _card_of_shared_gpus(choice, hardware) if choice.shares_gpus else _measured_card(choice, hardware)
-    save(name, json.dumps(asdict(card), indent=1))
+    card = _measure_card(choice, hardware)
+    write_json(name, asdict(card))
     return card
 
 
-def _measured_card(choice: DeviceChoice, hardware: str) -> MachineCard:
-    results = hpnb.launch(measure, ranks=choice.ranks, device=choice.device, timeout=120.0)
-    sizes = _SIZES[choice.device]
-    # A collective is over when its last rank is; every rank's matmul runs at the pace of the slowest.
-    times = tuple(max(times[i] for times, _, _ in results) for i in range(len(sizes)))
-    link = fit_link(sizes, times, choice.ranks)
-    dtypes = {dtype for _, _, dtype in results}
-    rate = min(rate for _, rate, _ in results)
-    return _card(choice, hardware, link, rate, min(dtypes), times)
-
-
-def _card_of_shared_gpus(choice: DeviceChoice, hardware: str) -> MachineCard:
-    """The measured matmul of one rank alone, and the interconnect that replays assume, because no message
-    between GPUs can be measured where ranks share them."""
-    ((rate, dtype),) = hpnb.launch(matmul_rate, ranks=1, device="cuda", timeout=120.0)
-    times = tuple(seconds("all_reduce", n, choice.ranks, REPLAY_LINK) for n in _SIZES["cuda"])
-    return _card(choice, f"{hardware}, {REPLAY_LINK.name} assumed", REPLAY_LINK, rate, dtype, times)
-
-
-def _card(
-    choice: DeviceChoice, hardware: str, link: Link, rate: float, dtype: str, times: tuple[float, ...]
-) -> MachineCard:
-    """A card of this link and this rate of matmuls; `times` are of the sizes of the device."""
-    sizes = _SIZES[choice.device]
+def _measure_card(choice: DeviceChoice, hardware: str) -> MachineCard:
+    ranks, sizes = choice.ranks, _SIZES[choice.device]
+    if choice.shares_gpus:
+        # No message between GPUs can be measured here: the matmul of one rank alone, and the link of replays.
+        ((rate, dtype),) = hpnb.launch(matmul_rate, ranks=1, device="cuda", timeout=120.0)
+        link, hardware = REPLAY_LINK, f"{hardware}, {REPLAY_LINK.name} assumed"
+        times = tuple(seconds("all_reduce", n, ranks, link) for n in sizes)
+    else:
+        results = hpnb.launch(measure, ranks=ranks, device=choice.device, timeout=120.0)
+        # A collective is over when its last rank is; every rank's matmul runs at the pace of the slowest.
+        times = tuple(max(of_size) for of_size in zip(*(times for times, _, _ in results), strict=True))
+        link = fit_link(sizes, times, ranks)
+        rate = min(rate for _, rate, _ in results)
+        dtype = results[0][2]
     return MachineCard(
-        hardware, choice.device, choice.ranks, link.latency, link.bandwidth, rate, dtype, sizes, times
+        hardware, choice.device, ranks, link.latency, link.bandwidth, rate, dtype, sizes, times
     )
 
 
-def hardware_name(device: str, ranks: int) -> str:
+def hardware_name(choice: DeviceChoice) -> str:
     """What the ranks run on, without a host's name: "2 CPU cores" or "4 x NVIDIA H200"."""
-    if device == "cuda":
-        return gpu_names(ranks)
-    cores = hpnb.ranks.usable_cores()
-    return f"{cores} CPU core{'s' if cores > 1 else ''}"
+    if choice.device == "cuda":
+        return gpu_names(choice.gpus)
+    return count_text(hpnb.ranks.usable_cores(), "CPU core")
 
 
 def measure() -> tuple[list[float], float, str]:

@@ -32,6 +32,7 @@ import torch
 
 import hpnb
 from hpnb import files
+from hpnb.lesson.banner import count_text
 from hpnb.lesson.pages import numbers_in_prose, paired
 from hpnb.lesson.pages.clean_outputs import clean, name_cells
 from hpnb.lesson.values import WRITING
@@ -102,8 +103,7 @@ def hardware_here() -> str:
         # In a child: a context of this process would take GPU memory from the notebook that runs next.
         done = subprocess.run([sys.executable, "-c", _GPU_NAMES], capture_output=True, text=True, check=True)
         return " + ".join(f"{n} x {name}" for name, n in Counter(done.stdout.splitlines()).items())
-    cores = usable_cores()
-    return f"{cores} CPU core{'s' if cores > 1 else ''}"
+    return count_text(usable_cores(), "CPU core")
 
 
 # --- the command -----------------------------------------------------------------------------
@@ -193,10 +193,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds a notebook (default: 600)")
     options = parser.parse_args(arguments)
-    files = [*options.notebook]
+    named = [*options.notebook]
     if options.all:
-        files += [file for end in ("py", "ipynb") for file in Path("notebooks").glob(f"*.{end}")]
-    paths = sorted({file.with_suffix("") for file in files})
+        named += [file for end in ("py", "ipynb") for file in Path("notebooks").glob(f"*.{end}")]
+    paths = sorted({file.with_suffix("") for file in named})
     if not paths:
         parser.error("name a notebook, or --all")
     for path in paths:

@@ -8,7 +8,6 @@ choice costs over the least cost, less 1. The order of the others is reported, a
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from typing import Literal, cast
 
 from pydantic import TypeAdapter
 
-from hpnb.lesson.home import load, save
+from hpnb.lesson.home import load, write_json
 from hpnb.lesson.tables import number
 
 Kind = Literal["identity", "model", "ranking"]
@@ -185,13 +184,10 @@ def _read_ranking(outcome: Outcome, order: tuple[str, ...], who: str) -> str:
 
 # --- the file ----------------------------------------------------------------------------------
 
-_OUTCOMES = TypeAdapter(dict[str, Outcome])
-
 
 def read_outcomes() -> dict[str, Outcome]:
-    return load(FILE, _OUTCOMES.validate_json, {})
+    return load(FILE, TypeAdapter(dict[str, Outcome]).validate_json, {})
 
 
 def write_outcomes(outcomes: Mapping[str, Outcome]) -> None:
-    fields = {key: asdict(outcome) for key, outcome in outcomes.items()}
-    save(FILE, json.dumps(fields, indent=1, ensure_ascii=False) + "\n")
+    write_json(FILE, {key: asdict(outcome) for key, outcome in outcomes.items()})

@@ -378,4 +378,4 @@ def add_to_ledger(
 
 def hardware(ranks: int) -> str:
     """What this page's ranks run on, for the ledger: "4 x NVIDIA H200"."""
-    return hardware_name(hpnb.ranks.choose_device("auto", ranks).device, ranks)
+    return hardware_name(hpnb.ranks.choose_device("auto", ranks))

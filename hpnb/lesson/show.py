@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpnb.lesson.predictions.outcome import GOOD, ratio_of, ratio_text
-from hpnb.lesson.tables import number, present, split_unit, survivors_table, table
+from hpnb.lesson.tables import cell_text, number, present, split_unit, survivors_table, table
 from hpnb.lesson.values import flatten, record, slug
 from hpnb.ranks import RankError
 from hpnb.record import MemoryProfile, OutOfBudget, Timeline
@@ -153,19 +153,13 @@ def _measurements(
     lines = []
     for name in rows:
         label, row_unit = split_unit(str(name))
-        cells = [_cell(column.get(name), row_unit or unit) for column in numbers.values()]
+        cells = [cell_text(column.get(name), row_unit or unit) for column in numbers.values()]
         cells += [ratios.get(name, "-")] if len(numbers) > 1 else []
-        cells += [_cell(column.get(name), split_unit(head)[1] or row_unit) for head, column in more.items()]
+        cells += [
+            cell_text(column.get(name), split_unit(head)[1] or row_unit) for head, column in more.items()
+        ]
         lines.append((label, *cells))
     table(("", *heads, *(split_unit(head)[0] for head in more)), lines, title, note)
-
-
-def _cell(value: Any, unit: str) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, (bool, str)):
-        return ("no", "yes")[value] if isinstance(value, bool) else value
-    return number(value, unit)
 
 
 def _parity(records: Sequence[Parity], names: Sequence[str], title: str, note: str, _: Any) -> None:

@@ -45,6 +45,15 @@ def number(value: SupportsFloat, unit: str = "") -> str:
     return f"{text} {prefix}{unit}".rstrip()
 
 
+def cell_text(value: Cell, unit: str = "") -> str:
+    """As a table holds it: a number through `number`, "yes" or "no", a string as it is, None as a dash."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return value if isinstance(value, str) else number(value, unit)
+
+
 def plain(value: SupportsFloat) -> float:
     """A Python number: of a tensor, an array of one, a count. Whole numbers stay exact."""
     return int(cast(Any, value)) if isinstance(value, Integral) else float(value)
@@ -61,14 +70,14 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], title: str = "
 
     Args:
         columns: headings; leave all of them empty for a table without a heading.
-        rows: strings as they are, numbers through `number`, None as a dash.
+        rows: of cells, see `cell_text`.
         title: above the table.
         note: a sentence beneath it.
 
     Raises:
         ValueError: a row has not as many cells as there are columns.
     """
-    cells = [["-" if c is None else c if isinstance(c, str) else number(c) for c in row] for row in rows]
+    cells = [[cell_text(cell) for cell in row] for row in rows]
     for row in cells:
         if len(row) != len(columns):
             raise ValueError(f"a row has {len(row)} cells for {len(columns)} columns: {row}")
@@ -96,12 +105,18 @@ def present(html: str, text: str, payload: Mapping[str, Any] | None = None) -> N
     Args:
         payload: travels in the output's metadata["hpnb"], for the command that commits the page.
     """
+    if not display({"text/html": html, "text/plain": text}, payload):
+        print(text)
+
+
+def display(forms: Mapping[str, Any], payload: Mapping[str, Any] | None = None) -> bool:
+    """Display {MIME type: one thing in that form} where there is IPython; whether there is. See `present`."""
     ipython = sys.modules.get("IPython")
     if ipython is None or ipython.get_ipython() is None:
-        print(text)
-    else:
-        metadata = {"hpnb": dict(payload)} if payload else {}
-        ipython.display.display({"text/html": html, "text/plain": text}, metadata=metadata, raw=True)
+        return False
+    metadata = {"hpnb": dict(payload)} if payload else {}
+    ipython.display.display(dict(forms), metadata=metadata, raw=True)
+    return True
 
 
 def _three(value: float) -> str:

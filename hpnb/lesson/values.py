@@ -15,13 +15,13 @@ import json
 import operator
 import os
 import re
-import sys
 from collections.abc import Mapping
 from functools import lru_cache
+from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsFloat
 
-from hpnb.lesson.tables import number, plain, present
+from hpnb.lesson.tables import display, number, plain, present
 from hpnb.record import MemoryProfile, Timeline
 from hpnb.record.traffic import Traffic
 
@@ -52,11 +52,13 @@ def record(key: str, value: Any, unit: str = "") -> None:
             MemoryProfile (.peak and each category) or Traffic (each axis, .total).
 
     Raises:
-        ValueError: the key does not begin with the page's number, or the value is none of these.
+        ValueError: the key does not begin with the page's number.
+        TypeError: the value is none of these.
     """
     values = flatten(key, value, unit)
     if writing_page():
-        emit({"values": {name: list(item) for name, item in values.items()}})
+        payload = {"values": {name: list(item) for name, item in values.items()}}
+        display({"text/plain": ""}, payload)  # an empty output, which the command that commits takes out
         return
     page = _page(key[:2])
     lines = [
@@ -93,8 +95,8 @@ def claim(
     if not holds:
         why = otherwise or "Other sizes, links and clocks than the page's can turn this around."
         text = f"✗ Not in this run: {statement}{shown.replace('(', '(not ')}. {why}"
-    result = {"holds": holds, "numbers": numbers}
-    present(f"<p>{_escape(text)}</p>", text, {"claims": {statement: result}} if writing_page() else None)
+    payload = {"claims": {statement: {"holds": holds, "numbers": numbers}}} if writing_page() else None
+    present(f"<p>{escape(text, quote=False)}</p>", text, payload)
 
 
 def flatten(key: str, value: Any, unit: str = "") -> dict[str, Value]:
@@ -128,13 +130,6 @@ def writing_page() -> bool:
     return bool(os.environ.get(WRITING))
 
 
-def emit(payload: Mapping[str, Any]) -> None:
-    """Send `payload` along with an empty output; the command that commits the page takes it out."""
-    ipython = sys.modules.get("IPython")
-    if ipython is not None and ipython.get_ipython() is not None:
-        ipython.display.display({"text/plain": ""}, metadata={"hpnb": dict(payload)}, raw=True)
-
-
 class _CommittedPage(NamedTuple):
     values: Mapping[str, Value]
     in_prose: frozenset[str]  # keys in its prose
@@ -160,7 +155,3 @@ def _page(number: str) -> _CommittedPage:
 
 def committed_values(mark: Mapping[str, Any]) -> dict[str, Value]:
     return {name: Value(*item) for name, item in mark.get("values", {}).items()}
-
-
-def _escape(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;")

@@ -13,7 +13,6 @@ an answer to the challenge, one above the other.
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from hpnb.lesson.explorers.knobs import Knobs
-from hpnb.lesson.tables import number, split_unit
+from hpnb.lesson.tables import cell_text, display, split_unit
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -99,14 +98,11 @@ class Explorer:
 
     def display(self) -> Explorer:
         """Show the widget in a notebook, and the figure for pages without widgets."""
-        ipython = sys.modules.get("IPython")
-        if ipython is not None and ipython.get_ipython() is not None:
-            from hpnb import plot
+        from hpnb import plot
 
-            view = dict(self.widget._repr_mimebundle_())
-            names = ", ".join(name.replace("_", " ") for name in self._knobs)
-            view["text/plain"] = f"An explorer; its knobs are {names}. Run the notebook to move them."
-            ipython.display.display(view, raw=True)
+        names = ", ".join(name.replace("_", " ") for name in self._knobs)
+        words = f"An explorer; its knobs are {names}. Run the notebook to move them."
+        if display({**self.widget._repr_mimebundle_(), "text/plain": words}):
             plot.show(*self.static_figure())
         return self
 
@@ -118,7 +114,7 @@ class Explorer:
         start = {name: knob.value for name, knob in self._knobs.items()}
         setting = {**start, **self.answer}
         answer, answer_alt = self._evaluate(**setting)[1](False)
-        moved = ", ".join(f"{name.replace('_', ' ')} {_shown(v)}" for name, v in self.answer.items())
+        moved = ", ".join(f"{name.replace('_', ' ')} {cell_text(v)}" for name, v in self.answer.items())
         knob, reading = self.trade
         places = dict(zip(self._trade_names, (start, setting), strict=True))
         middle = small_multiples.trade_off(
@@ -189,17 +185,10 @@ class Explorer:
         return f"<div>Challenge: {text}: <b>{'met' if met else 'open'}</b>{before}</div>"
 
 
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else number(value)
-
-
 def _reading_line(readings: Mapping[str, Any], alt: str) -> str:
     """Readings to see, and the alt text to hear: an Image widget has no place for it."""
     parts = []
     for name, value in readings.items():
         label, unit = split_unit(name)
-        if isinstance(value, bool):
-            value = ("no", "yes")[value]
-        text = value if isinstance(value, str) else number(value, unit)
-        parts.append(f"{escape(label)} <b>{escape(text)}</b>")
+        parts.append(f"{escape(label)} <b>{escape(cell_text(value, unit))}</b>")
     return f'<div>{" · ".join(parts)}<span style="{_SCREEN_READER_ONLY}">{escape(alt)}</span></div>'

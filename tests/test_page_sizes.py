@@ -16,7 +16,7 @@ import hpnb
 from hpnb import lesson, theory
 from hpnb.lesson import rank_share
 from hpnb.lesson.page_needs import NEEDS, Trial
-from hpnb.lesson.page_sizes import FILL, PageSizes, choose_sizes, predict
+from hpnb.lesson.page_sizes import FILL, PageSizes, choose_sizes, predict_trial
 from hpnb.lesson.programs import gpt2_zero
 from hpnb.lesson.rank_share import RankShare
 from hpnb.models import GPT2_SIZES, SIZES, GPT2Size, ViTSize
@@ -67,7 +67,7 @@ def test_no_larger_trial_would_fit(machine: str) -> None:
         for trial in listed.candidates(4):
             if trial == sizes.trial:
                 break
-            before.append(predict(need, trial, share))
+            before.append(predict_trial(need, trial, share))
         assert not [one for one in before if one.fits and one.seconds <= listed.seconds], need
 
 

@@ -18,6 +18,7 @@ from hpnb.mesh import ParallelLayout
 from hpnb.models import GPT2_SIZES, SIZES, GPT2Size, ViTSize
 from hpnb.theory import LINKS, LayerCost, LayoutTask
 
+VIT_S16 = ViTSize(hidden=384, layers=12, heads=6, mlp=1536, patch=16, image=224)
 SMALL_VIT = ViTSize(hidden=256, layers=8, heads=8, mlp=1024, patch=8, image=32)
 PIPELINE_MICROBATCHES = 8  # of notebooks 02, 04, 06 and 08
 _CLASSES = 3
@@ -74,12 +75,13 @@ class PageNeed:
 # --- what models take ---------------------------------------------------------------------------------
 
 
-def _parameters(size: ViTSize | GPT2Size) -> int:
+def parameters_of(size: ViTSize | GPT2Size) -> int:
+    """Of the model that a page trains; a ViT has three classes."""
     return size.parameters(_CLASSES) if isinstance(size, ViTSize) else size.parameters()
 
 
 def _flops(size: ViTSize | GPT2Size, batch: int) -> float:
-    """Forward and backward of `batch` images or rows."""
+    """Forward and backward of `batch` images or sequences."""
     if isinstance(size, ViTSize):
         return size.training_flops(batch, _CLASSES)
     return size.training_flops(batch)
@@ -92,7 +94,7 @@ def _kept(size: ViTSize | GPT2Size, batch: int, value: int, ranks: int = 1) -> f
 
 
 def _flow(size: ViTSize | GPT2Size, batch: int, value: int) -> float:
-    """What moves through one block in its backward: three of the MLP's inner values, two of the block's."""
+    """Temporary bytes of a block's backward: three of the MLP's inner values, two of the block's."""
     block = size.block(batch)
     return value * block.batch * block.sequence * (3 * block.mlp_ratio + 2) * block.hidden
 
@@ -123,7 +125,7 @@ def _replica(trial: Trial, ranks: int, value: int) -> float:
     """01's sweep and its causes: three models without an optimizer take turns, two of them with buckets, and
     one message of a model's size is reduced in turn with them or beside them."""
     size = trial.size
-    states = (3 * 2 + 2 + 1) * value * _parameters(size)
+    states = (3 * 2 + 2 + 1) * value * parameters_of(size)
     return states + size.layers * _kept(size, trial.batch, value) + _flow(size, trial.batch, value)
 
 
@@ -131,21 +133,21 @@ def _pipelines(trial: Trial, ranks: int, value: int) -> float:
     """02: five schedules take turns, and GPipe holds the activations of all microbatches."""
     size, microbatch = trial.size, -(-trial.batch // PIPELINE_MICROBATCHES)
     stage = -(-size.layers // ranks)
-    states = value * _parameters(size) * (1 + 5 * 2 * stage / size.layers)
+    states = value * parameters_of(size) * (1 + 5 * 2 * stage / size.layers)
     return states + stage * _kept(size, trial.batch, value) + 2 * _flow(size, microbatch, value)
 
 
 def _two_tensor_blocks(trial: Trial, ranks: int, value: int) -> float:
     """03: models of one and of two blocks, split over all ranks."""
     size = trial.size
-    states = 3 * value * _parameters(replace(size, layers=2))
+    states = 3 * value * parameters_of(replace(size, layers=2))
     return states + 2 * _kept(size, trial.batch, value, ranks) + 2 * _flow(size, trial.batch, value)
 
 
 def _modes(trial: Trial, ranks: int, value: int) -> float:
     """03: three modes of a block take turns, and each keeps its input and that input's gradient."""
     size = trial.size
-    states = 2 * value * _parameters(size) * (1 + 3 / 4)
+    states = 2 * value * parameters_of(size) * (1 + 3 / 4)
     inputs = 3 * 2 * value * trial.batch * size.block().sequence * size.hidden
     kept = size.layers * _kept(size, trial.batch, value, 4)
     return states + inputs + kept + _flow(size, trial.batch, value)
@@ -153,7 +155,7 @@ def _modes(trial: Trial, ranks: int, value: int) -> float:
 
 def _one_axis(trial: Trial, ranks: int, value: int) -> float:
     """04: the same batch along dp, pp and tp; the fullest of the three."""
-    size, parameters, blocks = trial.size, _parameters(trial.size), trial.size.layers
+    size, parameters, blocks = trial.size, parameters_of(trial.size), trial.size.layers
     share, microbatch = -(-trial.batch // ranks), -(-trial.batch // PIPELINE_MICROBATCHES)
     flying = min(ranks, PIPELINE_MICROBATCHES) * -(-blocks // ranks)
     built = value * parameters
@@ -179,7 +181,7 @@ def _gpt2_pipelines(trial: Trial, ranks: int, value: int) -> float:
     size, stage = trial.size, -(-trial.size.layers // ranks)
     assert isinstance(size, GPT2Size)
     table = size.vocab_size * size.hidden
-    states = value * (_parameters(size) + stage * size.block().parameters + table)
+    states = value * (parameters_of(size) + stage * size.block().parameters + table)
     flying = 1.5 * min(ranks, PIPELINE_MICROBATCHES) * stage * _kept(size, trial.batch, value)
     waiting = 2.0 * ranks * value * size.vocab_size * trial.batch * size.length
     return states + flying + _logits(size, trial.batch) + waiting
@@ -188,7 +190,7 @@ def _gpt2_pipelines(trial: Trial, ranks: int, value: int) -> float:
 def _tensor_ends(trial: Trial, ranks: int, value: int) -> float:
     """07: two blocks, embedding and head, split over all ranks; logits gathered once for comparison."""
     size = trial.size
-    states = 3 * value * _parameters(replace(size, layers=2))
+    states = 3 * value * parameters_of(replace(size, layers=2))
     kept = 2 * _kept(size, trial.batch, value, ranks) + _flow(size, trial.batch, value)
     return states + kept + 2 * _logits(size, trial.batch) / ranks
 
@@ -203,8 +205,8 @@ def _layouts(trial: Trial, ranks: int, value: int) -> float:
         block, size.layers, size.vocab_size, rows, nothing, nothing, 0.0, next(iter(LINKS.values()))
     )
     layouts = [*theory.task_layouts(task, ranks, trial.batch), ParallelLayout(ranks, zero_stage=3)]
-    timed = value * _parameters(size) + _kept(size, 4 * trial.batch, value) + _logits(size, 4 * trial.batch)
-    built = value * _parameters(size)
+    timed = value * parameters_of(size) + _kept(size, 4 * trial.batch, value) + _logits(size, 4 * trial.batch)
+    built = value * parameters_of(size)
     return max(timed, built + max(theory.layout_memory(task, layout) for layout in layouts))
 
 
@@ -227,12 +229,12 @@ def _block_steps(count: float) -> Callable[[Trial, int], float]:
 
 
 def _vits(*choices: tuple[str, int]) -> tuple[Trial, ...]:
-    sizes = {**SIZES, "s16": ViTSize(384, 12, 6, 1536, 16, 224)}
+    sizes = {**SIZES, "s16": VIT_S16}
     return tuple(Trial(sizes[name], images) for name, images in choices)
 
 
 def _gpt2s(*choices: tuple[str, int, int]) -> tuple[Trial, ...]:
-    """(name, rows, tokens of a row)."""
+    """(name, sequences, tokens of each)."""
     sizes = {
         **GPT2_SIZES,
         "451m": GPT2Size(1600, 12, 25, 6400, 50257, 1024),
@@ -246,19 +248,14 @@ def _gpt2s(*choices: tuple[str, int, int]) -> tuple[Trial, ...]:
     return tuple(Trial(replace(sizes[name], length=length), rows) for name, rows, length in choices)
 
 
-def _wide(*choices: tuple[int, int]) -> tuple[Trial, ...]:
-    """(hidden size, images): six blocks that keep a GPU busy with few images."""
-    return tuple(Trial(ViTSize(h, 6, h // 128, 4 * h, 16, 224), images) for h, images in choices)
-
-
-def _blocks(*choices: tuple[int, int]) -> tuple[Trial, ...]:
-    """(hidden size, images): two blocks, so wide that a GPU computes for longer than launching them takes."""
-    return tuple(Trial(ViTSize(h, 2, h // 64, 4 * h, 16, 224), images) for h, images in choices)
+def _wide_vits(layers: int, head_width: int, *choices: tuple[int, int]) -> tuple[Trial, ...]:
+    """(hidden size, images): a few blocks, so wide that a GPU computes for longer than launching takes."""
+    return tuple(Trial(ViTSize(h, layers, h // head_width, 4 * h, 16, 224), images) for h, images in choices)
 
 
 _ONE_RANK = [(name, n) for name in ("l16", "b16", "s16") for n in (64, 32, 16)]
-_WHOLE_BATCH = [("l16", 1024), ("l16", 512), ("l16", 256), ("l16", 128), ("b16", 256), ("b16", 128),
-                ("l16", 64), ("b16", 64), ("b16", 32), ("b16", 16)]  # fmt: skip
+_FULL_BATCH = [("l16", 1024), ("l16", 512), ("l16", 256), ("l16", 128), ("b16", 256), ("b16", 128),
+               ("l16", 64), ("b16", 64), ("b16", 32), ("b16", 16)]  # fmt: skip
 _ROWS = [("1.5b", 4, 1024), ("1.5b", 2, 1024), ("774m", 4, 1024), ("774m", 2, 1024), ("774m", 1, 1024),
          ("355m", 4, 1024), ("355m", 2, 1024), ("355m", 1, 1024), ("124m", 2, 1024), ("124m", 1, 1024),
          ("124m", 1, 512), ("124m", 1, 256), ("45m", 1, 1024), ("45m", 1, 512), ("45m", 1, 256),
@@ -290,26 +287,26 @@ NEEDS: dict[str, PageNeed] = {
     ),
     "01.wide": PageNeed(
         "images a rank", Trial(replace(SMALL_VIT, layers=1), 64),
-        _wide(*((h, n) for h in (4096, 2048, 1024, 512) for n in (64, 32, 16))), _replica,
+        _wide_vits(6, 128, *((h, n) for h in (4096, 2048, 1024, 512) for n in (64, 32, 16))), _replica,
         _steps(72, False), 60.0,
     ),
     "02": PageNeed(
-        "images", Trial(SMALL_VIT, 16), _vits(*_WHOLE_BATCH), _pipelines, _steps(244, True)
+        "images", Trial(SMALL_VIT, 16), _vits(*_FULL_BATCH), _pipelines, _steps(244, True)
     ),
     "03": PageNeed(
-        "images", Trial(SMALL_VIT, 64), _vits(*_WHOLE_BATCH), _two_tensor_blocks,
+        "images", Trial(SMALL_VIT, 64), _vits(*_FULL_BATCH), _two_tensor_blocks,
         lambda trial, ranks: 60 * _flops(replace(trial.size, layers=1), trial.batch) / ranks, 30.0,
         splits_heads=True,
     ),
     "03.modes": PageNeed(
         "images", Trial(replace(SMALL_VIT, heads=16, layers=1), 32),
-        _blocks((4096, 256), (4096, 128), (2048, 256), (2048, 128), (1024, 256), (1024, 128), (1024, 64),
-                (512, 128), (256, 64)), _modes,
+        _wide_vits(2, 64, (4096, 256), (4096, 128), (2048, 256), (2048, 128), (1024, 256), (1024, 128),
+                   (1024, 64), (512, 128), (256, 64)), _modes,
         _block_steps(40), 60.0,
     ),
     "04": PageNeed(
         "images", Trial(ViTSize(128, 4, 4, 512, 8, 32), 64),
-        _vits(*(c for c in _WHOLE_BATCH if 32 <= c[1] <= 512)), _one_axis,
+        _vits(*(c for c in _FULL_BATCH if 32 <= c[1] <= 512)), _one_axis,
         _steps(42, True), splits_heads=True,
     ),
     "05": PageNeed(

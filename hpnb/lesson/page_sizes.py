@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import hpnb
-from hpnb.lesson.page_needs import NEEDS, PageNeed, Trial
+from hpnb.lesson.page_needs import NEEDS, VIT_S16, Trial, parameters_of
 from hpnb.lesson.rank_share import RankShare, measure_share
 from hpnb.models import GPT2_SIZES, SIZES, GPT2Size, ViTSize
 from hpnb.precision import LossScaler, PrecisionPolicy, policy
@@ -30,7 +30,7 @@ EFFICIENCY = 0.5  # of the rate of large matrix products, which a training step 
 
 _NAMES: dict[object, str] = {
     SIZES["b16"]: "ViT-B/16",
-    ViTSize(384, 12, 6, 1536, 16, 224): "ViT-S/16",
+    VIT_S16: "ViT-S/16",
     SIZES["l16"]: "ViT-L/16",
     GPT2_SIZES["124m"]: "GPT-2 small",
     GPT2_SIZES["355m"]: "GPT-2 medium",
@@ -76,8 +76,7 @@ class PageSizes:
         """Of gradients: PyTorch's 25 MB, or an eighth of a small model's."""
         if self.device == "cpu":
             return NEEDS[self.need].laptop_bucket_mb
-        count = self.size.parameters(3) if isinstance(self.size, ViTSize) else self.size.parameters()
-        return min(25.0, self.dtype.itemsize * count / 8 / 2**20)
+        return min(25.0, self.dtype.itemsize * parameters_of(self.size) / 8 / 2**20)
 
     @property
     def laptop(self) -> Any:
@@ -131,14 +130,14 @@ def choose_sizes(need: str, ranks: hpnb.Ranks | RankShare | int) -> PageSizes:
     listed, share = NEEDS[need], ranks if isinstance(ranks, RankShare) else measure_share(ranks)
     if share.device == "cpu":
         return PageSizes(need, listed.laptop, share)
-    choices = [predict(need, trial, share) for trial in listed.candidates(share.ranks)]
+    choices = [predict_trial(need, trial, share) for trial in listed.candidates(share.ranks)]
     affordable = (sizes for sizes in choices if sizes.fits and sizes.seconds <= listed.seconds)
     return next(affordable, choices[-1])
 
 
-def predict(need: str, trial: Trial, share: RankShare) -> PageSizes:
+def predict_trial(need: str, trial: Trial, share: RankShare) -> PageSizes:
     """What a trial takes on the ranks of `share`."""
-    listed: PageNeed = NEEDS[need]
+    listed = NEEDS[need]
     peak = listed.peak(trial, share.ranks, share.dtype.itemsize)
     rate = EFFICIENCY * share.flop_rate
     seconds = listed.flops(trial, share.ranks) / rate if math.isfinite(rate) else 0.0
@@ -147,6 +146,6 @@ def predict(need: str, trial: Trial, share: RankShare) -> PageSizes:
 
 def model_name(size: ViTSize | GPT2Size) -> str:
     """ "GPT-2 medium (355 M parameters)", or the shape of a model that has no name."""
-    kind, count = ("ViT", size.parameters(3)) if isinstance(size, ViTSize) else ("GPT-2", size.parameters())
+    kind, count = "ViT" if isinstance(size, ViTSize) else "GPT-2", parameters_of(size)
     named = _NAMES.get(size, f"{kind} of {size.layers} blocks of {size.hidden}")
     return f"{named} ({count / 1e6:,.{0 if count > 1e8 else 1}f} M parameters)"

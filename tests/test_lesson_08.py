@@ -521,10 +521,10 @@ def test_regret_of_rules_of_thumb_predictions_and_guesses() -> None:
     write_outcomes({outcome.key: outcome for outcome in told})
     score = regret.show_regret("08.regret")
     guess, predicted, rule = score["your guess"], score["prediction"], score["rule of thumb"]
-    assert (guess.given, guess.held) == (2, 0)
+    assert (guess.answered, guess.right) == (2, 0)
     assert sorted(guess.regrets) == pytest.approx([0.2, 0.5])
-    assert (predicted.given, predicted.held, predicted.median) == (4, 3, 0.0)
-    assert (rule.given, rule.regrets) == (1, pytest.approx((1.0,)))
+    assert (predicted.answered, predicted.right, predicted.median) == (4, 3, 0.0)
+    assert (rule.answered, rule.regrets) == (1, pytest.approx((1.0,)))
     write_outcomes({})
     assert regret.show_regret("08.regret")["your guess"].median is None
 

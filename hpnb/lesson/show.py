@@ -2,7 +2,7 @@
 
     show(measured, title="GPipe holds 8 microbatches")                  # Timelines, MemoryProfiles: a figure
     show({"predicted": simulated, "run": measured}, in_flight=True)     # the same, named
-    show(predicted=told, measured=seen, unit="s", title="dp wins")      # {row: number}: a table with ratio
+    show(predicted=steps, measured=ran, unit="s", title="dp wins")      # {row: number}: a table with ratio
     show(counted={"sent (B)": 4e6, "kept (B)": 1e6})                    # rows with units of their own
     show(Parity({"by hand": {"loss": 0.0, "weights": 3e-16}}))          # distances from one process
     show(error); show(out_of_budget); show(traffic); show(figure); show(function)

@@ -1,12 +1,12 @@
-"""What a page's run records: numbers that the prose tells, and claims that the page makes.
+"""What a page's run records: numbers for its prose, and claims that the page makes.
 
     lesson.record("04.step", seconds, "s")             # prose: The step took {{04.step}}.
     lesson.record("04.sent", {"dp": 1e6, "tp": 4e6})   # prose: tp sends {{04.sent.tp:,.0f}} bytes
     lesson.claim("tp sends more than dp", (4e6, ">", 1e6))
 
 The command that runs a page collects both from the outputs and stores them in the notebook's metadata
-(hpnb/lesson/pages). When a reader runs the page, its prose goes on telling the page's run, and the cell says
-where this machine differs: "04.step here: 412 ms; on the page: 304 ms".
+(hpnb/lesson/pages). When a reader runs the page, its prose keeps the committed run's numbers, and the cell
+says where this machine differs: "04.step here: 412 ms; on the page: 304 ms".
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Value(NamedTuple):
     unit: str = ""
 
     def text(self, spec: str = "") -> str:
-        """As prose tells it; a format `spec` is applied to the bare value: "{{04.step:.2f}} seconds"."""
+        """As prose has it; a format `spec` is applied to the bare value: "{{04.step:.2f}} seconds"."""
         if spec:
             return format(self.value, spec)
         return self.value if isinstance(self.value, str) else number(self.value, self.unit)
@@ -100,7 +100,7 @@ def claim(
 
 
 def flatten(key: str, value: Any, unit: str = "") -> dict[str, Value]:
-    """{key.name: value} of everything in `value` that prose can tell."""
+    """{key.name: value} of everything in `value` that prose can have."""
     if not _KEY.fullmatch(key):
         raise ValueError(f'{key!r} is no key; write the page and a name in small letters, such as "04.step"')
     if isinstance(value, Timeline):

@@ -1,7 +1,7 @@
 """Commands that run, clean, pair and commit notebooks (no notebook imports them), and how a page is written.
 
 A page is `notebooks/NN_name.py`. Its cells hold the experiment; `lesson.show` makes figures, tables and alt
-texts; its prose tells the run that is committed, and the run writes the numbers.
+texts; its prose describes the committed run, and the run writes the numbers.
 
     # %% [markdown]
     # ## 1F1B buys memory, not time

@@ -152,7 +152,7 @@ def fill(path: Path) -> None:
 
 
 @contextmanager
-def nobodys_home() -> Iterator[None]:
+def empty_home() -> Iterator[None]:
     """HPNB_HOME is an empty folder meanwhile, and kernels know that they write the page."""
     before = os.environ.get("HPNB_HOME")
     with tempfile.TemporaryDirectory(prefix="hpnb-home-") as folder:
@@ -208,7 +208,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.pair:
             parser.error("pairing needs jupytext")
         print("jupytext is not installed: taking the code from .ipynb, not from .py", file=sys.stderr)
-    with nobodys_home():
+    with empty_home():
         wrong = [_process(path, options, max(len(path.name) for path in paths)) for path in paths]
     return 1 if any(wrong) and not options.pair else 0  # what --pair says is news, not a failure
 

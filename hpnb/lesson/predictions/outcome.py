@@ -52,7 +52,7 @@ class Outcome:
     truth_range: tuple[int | float, int | float] | None = None
 
     def regret_of(self, value: Answer) -> float | None:
-        """0 for an answer come true, 0.3 for one that is 30 % off, too high or too low."""
+        """0 for a right answer, 0.3 for one that is 30 % off, too high or too low."""
         ratio = self._over(value)
         if ratio is None or ratio < 0:
             return None

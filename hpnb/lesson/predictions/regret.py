@@ -21,15 +21,15 @@ ANSWERS = {"rule of thumb": "rule_of_thumb", "prediction": "predicted", "your gu
 
 @dataclass(frozen=True)
 class Score:
-    """Of one kind of answer: how many there are, how many held, and their regrets."""
+    """Of one kind of answer: how many there are, how many are right, and their regrets."""
 
-    given: int
-    held: int
+    answered: int
+    right: int
     regrets: tuple[float, ...]
 
     @property
     def share(self) -> float:
-        return self.held / self.given if self.given else 0.0
+        return self.right / self.answered if self.answered else 0.0
 
     @property
     def median(self) -> float | None:
@@ -40,9 +40,9 @@ class Score:
 def score(asked: Sequence[Outcome], answer: str) -> Score:
     """Of one kind of answer, "rule_of_thumb", "predicted" or "guess"; all questions have their truth."""
     values = [(outcome, getattr(outcome, answer)) for outcome in asked]
-    given = [(o, v) for o, v in values if v is not None and not (answer == "guess" and o.seen)]
-    regrets = [regret for o, v in given if (regret := o.regret_of(v)) is not None]
-    return Score(len(given), sum(bool(o.holds(v)) for o, v in given), tuple(regrets))
+    answered = [(o, v) for o, v in values if v is not None and not (answer == "guess" and o.seen)]
+    regrets = [regret for o, v in answered if (regret := o.regret_of(v)) is not None]
+    return Score(len(answered), sum(bool(o.holds(v)) for o, v in answered), tuple(regrets))
 
 
 def show_regret(key: str) -> dict[str, Score]:
@@ -66,13 +66,13 @@ def show_regret(key: str) -> dict[str, Score]:
     record(f"{key}.questions", len(asked))
     for who, kind in total.items():
         if who != "your guess" and kind.median is not None:
-            record(f"{key}.{who.replace(' ', '-')}", {"held": kind.held, "given": kind.given})
+            record(f"{key}.{who.replace(' ', '-')}", {"held": kind.right, "given": kind.answered})
             record(f"{key}.{who.replace(' ', '-')}.median", 100 * kind.median, "%")
     return total
 
 
 def _cells(score: Score) -> tuple[str, str]:
-    if not score.given:
+    if not score.answered:
         return "-", "-"
     median = "-" if score.median is None else number(100 * score.median, "%")
-    return f"{score.held} of {score.given}", median
+    return f"{score.right} of {score.answered}", median

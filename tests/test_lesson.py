@@ -343,6 +343,17 @@ def test_none_predicted_and_none_measured_is_exact(said: Callable[[], str]) -> N
     assert "1.00" not in said()  # 0 / 0 is no ratio
 
 
+def test_a_rule_of_thumb_has_its_ratio_beside_an_earlier_guess(said: Callable[[], str]) -> None:
+    lesson.predict("00.e", "How many bytes?", 7, "B", rule_of_thumb=2)
+    lesson.reveal("00.e", 8)
+    said()
+    lesson.predict("00.e", "How many bytes?", unit="B", rule_of_thumb=2)
+    lesson.reveal("00.e", 8)
+    shown = " ".join(said().split())
+    assert "your earlier guess rule of thumb measured measured / rule of thumb" in shown
+    assert "7 B 2 B 8 B 4.00" in shown
+
+
 def test_a_ratio_that_misses_is_not_rounded_to_one_that_holds(said: Callable[[], str]) -> None:
     for truth, ratio in ((1.5957, "0.798"), (2.502, "1.251"), (1.5, "0.75")):
         lesson.predict("00.m", "Factor?", rule_of_thumb=2)

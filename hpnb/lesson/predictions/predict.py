@@ -152,16 +152,15 @@ def reveal(
     if done.kind == "ranking" and regret is not None:
         shown["your regret"] = number(100 * regret, "%")
     elif done.kind != "ranking":
-        first = "predicted" if done.predicted is not None else next(iter(shown))
-        base = {
+        bases = {
             "predicted": done.predicted,
             "your guess": done.guess,
             "rule of thumb": done.rule_of_thumb,
-        }.get(first)
-        if base is not None:
-            score = ratio_of(cast(float, base), cast(float, done.truth))
-            exact = score == 1 and done.kind == "identity"  # of 0 to 0 there is no ratio
-            shown[f"{source} / {first}"] = "exact" if exact else ratio_text(score, done.kind)
+        }
+        if who := next((who for who, base in bases.items() if base is not None), ""):
+            ratio = ratio_of(cast(float, bases[who]), cast(float, done.truth))
+            exact = ratio == 1 and done.kind == "identity"  # of 0 to 0 there is no ratio
+            shown[f"{source} / {who}"] = "exact" if exact else ratio_text(ratio, done.kind)
     table(tuple(shown), [tuple(shown.values())], done.question, reading_of(done))
     answers = {"": done.truth, ".predicted": done.predicted, ".rule-of-thumb": done.rule_of_thumb}
     for part, answer in answers.items():

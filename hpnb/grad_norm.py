@@ -23,7 +23,8 @@ from hpnb.ranks.current_rank import device as this_device
 def total_norm(parameters: Iterable[torch.Tensor], axes: Sequence[Axis] = ()) -> torch.Tensor:
     """The 2-norm of all gradients, each element counted once: (), float32, or float64 if a parameter is.
 
-    Every rank of `axes` calls it, and gets the same number. Without a gradient anywhere it is 0.
+    Every rank of `axes` calls it, and gets the same number. Without a gradient anywhere it is 0. The axes
+    of a tensor-parallel model are `hpnb.tensor_parallel.axes(model)`, and not mesh.tp on a grid.
     """
     distinct = list({id(p): p for p in parameters}.values())
     check_axes(distinct, axes)

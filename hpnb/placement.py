@@ -171,8 +171,18 @@ def _check_axis_names(placements: Iterable[Placement], names: Collection[str]) -
         if missing := sorted(placement.axes - set(names)):
             raise ValueError(
                 f"{placement.name or 'a parameter'} is sharded along {' and '.join(missing)}, and the axes "
-                f"given are {', '.join(sorted(names)) or 'none'}: pass mesh.{missing[0]} too"
+                f"given are {', '.join(sorted(names)) or 'none'}: {_which_to_pass(missing)}"
             )
+
+
+def _which_to_pass(missing: Sequence[str]) -> str:
+    """What to write for axes of these names; those of a grid are no attributes of the mesh."""
+    whole = [f"mesh.{name}" for name in missing if "." not in name]
+    grid = ["*hpnb.tensor_parallel.axes(model)"] if any(name.startswith("tp.") for name in missing) else []
+    parts = sorted({name.split(".")[0] for name in missing if "." in name} - {"tp"})
+    other = [f"the axes that mesh.{name}.split made" for name in parts]
+    sentence = f"pass {' and '.join([*whole, *grid, *other])} too"
+    return f"{sentence}, as in [mesh.dp, *hpnb.tensor_parallel.axes(model)]" if grid else sentence
 
 
 # --- the full model's tensors ----------------------------------------------------------------------
@@ -181,7 +191,9 @@ def _check_axis_names(placements: Iterable[Placement], names: Collection[str]) -
 def full_state_dict(module: nn.Module, axes: Iterable[Axis]) -> dict[str, torch.Tensor]:
     """{name: tensor} of the full model, gathered along `axes`; buffers as they are here.
 
-    Every rank of the axes calls it and gets all of it, one parameter gathered after the other.
+    Every rank of the axes calls it and gets all of it, one parameter gathered after the other. The axes of a
+    tensor-parallel model are `hpnb.tensor_parallel.axes(model)`, on a grid several: pass
+    `[mesh.dp, *hpnb.tensor_parallel.axes(model)]` after `fully_shard`.
 
     Raises:
         ValueError: a parameter is sharded along an axis that is not among `axes`, or lies in a stage of a

@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,9 @@ from hpnb.pipeline_parallel.schedule import Schedule
 from hpnb.pipeline_parallel.tied_weights import TiedWeight
 from hpnb.placement import Cut, full_tensors, keep_placements, placement_of, set_placement
 from hpnb.ranks.current_rank import device as this_device
+
+if TYPE_CHECKING:
+    from hpnb.pipeline_parallel.pipeline import Pipeline
 
 
 class Stages(nn.Module):
@@ -226,7 +229,9 @@ def build_stages(
     return Stages(stages, numbers, this_device(), axis)
 
 
-def full_state_dict(stages: Stages, axis: Axis | None, axes: Iterable[Axis] = ()) -> dict[str, torch.Tensor]:
+def full_state_dict(
+    stages: Stages | Pipeline, axis: Axis | None, axes: Iterable[Axis] = ()
+) -> dict[str, torch.Tensor]:
     """{name: tensor} of the whole model on the CPU, in its order: parameters and buffers of all stages.
 
     Every rank of the axes calls it, and it returns the whole model on every rank, gathered one tensor at a
@@ -234,12 +239,16 @@ def full_state_dict(stages: Stages, axis: Axis | None, axes: Iterable[Axis] = ()
     strict=True.
 
     Args:
+        stages: a Pipeline, or its `module`.
         axis: the pipeline's, `mesh.pp`.
-        axes: others along which parameters are cut: `mesh.dp` after `fully_shard`.
+        axes: others along which parameters are cut: `mesh.dp` after `fully_shard`, and of a tensor-parallel
+            model `hpnb.tensor_parallel.axes(model)`.
 
     Raises:
         ValueError: a parameter is cut along an axis that is in neither.
     """
+    if not isinstance(stages, nn.Module):
+        stages = stages.module
     apart = frozenset() if axis is None else frozenset({axis.name})
     others = [other for other in axes if other.name not in apart]
     state, full_tensor = full_tensors(stages, others, apart=apart)

@@ -60,7 +60,8 @@ def step(
 
     Args:
         axes: the ranks that agree on overflow, and along which gradients may be sharded (`hpnb.placement`).
-            Without any, this rank decides alone.
+            Without any, this rank decides alone. For a tensor-parallel model,
+            `[mesh.dp, *hpnb.tensor_parallel.axes(model)]`: on a grid these are parts of mesh.tp.
         scaler: has multiplied the loss; it is updated.
         max_norm: clip the norm of all gradients to it, as torch.nn.utils.clip_grad_norm_ does; 0 is off.
         factor: multiply gradients by it before they are clipped; a tensor, (), is not read by the CPU.

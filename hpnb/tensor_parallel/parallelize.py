@@ -344,11 +344,23 @@ class TensorParallelAnatomy(WrappedAnatomy):
 
     def run(self, block: Part, hidden: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         if self.set_batch_shape is not None:
-            self.set_batch_shape(*self.inner.tokens(inputs))
+            self.set_batch_shape(*self._batch_shape(inputs))
         return super().run(block, hidden, inputs)
 
     def finish(self, hidden: torch.Tensor, inputs: Inputs) -> Any:
         if self.set_batch_shape is not None:
-            self.set_batch_shape(*self.inner.tokens(inputs))
+            self.set_batch_shape(*self._batch_shape(inputs))
         outputs = super().finish(hidden, inputs)
         return outputs if self.finish_outputs is None else self.finish_outputs(outputs, inputs)
+
+    def _batch_shape(self, inputs: Inputs) -> tuple[int, int]:
+        shape: Any = self.inner.tokens(inputs)
+        if isinstance(shape, tuple | list) and len(shape) == 2:
+            return shape[0], shape[1]
+        inner: Any = self.inner
+        while isinstance(inner, WrappedAnatomy):
+            inner = inner.inner
+        raise ValueError(
+            f"tokens(self, inputs) of {type(inner).__name__} returned {shape!r}; return (samples, tokens of "
+            "each), such as tuple(inputs['input_ids'].shape)"
+        )

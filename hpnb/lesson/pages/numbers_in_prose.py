@@ -42,7 +42,7 @@ def differences(text: str, values: Mapping[str, Value]) -> list[str]:
         place = match["new"] or match["key"]
         key, _, spec = place.partition(":")
         if key not in values:
-            problems.append(f"{key} is told in prose and recorded by no cell")
+            problems.append(f"{key} stands in the prose, and no cell records it")
         elif match["new"] or match["text"] != values[key].text(spec):
             in_prose = match["text"] or "not filled in"
             problems.append(f"{place} is {values[key].text(spec)} in the run and {in_prose} in the prose")

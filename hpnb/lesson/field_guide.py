@@ -28,14 +28,17 @@ class FieldGuideEntry:
 def add(symptom: str, instrument: str, cause: str, notebook: str) -> None:
     """Write one row; it takes the place of the one with the same notebook and symptom."""
     with locked():
-        entries = {(entry.notebook, entry.symptom): entry for entry in _read()}
+        entries = {(entry.notebook, entry.symptom): entry for entry in rows()}
         entries[notebook, symptom] = FieldGuideEntry(symptom, instrument, cause, notebook)
         write_json(FILE, [asdict(entry) for entry in entries.values()])
 
 
 def rows() -> tuple[FieldGuideEntry, ...]:
     """All rows, by notebook, then in the order in which they were first added."""
-    return tuple(sorted(_read(), key=lambda row: row.notebook))
+    stored: tuple[FieldGuideEntry, ...] = load(
+        FILE, TypeAdapter(tuple[FieldGuideEntry, ...]).validate_json, ()
+    )
+    return tuple(sorted(stored, key=lambda row: row.notebook))
 
 
 def show(notebook: str = "") -> None:
@@ -44,7 +47,3 @@ def show(notebook: str = "") -> None:
              for row in rows() if notebook in ("", row.notebook)]  # fmt: skip
     note = "" if lines else "No fault has been found yet."
     table(("symptom", "instrument", "cause", "notebook"), lines, "field guide", note)
-
-
-def _read() -> tuple[FieldGuideEntry, ...]:
-    return load(FILE, TypeAdapter(tuple[FieldGuideEntry, ...]).validate_json, ())

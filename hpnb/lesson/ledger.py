@@ -55,7 +55,7 @@ def add(
     pairs = {name: (_plain(p), _plain(m)) for name, (p, m) in quantities.items()}
     row = LedgerEntry(notebook, str(layout), model, pairs, machine)
     with locked():
-        entries = {entry.key: entry for entry in _read()}
+        entries = {entry.key: entry for entry in rows()}
         entries[row.key] = row
         lines = (json.dumps(asdict(entry), ensure_ascii=False) for entry in entries.values())
         save(FILE, "".join(line + "\n" for line in lines))
@@ -63,7 +63,11 @@ def add(
 
 def rows() -> tuple[LedgerEntry, ...]:
     """All rows, by notebook, then in the order in which they were first added."""
-    return tuple(sorted(_read(), key=lambda row: row.notebook))
+    entry = TypeAdapter(LedgerEntry)
+    stored: tuple[LedgerEntry, ...] = load(
+        FILE, lambda text: tuple(map(entry.validate_json, text.splitlines())), ()
+    )
+    return tuple(sorted(stored, key=lambda row: row.notebook))
 
 
 def show(notebook: str = "") -> None:
@@ -79,11 +83,6 @@ def show(notebook: str = "") -> None:
         lines.append([row.notebook, row.layout, row.model, *cells] + [row.machine] * machines)
     note = "Measured, and in brackets measured / predicted." if entries else "No layout has run yet."
     table(columns + ["machine"] * machines, lines, "ledger", note)
-
-
-def _read() -> tuple[LedgerEntry, ...]:
-    row = TypeAdapter(LedgerEntry)
-    return load(FILE, lambda text: tuple(map(row.validate_json, text.splitlines())), ())
 
 
 def _plain(value: SupportsFloat | None) -> float | None:

@@ -80,6 +80,12 @@ class ComparedRun:
     measured: float
 
 
+def exact_runs(runs: Sequence[ComparedRun], text: str) -> Iterator[Finding]:
+    """Of each result, whether the worst of the ranks' distances to one process is rounding."""
+    for what in runs[0].distances:
+        yield exact((run.distances[what] for run in runs), f"{text}: {what}:")
+
+
 def calls_of(messages: Sequence[Message]) -> str:
     """ "2 all_reduce", "1 all_gather and 1 reduce_scatter", "nothing"."""
     counts = Counter(message.op for message in messages)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -208,13 +208,14 @@ TASKS = {
 }
 
 
-def run_plan(task: GatherTask, plan: Sequence[Sequence[int]]) -> GatherTimeline:
+def run_plan(task: GatherTask, plan: Iterable[Iterable[int]]) -> GatherTimeline:
     """The simulation that judges a plan.
 
     Raises:
         ValueError: it computes with a block that is not gathered, or gathers one that is.
     """
-    return simulate_gathers(task.uses, task.compute_seconds, task.gather_seconds, task.sizes, plan)
+    blocks = [[int(block) for block in starts] for starts in plan]
+    return simulate_gathers(task.uses, task.compute_seconds, task.gather_seconds, task.sizes, blocks)
 
 
 @exercise("05.3", "all-gathers without a stall", 25)
@@ -222,7 +223,7 @@ def gather_order(plan: Callable[[GatherTask], Any]) -> Iterator[Finding]:
     for name, task in TASKS.items():
         answer = plan(task)
         try:
-            gathers = run_plan(task, [[int(block) for block in starts] for starts in answer])
+            gathers = run_plan(task, answer)
         except (TypeError, ValueError, IndexError) as error:
             yield Finding(False, f"{name}: {error}")
             continue
@@ -263,7 +264,7 @@ def compared_plans(
     steps: dict[str, tuple[bool, GatherTimeline, GatherTimeline]] = {}
     for name, task in TASKS.items():
         try:
-            answer = run_plan(task, [[int(block) for block in starts] for starts in plan(task)])
+            answer = run_plan(task, plan(task))
         except Exception:
             continue
         right = run_plan(task, plan_within_limit(task))

@@ -21,6 +21,7 @@ from hpnb.lesson.exercises.findings import (
     calls_of,
     diagnosis,
     exact,
+    exact_runs,
     is_number,
     normal,
     run_on_ranks,
@@ -121,8 +122,7 @@ def vocab_parallel_loss(loss: Callable[..., Any]) -> Iterator[Finding]:
         results = run_on_ranks(_run_losses, loss, ranks=ranks, case=f"{ranks} ranks")
         for name, (targets, _) in _LOSSES.items():
             runs = [result[name] for result in results]
-            for what in runs[0].distances:
-                yield exact((run.distances[what] for run in runs), f"{ranks} ranks, {name}: {what}:")
+            yield from exact_runs(runs, f"{ranks} ranks, {name}")
             counts, right = {run.measured for run in runs}, len(targets) - targets.count(IGNORE_INDEX)
             listed = ", ".join(f"{count:g}" for count in sorted(counts))
             text = f"{ranks} ranks, {name}: the count is {listed}, and {right} targets count"

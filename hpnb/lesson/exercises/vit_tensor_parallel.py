@@ -20,6 +20,7 @@ from hpnb.lesson.exercises.findings import (
     calls_of,
     divisors,
     exact,
+    exact_runs,
     expect_tensor,
     keeps_to_cap,
     normal,
@@ -69,11 +70,6 @@ def _gradient_distances(
     return distances
 
 
-def _exactness(runs: Sequence[ComparedRun], ranks: int) -> Iterator[Finding]:
-    for what in runs[0].distances:
-        yield exact((run.distances[what] for run in runs), f"{ranks} ranks: {what}:")
-
-
 # --- columns, then rows -----------------------------------------------------------------------------
 
 _ROWS, _WIDTH = 6, 12  # of x
@@ -100,7 +96,7 @@ def _run_mlp(mlp: Callable[..., Any]) -> ComparedRun:
 def column_row(mlp: Callable[..., Any]) -> Iterator[Finding]:
     for ranks in (2, 3):
         runs = run_on_ranks(_run_mlp, mlp, ranks=ranks, case=f"{ranks} ranks")
-        yield from _exactness(runs, ranks)
+        yield from exact_runs(runs, f"{ranks} ranks")
         wanted = bytes_sent("all_reduce", 8 * _ROWS * _WIDTH, ranks)
         for way, messages in (("forward", runs[0].forward), ("backward", runs[0].backward)):
             sent = bytes_of(messages)
@@ -159,7 +155,7 @@ def _run_block(block: Callable[..., Any]) -> ComparedRun:
 def sequence_parallel(block: Callable[..., Any]) -> Iterator[Finding]:
     for ranks in (2, 3):
         runs = run_on_ranks(_run_block, block, ranks=ranks, case=f"{ranks} ranks")
-        yield from _exactness(runs, ranks)
+        yield from exact_runs(runs, f"{ranks} ranks")
         once = bytes_sent("all_reduce", 8 * _TOKENS * _WIDTH, ranks)
         vector = bytes_sent("all_reduce", 8 * _WIDTH, ranks)
         ways = (("forward", runs[0].forward, once), ("backward", runs[0].backward, once + vector))

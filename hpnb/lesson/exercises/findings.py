@@ -109,6 +109,13 @@ def keeps_to_cap(text: str, nbytes: float, cap: float) -> Finding:
     return Finding(nbytes <= cap, f"{text} holds {number(nbytes, 'B')}, at most {number(cap, 'B')}")
 
 
+def nearly_shortest(text: str, took: float, fitting: Iterable[float]) -> Finding:
+    """Whether a step takes at most 1 % longer than the shortest of those that fit."""
+    over = took / min(fitting)
+    words = f"a step of {number(took, 's')}, {over:.2f} times the shortest of those that fit"
+    return Finding(over <= 1.01, f"{text}: {words}")
+
+
 def diagnosis(
     key: str, title: str, minutes: float, records: Callable[[], Iterable[tuple[str, Any, Any]]]
 ) -> Exercise:

@@ -9,10 +9,9 @@ from typing import Any
 
 from hpnb.lesson.exercises.checker import Finding, WrongAnswer, exercise
 from hpnb.lesson.exercises.findings import diagnosis as diagnosis_exercise
-from hpnb.lesson.exercises.findings import divisors, keeps_to_cap
+from hpnb.lesson.exercises.findings import divisors, keeps_to_cap, nearly_shortest
 from hpnb.lesson.exercises.stubs import is_blank
 from hpnb.lesson.show import show
-from hpnb.lesson.tables import number
 from hpnb.pipeline_parallel import Action, Costs, Schedule, ScheduleError, schedules
 from hpnb.pipeline_parallel.simulate import replay
 from hpnb.record import Timeline
@@ -215,7 +214,6 @@ class MicrobatchTask:
         return in_flight * (self.batch // m) * self.activation_bytes
 
 
-_SLACK = 1.01
 _TASKS = {
     "launches that cost": MicrobatchTask(64, 4, 1e-3, 0.6e-3, 4e5, LINKS["NVLink 4"], 50e6, 8e9),
     "little memory": MicrobatchTask(64, 4, 1e-3, 2e-3, 4e5, LINKS["NVLink 4"], 50e6, 0.7e9),
@@ -235,7 +233,4 @@ def choose_microbatches(choose: Callable[[MicrobatchTask], Any]) -> Iterator[Fin
         if not memory.ok:
             continue  # it is compared with those that fit
         fitting = [k for k in divisors(task.batch) if task.peak_bytes(k) <= task.memory_cap]
-        took = task.step_seconds(m)
-        over = took / min(task.step_seconds(k) for k in fitting)
-        text = f"{name}: m={m}: a step of {number(took, 's')}, {over:.2f} times the shortest"
-        yield Finding(over <= _SLACK, f"{text} of those that fit")
+        yield nearly_shortest(f"{name}: m={m}", task.step_seconds(m), map(task.step_seconds, fitting))

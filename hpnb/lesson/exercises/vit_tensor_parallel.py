@@ -23,6 +23,7 @@ from hpnb.lesson.exercises.findings import (
     exact_runs,
     expect_tensor,
     keeps_to_cap,
+    nearly_shortest,
     normal,
     run_on_ranks,
 )
@@ -302,7 +303,6 @@ def _describe_cliff(errors: Mapping[str, float]) -> str:
 # --- how many ranks ---------------------------------------------------------------------------------
 
 _BUCKETS = 24
-_SLACK = 1.01
 
 
 @dataclass(frozen=True)
@@ -366,7 +366,5 @@ def choose_ranks(choose: Callable[[TensorTask], Any]) -> Iterator[Finding]:
         yield memory
         if not memory.ok:
             continue  # it is compared with those that fit
-        took = task.step_seconds(t)
-        over = took / min(task.step_seconds(n) for n in sizes if task.state_bytes(n) <= task.cap)
-        text = f"{name}: t={t}: a step of {number(took, 's')}, {over:.2f} times the shortest"
-        yield Finding(over <= _SLACK, f"{text} of those that fit")
+        fitting = [n for n in sizes if task.state_bytes(n) <= task.cap]
+        yield nearly_shortest(f"{name}: t={t}", task.step_seconds(t), map(task.step_seconds, fitting))

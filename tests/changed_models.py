@@ -22,6 +22,7 @@ class Lora(nn.Module):
         self.base = base.requires_grad_(False)
         self.a = nn.Linear(HIDDEN, 3, bias=False) if down is None else down
         self.b = nn.Linear(3, sizes[0] if isinstance(base, nn.Linear) else sizes[1], bias=False)
+        self.calls: torch.Tensor
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -157,6 +158,10 @@ def _tie(model: Any) -> None:
     model.lm_head.weight = model.model.embed_tokens.weight
 
 
+def _compile_block(model: Any) -> None:
+    model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
+
+
 def _drop_block(model: Any) -> None:
     model.transformer.h = model.transformer.h[:2]
 
@@ -180,6 +185,7 @@ CHANGED: dict[str, Callable[[], Any]] = {
     "weight norm": lambda: _changed(
         _gpt2(tie_word_embeddings=False), lambda m: nn.utils.parametrizations.weight_norm(m.lm_head)
     ),
+    "compiled block": lambda: _changed(_llama(), _compile_block),
     "two arguments": lambda: TwoArguments(_gpt2_config(), 4),
 }
 

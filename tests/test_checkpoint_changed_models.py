@@ -27,7 +27,7 @@ IN_EACH = ("llama lora", "adapter", "untied", "shared lora")
 CASES = [
     *((name, "dp") for name in CHANGED),
     *((name, layout) for name in IN_EACH for layout in ("zero 1", "zero 2", "zero 3", "pp")),
-    *((name, "pp") for name in ("vit lora", "vit head", "weight norm")),
+    *((name, "pp") for name in ("vit lora", "vit head", "weight norm", "compiled block")),
     *((name, "tp") for name in ("llama lora", "untied", "dropped block")),
     *((name, "bf16") for name in ("llama lora", "untied")),
 ]

@@ -37,7 +37,8 @@ def copy_module(module: nn.Module, path: str, parts: frozenset[str], in_part: bo
         copied._parameters[name] = None
     for name, buffer in module._buffers.items():
         copied._buffers[name] = None if in_part else buffer
-    copied._non_persistent_buffers_set = set(copied._buffers)
+    # Not by an assignment, which a module that torch.compile has made passes on to its child.
+    vars(copied)["_non_persistent_buffers_set"] = set(copied._buffers)
     for name, child in module._modules.items():
         inner = f"{path}.{name}" if path else name
         copied._modules[name] = None if child is None else copy_module(child, inner, parts, in_part)

@@ -26,6 +26,7 @@ from hpnb.theory import LINKS, LayoutTask
 _TIMEOUT = 120.0
 _TINY = GPT2Size(hidden=20, layers=2, heads=5, mlp=40, vocab_size=61, length=16)
 _LR, _SAMPLES = 2e-3, 8  # what one process was tuned for: learning rate, samples of a step
+_STEPS, _EVERY = 12, 2  # of the run that is killed, and between two saves
 
 
 # --- a run that is killed and changes layout -----------------------------------------------------------
@@ -121,7 +122,6 @@ def serial_losses() -> list[float]:
     return run.losses[:_STEPS]
 
 
-_STEPS, _EVERY = 12, 2
 _MOVES: tuple[tuple[str, dict[str, Any], dict[str, Any], int], ...] = (
     ("dp 2 to pp 2", {}, {"pp_size": 2, "num_microbatches": 2}, 5),
     ("tp 2 to dp 2, ZeRO 1", {"tp_size": 2}, {"zero_stage": 1}, 9),  # saved where an epoch ends

@@ -53,20 +53,30 @@ class Outcome:
 
     def regret_of(self, value: Answer) -> float | None:
         """0 for a right answer, 0.3 for one that is 30 % off, too high or too low."""
-        ratio = self._over(value)
+        ratio = self._ratio(value)
         if ratio is None or ratio < 0:
             return None
         return max(ratio, 1 / ratio) - 1 if ratio else math.inf
 
     def holds(self, value: Answer) -> bool | None:
-        """Whether `value` is right, as its kind judges; None if it or the truth is None."""
+        """Whether `value` is right; None if it or the truth is None.
+
+        An identity: equal, whole numbers exactly and others up to rounding. A model: a ratio in GOOD. A
+        ranking: the best first.
+        """
         if value is None or self.truth is None:
             return None
+        ratio = self._ratio(value)
         if isinstance(value, tuple):
-            return self._over(value) == 1.0
-        return holds(self.kind, value, cast(float, self.truth))
+            return ratio == 1.0
+        if self.kind == "identity":
+            truth = cast(float, self.truth)
+            if float(value).is_integer() and float(truth).is_integer():
+                return value == truth
+            return math.isclose(value, truth, rel_tol=1e-12)
+        return ratio is not None and GOOD[0] <= ratio <= GOOD[1]
 
-    def _over(self, value: Answer) -> float | None:
+    def _ratio(self, value: Answer) -> float | None:
         """measured / `value`; of a ranking, cost of the first choice / least cost."""
         if value is None or self.truth is None:
             return None
@@ -84,15 +94,6 @@ def ratio_of(predicted: float, measured: float) -> float:
     if predicted == 0:
         return 1.0 if measured == 0 else math.inf
     return measured / predicted
-
-
-def holds(kind: Kind, predicted: float, measured: float) -> bool:
-    """An identity: equal (whole numbers exactly, others but for rounding). A model: ratio in GOOD."""
-    if kind == "identity":
-        if float(predicted).is_integer() and float(measured).is_integer():
-            return predicted == measured
-        return math.isclose(predicted, measured, rel_tol=1e-12)
-    return GOOD[0] <= ratio_of(predicted, measured) <= GOOD[1]
 
 
 def ratio_text(ratio: float | None, kind: Kind = "model") -> str:

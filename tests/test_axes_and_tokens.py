@@ -16,6 +16,7 @@ import hpnb
 from hpnb import placement
 from hpnb.models.model_anatomy import Anatomy
 from hpnb.pipeline_parallel import schedules
+from hpnb.pipeline_parallel.layers import layers
 from hpnb.placement import Cut, Placement
 from hpnb.tensor_parallel.parallelize import TensorParallelAnatomy
 
@@ -56,6 +57,16 @@ def pipeline_weights() -> list[str]:
     pipe = hpnb.Pipeline(model, mesh.pp, schedules.make("1f1b", 2, 2), lambda outputs, inputs: outputs)
     full = hpnb.pipeline_parallel.full_state_dict(pipe, mesh.pp)
     return [name for name in wanted if not torch.equal(full[name], wanted[name])]
+
+
+def test_a_model_and_a_builder_are_cut_as_their_layers_are() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
+    builder = hpnb.pipeline_parallel.Builder(lambda i: torch.nn.Linear(2, 2), 4)
+    for whole in (model, builder):
+        of_layers = hpnb.pipeline_parallel.cut(layers(whole), 2, [1, 3])
+        of_whole = hpnb.pipeline_parallel.cut(whole, 2, [1, 3])
+        assert [len(stage) for stage in of_whole] == [len(stage) for stage in of_layers] == [1, 3]
+        assert hpnb.pipeline_parallel.Stages(of_whole, [1], "cpu").numbers == (1,)
 
 
 def test_the_weights_of_a_pipeline() -> None:

@@ -20,17 +20,19 @@ from math import isfinite, lcm
 from typing import Any, Literal
 
 import torch.distributed as dist
+from torch import nn
 
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel.layer_costs import flops_of, parameters_of, seconds_of
-from hpnb.pipeline_parallel.layers import Inputs, Layer
+from hpnb.pipeline_parallel.layers import Builder, Inputs, Layer
+from hpnb.pipeline_parallel.layers import layers as layers_of
 from hpnb.theory.layout_step import stage_blocks
 
 How = Literal["uniform", "parameters", "flops", "time"] | Sequence[int]
 
 
 def cut(
-    layers: Sequence[Layer],
+    layers: Sequence[Layer] | nn.Module | Builder,
     stages: int,
     how: How = "uniform",
     example: Inputs = None,
@@ -39,6 +41,7 @@ def cut(
     """The layers of each stage.
 
     Args:
+        layers: of `hpnb.pipeline_parallel.layers.layers`, or the model or Builder that has them.
         how: "uniform"; balanced by "parameters", "flops" or "time"; or a list of how many each stage gets,
             by hand: layers, or blocks alone if there are embedding and head.
         example: a microbatch, for "flops" and "time".
@@ -48,6 +51,8 @@ def cut(
         ValueError: more stages than layers (or blocks); a list of another length, with another sum, or that
             leaves a stage with nothing to do; an unknown `how`; no example where one is needed.
     """
+    if isinstance(layers, nn.Module | Builder):
+        layers = layers_of(layers)
     if isinstance(how, str):
         counts = _choose_counts(layers, stages, how, example, agree)
     else:

@@ -137,6 +137,15 @@ def test_a_trainer_saves_it_and_resumes(
     assert all(torch.equal(a, b) for a, b in zip(halves, full, strict=True))
 
 
+def test_a_warning_names_an_error_without_a_text(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise StopIteration
+
+    hook = hpnb.CheckpointHook(tmp_path, on_error="warn")
+    with pytest.warns(UserWarning, match="training goes on: StopIteration"):
+        hook._report(fail, tmp_path)
+
+
 # --- what a class leaves out, and what no file has ----------------------------------------------------------
 
 

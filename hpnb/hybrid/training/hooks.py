@@ -244,8 +244,10 @@ class CheckpointHook(Hook):
         except Exception as error:
             if self.on_error == "stop":
                 raise
+            is_sentence = isinstance(error, ValueError | OSError | RuntimeError) and str(error)
+            reason = str(error) if is_sentence else f"{type(error).__name__} {error}".rstrip()
             warnings.warn(
-                f"a checkpoint in {self.path} was not saved, and training goes on: {error}", stacklevel=2
+                f"a checkpoint in {self.path} was not saved, and training goes on: {reason}", stacklevel=2
             )
             return False
         return True

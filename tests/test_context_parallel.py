@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rank_pools import RankPools
+from torch import distributed as dist
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import hpnb
 from hpnb import Layout, Mesh, comm
@@ -83,6 +85,29 @@ def test_a_batch_is_padded_and_its_labels_are_shifted_before_it_is_split() -> No
     without = dict.fromkeys(("attention_mask", "position_ids", "labels"))  # as a collator may leave them
     alike = shard_batch({"input_ids": ids, **without}, 0, 2, zigzag=True)
     assert alike["position_ids"].tolist() == [[0, 1, 4, 4]]
+
+
+def own_loss(always_shift: bool) -> float:
+    """Of all ranks' targets, by a loss that compares logits[:, i] with labels[:, i]."""
+    torch.manual_seed(0)
+    axis = Mesh(Layout(cp=hpnb.world_size())).cp
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=31, hidden_size=8, intermediate_size=8,
+                                         num_hidden_layers=1, num_attention_heads=2)).double()  # fmt: skip
+    context = hpnb.context_parallel.parallelize(model, axis, "ring")
+    ids = torch.arange(16).view(2, 8)
+    shard = context.shard_batch({"input_ids": ids, "labels": ids}, always_shift)
+    labels = shard.pop("labels")
+    logits = model(**shard).logits
+    total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").detach()
+    dist.all_reduce(total)
+    return float(total)
+
+
+def test_a_loss_of_ones_own_is_the_same_on_one_rank() -> None:
+    whole, sharded = (hpnb.launch(own_loss, True, ranks=ranks, device="cpu")[0] for ranks in (1, 2))
+    assert abs(whole - sharded) < 1e-6 * whole  # a Llama computes its norms in float32
+    unshifted = hpnb.launch(own_loss, False, ranks=1, device="cpu")[0]
+    assert abs(unshifted - whole) > 1e-2 * whole  # where the model's own loss shifts
 
 
 def test_padding_before_tokens_is_refused() -> None:

@@ -53,7 +53,8 @@ _numbers = itertools.count()
 
 
 def parallelize(model: nn.Module, axis: Axis | Mesh, mode: str = "ring") -> ContextParallel:
-    """Let `model` attend over the ranks of `axis`, in place. On an axis of one rank nothing changes.
+    """Let `model` attend over the ranks of `axis`, in place. On an axis of one rank nothing changes, and the
+    model still shifts labels itself (for a loss of your own see `ContextParallel.shard_batch`).
 
     Args:
         model: a causal language model or a ViTForImageClassification of transformers, or a ViT of timm
@@ -141,10 +142,19 @@ class ContextParallel:
         """Itself: the copy of a model attends over the same ranks."""
         return self
 
-    def shard_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def shard_batch(self, batch: Mapping[str, Any], always_shift: bool = False) -> dict[str, Any]:
         """This rank's tokens of `batch`; see `hpnb.context_parallel.shard_batch`. The next forwards are
-        those of this batch. Only `labels` are shifted."""
+        those of this batch. Only `labels` are shifted.
+
+        Args:
+            always_shift: shift labels on an axis of one rank, too, for a loss of your own that compares
+                logits[:, i] with labels[:, i]. Without it one rank gets the batch as it is, because the
+                model's own loss shifts there; so a loss of your own would be another one on one rank.
+        """
         if self.axis.size == 1:
+            labels = batch.get("labels")
+            if always_shift and isinstance(labels, torch.Tensor) and labels.dim() > 1:  # an image's is (B,)
+                return {**batch, "labels": F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)}
             return dict(batch)
         if self.count_tokens is not None:
             _check_images(batch, self.images)

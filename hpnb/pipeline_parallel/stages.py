@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,9 +33,6 @@ from hpnb.pipeline_parallel.schedule import Schedule
 from hpnb.pipeline_parallel.tied_weights import TiedWeight
 from hpnb.placement import Cut, full_tensors, keep_placements, placement_of, set_placement
 from hpnb.ranks.current_rank import device as this_device
-
-if TYPE_CHECKING:
-    from hpnb.pipeline_parallel.pipeline import Pipeline
 
 
 class Stages(nn.Module):
@@ -229,8 +226,14 @@ def build_stages(
     return Stages(stages, numbers, this_device(), axis)
 
 
+class HasStages(Protocol):
+    """A Pipeline: its `module` is the Stages of this rank."""
+
+    module: Stages
+
+
 def full_state_dict(
-    stages: Stages | Pipeline, axis: Axis | None, axes: Iterable[Axis] = ()
+    stages: Stages | HasStages, axis: Axis | None, axes: Iterable[Axis] = ()
 ) -> dict[str, torch.Tensor]:
     """{name: tensor} of the whole model on the CPU, in its order: parameters and buffers of all stages.
 

@@ -324,6 +324,15 @@ def overflowing(logits: Any, targets: Any, first: int, axis: Any) -> Any:
     return torch.where(counts, S.log() - comm.all_reduce(z, axis), 0.0).sum(), counts.sum()
 
 
+def chatty(logits: Any, targets: Any, first: int, axis: Any) -> Any:
+    """The last rank alone sends more."""
+    if axis.rank == axis.size - 1:
+        dist.send(torch.zeros(1000, dtype=torch.uint8), axis.ranks[0], axis.group)
+    elif axis.rank == 0:
+        dist.recv(torch.zeros(1000, dtype=torch.uint8), axis.ranks[-1], axis.group)
+    return overflowing(logits, targets, first, axis)
+
+
 def silent(logits: Any, targets: Any, first: int, axis: Any) -> Any:
     return logits.sum(), (targets != -100).sum()
 
@@ -361,6 +370,7 @@ counter = itertools.count()
         (exercises.split_heads, lambda *given: given[:3], "the ranks have .12, 12., 24 in all"),
         (exercises.vocab_parallel_loss, gathered, "2 ranks: 912 B leave a rank for 6 tokens, at most 144 B"),
         (exercises.vocab_parallel_loss, overflowing, "2 ranks, some are -100: the sum: off by"),
+        (exercises.vocab_parallel_loss, chatty, "2 ranks: 1.10 kB leave a rank for 6 tokens, at most 144 B"),
         (exercises.vocab_parallel_loss, silent, "2 ranks: nothing leaves a rank, and no rank has all logits"),
         (exercises.vocab_parallel_loss, lambda logits, *_: logits.sum(), "Tensor, and .sum, count. is"),
         (exercises.vocab_parallel_loss, lambda logits, *_: (logits, 1), "shape .6, 1[0-9]., with a gradient"),

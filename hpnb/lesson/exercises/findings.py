@@ -86,6 +86,11 @@ def exact_runs(runs: Sequence[ComparedRun], text: str) -> Iterator[Finding]:
         yield exact((run.distances[what] for run in runs), f"{text}: {what}:")
 
 
+def most_sent(runs: Sequence[ComparedRun], way: str) -> list[Message]:
+    """In the "forward" or "backward", of the rank that sent most bytes, or as many in most calls."""
+    return max((getattr(run, way) for run in runs), key=lambda messages: (bytes_of(messages), len(messages)))
+
+
 def calls_of(messages: Sequence[Message]) -> str:
     """ "2 all_reduce", "1 all_gather and 1 reduce_scatter", "nothing"."""
     counts = Counter(message.op for message in messages)

@@ -23,6 +23,7 @@ from hpnb.lesson.exercises.findings import (
     exact,
     exact_runs,
     is_number,
+    most_sent,
     normal,
     run_on_ranks,
 )
@@ -127,11 +128,12 @@ def vocab_parallel_loss(loss: Callable[..., Any]) -> Iterator[Finding]:
             listed = ", ".join(f"{count:g}" for count in sorted(counts))
             text = f"{ranks} ranks, {name}: the count is {listed}, and {right} targets count"
             yield Finding(counts == {float(right)}, text)
-        sent = results[0]["some are -100"]
-        text = f"{ranks} ranks: forward {calls_of(sent.forward)}, at most 3 calls"
-        text += f"; backward {calls_of(sent.backward)}, target nothing"
-        yield Finding(len(sent.forward) <= 3 and not sent.backward, text)
-        most, total = 2 * (ranks - 1) / ranks * 8 * 3 * 6, bytes_of(sent.forward)
+        runs = [result["some are -100"] for result in results]
+        forward, backward = (most_sent(runs, way) for way in ("forward", "backward"))
+        text = f"{ranks} ranks: forward {calls_of(forward)}, at most 3 calls"
+        text += f"; backward {calls_of(backward)}, target nothing"
+        yield Finding(len(forward) <= 3 and not backward, text)
+        most, total = 2 * (ranks - 1) / ranks * 8 * 3 * 6, bytes_of(forward)
         text = f"{ranks} ranks: {number(total, 'B')} leave a rank for 6 tokens, at most {number(most, 'B')}"
         if not total:
             text = f"{ranks} ranks: nothing leaves a rank, and no rank has all logits"

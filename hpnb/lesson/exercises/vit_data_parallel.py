@@ -134,11 +134,13 @@ def reducer(answer: Callable[..., Any]) -> Iterator[Finding]:
     with hpnb.Ranks(3, device="cpu", timeout=TIMEOUT) as ranks:
         for limit in (1200, 100, 10**6):
             wanted = _bucket_bytes(limit)
-            for count, step in enumerate(ranks.run(_run_reducer, answer, limit)[0], 1):
+            for count, of_ranks in enumerate(zip(*ranks.run(_run_reducer, answer, limit), strict=True), 1):
                 text = f"limit {limit} bytes, step {count}"
-                hint = " (a sum, not the mean?)" if step.to_sum < 1e-3 else ""
-                mean = exact([step.to_mean], f"{text}: mean gradients:")
+                hint = " (a sum, not the mean?)" if max(step.to_sum for step in of_ranks) < 1e-3 else ""
+                mean = exact((step.to_mean for step in of_ranks), f"{text}: mean gradients:")
                 yield Finding(mean.ok, mean.text + hint)
+                # A rank that sends something else or too late, if there is one.
+                step = min(of_ranks, key=lambda s: (sorted(s.sent) == sorted(wanted), -s.ready))
                 messages = f"{len(step.sent)} messages, {sum(step.sent)} bytes"
                 target = f"target {len(wanted)} and {sum(wanted)}"
                 yield Finding(sorted(step.sent) == sorted(wanted), f"{text}: {messages}, {target}")

@@ -23,6 +23,7 @@ from hpnb.lesson.exercises.findings import (
     exact_runs,
     expect_tensor,
     keeps_to_cap,
+    most_sent,
     nearly_shortest,
     normal,
     run_on_ranks,
@@ -99,7 +100,8 @@ def column_row(mlp: Callable[..., Any]) -> Iterator[Finding]:
         runs = run_on_ranks(_run_mlp, mlp, ranks=ranks, case=f"{ranks} ranks")
         yield from exact_runs(runs, f"{ranks} ranks")
         wanted = bytes_sent("all_reduce", 8 * _ROWS * _WIDTH, ranks)
-        for way, messages in (("forward", runs[0].forward), ("backward", runs[0].backward)):
+        for way in ("forward", "backward"):
+            messages = most_sent(runs, way)
             sent = bytes_of(messages)
             text = f"{ranks} ranks, {way}: {calls_of(messages)}, {number(sent, 'B')} a rank"
             right = [message.op for message in messages] == ["all_reduce"] and sent == wanted
@@ -159,8 +161,8 @@ def sequence_parallel(block: Callable[..., Any]) -> Iterator[Finding]:
         yield from exact_runs(runs, f"{ranks} ranks")
         once = bytes_sent("all_reduce", 8 * _TOKENS * _WIDTH, ranks)
         vector = bytes_sent("all_reduce", 8 * _WIDTH, ranks)
-        ways = (("forward", runs[0].forward, once), ("backward", runs[0].backward, once + vector))
-        for way, messages, most in ways:
+        for way, most in (("forward", once), ("backward", once + vector)):
+            messages = most_sent(runs, way)
             sent = bytes_of(messages)
             text = f"{calls_of(messages)}, {number(sent, 'B')} a rank, at most {number(most, 'B')}"
             yield Finding(sent <= most + 1e-6, f"{ranks} ranks, {way}: {text}")

@@ -1,4 +1,4 @@
-"""A model of one's own with 16 query heads and fewer key-value heads; its roles may be wrong."""
+"""A model of one's own with fewer key-value heads than query heads, in units of one or the other."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ HEADS, WIDTH = 16, 4
 
 
 class Attention(nn.Module):
-    def __init__(self, kv_heads: int, bias: bool) -> None:
+    def __init__(self, heads: int, kv_heads: int, bias: bool) -> None:
         super().__init__()
-        hidden, kv = HEADS * WIDTH, kv_heads * WIDTH
+        self.heads, self.kv_heads, hidden, kv = heads, kv_heads, heads * WIDTH, kv_heads * WIDTH
         self.q, self.o = (nn.Linear(hidden, hidden, bias) for _ in range(2))
         self.k, self.v = (nn.Linear(hidden, kv, bias) for _ in range(2))
 
@@ -29,11 +29,10 @@ class Attention(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, kv_heads: int = 4, bias: bool = False) -> None:
+    def __init__(self, kv_heads: int = 4, bias: bool = False, heads: int = HEADS) -> None:
         super().__init__()
-        self.kv_heads = kv_heads
-        self.inp, self.out = nn.Linear(8, HEADS * WIDTH), nn.Linear(HEADS * WIDTH, 3)
-        self.blocks = nn.ModuleList(Attention(kv_heads, bias) for _ in range(2))
+        self.inp, self.out = nn.Linear(8, heads * WIDTH), nn.Linear(heads * WIDTH, 3)
+        self.blocks = nn.ModuleList(Attention(heads, kv_heads, bias) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.inp(x)

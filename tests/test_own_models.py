@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import grouped_queries
 import own_models
 import pytest
 import torch
+import torch.nn.functional as F
 from own_models import LlamaParts, NoMask, NoNorm, OwnLlama, batch, parts, register_llama
 from rank_pools import RankPools
 from scripts_here import run_script_here
@@ -116,6 +118,38 @@ def test_a_block_that_needs_all_tokens_fails_under_sequence_parallelism_alone() 
         hpnb.models.check(CenteredLlama(), batch())
     assert "tensor parallelism on 2 ranks:" not in str(failed.value)
     assert "use tensor parallelism without it" in str(failed.value)
+
+
+class ShapedBlock(own_models.Block):
+    """Takes B and t from its x, or from what its column gives."""
+
+    of_column = False
+
+    def forward(self, x: torch.Tensor, rotary: nn.Module, mask: torch.Tensor | None) -> torch.Tensor:
+        q, k, v = (f(self.norm(x)) for f in (self.q, self.k, self.v))
+        B, t = (q if self.of_column else x).shape[:2]
+        q, k, v = (y.view(B, t, -1, self.width).transpose(1, 2) for y in (q, k, v))
+        y = F.scaled_dot_product_attention(rotary(q), rotary(k), v, mask, enable_gqa=True)
+        x = x + self.o(y.transpose(1, 2).reshape(B, t, -1))
+        return x + self.down(F.silu(self.up(x)))  # type: ignore[no-any-return]
+
+
+class ShapedOfColumn(ShapedBlock):
+    of_column = True
+
+
+class ShapedLlama(OwnLlama):
+    def __init__(self, block: type[ShapedBlock]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block(16, 4, 2, nn.RMSNorm) for _ in range(2))
+
+
+def test_a_block_that_takes_its_shape_from_x_is_shown_where_to_take_it() -> None:
+    hpnb.models.register(ShapedLlama, lambda net: parts(net, PartsWithTokens), own_models.roles)
+    report = hpnb.models.check(ShapedLlama(ShapedBlock), batch())
+    assert "It cannot use sequence parallelism" in report
+    assert "takes them from what a column gives: B, t = q.shape[:2]" in report
+    assert "sequence parallelism on 2 ranks" in hpnb.models.check(ShapedLlama(ShapedOfColumn), batch())
 
 
 @pytest.mark.parametrize(("kind", "part"), [(NoNorm, "norm"), (NoMask, "blocks.0")])
@@ -617,6 +651,16 @@ def test_what_check_cannot_compute_with_is_said() -> None:
     assert not any(p.requires_grad for p in frozen.parameters())
 
 
+def test_names_of_tied_weights_that_are_in_no_tuple_are_named() -> None:
+    def flat(net: OwnLlama) -> LlamaParts:
+        return replace(parts(net), tied=("tokens.weight", "logits.weight"))  # type: ignore[arg-type]
+
+    hpnb.models.register(OwnLlama, flat, own_models.roles)
+    with pytest.raises(ValueError, match=r"tied of the LlamaParts .*one tied weight alone is") as error:
+        hpnb.models.check(OwnLlama(), batch(), ranks=1)
+    assert "t, o, k" not in str(error.value)
+
+
 def test_a_role_of_a_linear_is_for_a_matrix() -> None:
     role = Role("column", 0, 1, units=4)
     with pytest.raises(ValueError, match=r"is 4-D, and the role 'column' is for the 2-D weight"):
@@ -634,18 +678,7 @@ def test_units_of_keys_that_are_those_of_queries_are_named() -> None:
     assert "[on 3 ranks and not 2, so that units are left over]" in text
 
 
-# --- grouped queries and keys without a gradient ----------------------------------------------------------
-
-
-def test_units_that_do_not_match_show_where_heads_are_left_over() -> None:
-    """16 query heads in units of one, and 4 key-value heads: two ranks split both alike, three do not."""
-    batch = {"x": torch.randn(4, 6, 8)}
-    grouped_queries.register(query_units=16, kv_units=4)
-    with pytest.raises(ValueError, match="tensor parallelism on 3 ranks: output") as error:
-        hpnb.models.check(grouped_queries.Net(), batch)
-    assert "on 2 ranks" not in str(error.value)
-    grouped_queries.register(query_units=4, kv_units=4)
-    assert "on 3 ranks" in hpnb.models.check(grouped_queries.Net(), batch)
+# --- keys without a gradient -------------------------------------------------------------------------------
 
 
 def test_the_bias_of_keys_has_a_gradient_of_rounding_alone() -> None:

@@ -90,7 +90,7 @@ class Anatomy(ABC):
         blocks: hidden states to hidden states. There may be none, as in a small generator; sequence
             parallelism and the grids, which split hidden states in front of the first one, then refuse it.
         head: from hidden states to outputs.
-        tied: full names of parameters that are one and the same, the first one first.
+        tied: a tuple of full names for each parameter that has several, the first one first.
         causal: whether the targets are the inputs, shifted by one.
     """
 

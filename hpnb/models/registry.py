@@ -83,8 +83,10 @@ def register(
         anatomy: gives the model's pieces; run one after the other, they are its forward.
         roles: gives {full name: Role}. Names that a model lacks do no harm; `hpnb.models.role` has
             `embedding`, `linear`, `conv1d` and `norm` for whole modules. `units` counts what a split must not
-            go through: heads for q and o, key-value heads for k and v, neurons for an MLP. Left out, or with
-            an empty dict, every layout without tensor parallelism works, pipelines and ZeRO included.
+            go through: heads for q and o, key-value heads for k and v, neurons for an MLP. The heads that
+            read one key-value head stay with it on a rank, so key-value heads may be the units of all four.
+            Left out, or with an empty dict, every layout without tensor parallelism works, pipelines and ZeRO
+            included.
         attentions: gives the modules that count heads besides their weights, in order of blocks. Left out,
             there are none: an attention that folds heads by their width needs nothing else. "3d" needs them
             where an attention takes a mask.
@@ -206,6 +208,12 @@ def _check_anatomy(model: nn.Module, parts: Any) -> None:
                 f"{_describe(wrong[0])} where a tuple of Part(name, module) is needed; one part alone is "
                 "(Part(name, module),)"
             )
+    if isinstance(parts.tied, str) or any(isinstance(names, str) for names in parts.tied):
+        raise ValueError(
+            f"tied of the {type(parts).__name__} of a {type(model).__name__} is {parts.tied!r}, where a "
+            "tuple with a tuple of names for each weight is needed; one tied weight alone is "
+            "((first_name, other_name),), and hpnb.models.tied(model) gives all"
+        )
 
 
 def _name_places(model: nn.Module, parts: Anatomy) -> Anatomy:

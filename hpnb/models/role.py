@@ -39,7 +39,7 @@ class Role:
         decay: whether weight decay applies.
         bias: whether it is the bias of a module whose weight has the same kind.
         units: into how many equal pieces, which must stay whole, the split dim falls: the heads of an
-            attention, the neurons of an MLP.
+            attention, the key-value heads of its k and v, the neurons of an MLP.
         fused: how many weights lie side by side along out_dim and are split separately: 3 where q, k and v
             are one weight. Where they alternate head by head, a head's three are one unit: 1.
         widths: instead of `fused`, where the weights side by side are not equally wide: (4, 1, 1) where 4

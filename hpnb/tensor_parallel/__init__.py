@@ -10,6 +10,7 @@ What to read for what:
     tp_1d_regions.py, parallel_region.py     where 1D's regions begin and end; what their columns read
     sequence_parallel.py                     1D: tokens are sharded between two regions
     split_heads.py, sharded_linear.py        which shard a rank gets; the base class of layers with shards
+    grouped_queries.py                       the heads of a key-value head stay with it
     async_all_reduce.py                      the backward's all-reduce overlaps the weight gradients
     tp_2d.py, summa.py, tp_2d_linear.py      2D: SUMMA products on a q x q grid, and their autograd
     tp_25d.py                                2.5D: d such grids, each with other samples

@@ -112,12 +112,13 @@ _COLUMNS = (
     "A rank has some units of each column, whose outputs only a row takes; what else takes them needs all"
 )
 _HEADS = (
-    ". Units are heads for q and o, and key-value heads for k and v. An attention has only some heads then: "
-    "fold them by their width, .view(..., -1, head_size), or name the modules that count heads, "
-    "hpnb.models.register(.., attentions=..)"
+    ". Units are heads for q and o, and key-value heads for k and v; the heads that read one key-value head "
+    "stay with it. An attention has only some heads then: fold them by their width, .view(..., -1, "
+    "head_size), or name the modules that count heads, hpnb.models.register(.., attentions=..)"
 )
 _TOKENS = (
     "With sequence parallelism a block gets 1 / {} of the tokens, and only its column matrices get all. What "
     "slices hidden states by tokens, or multiplies along them, needs all too: leave sequence parallelism out "
-    "for such a model"
+    "for such a model. A block that only reads B and t from its x takes them from what a column gives: "
+    "B, t = q.shape[:2]"
 )

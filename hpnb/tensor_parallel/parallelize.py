@@ -33,6 +33,7 @@ from hpnb.models.model_anatomy import Inputs, Part, WrappedAnatomy, wrap_anatomy
 from hpnb.models.registry import explain_alias, is_registered_by_user, registration_of
 from hpnb.placement import Placement
 from hpnb.ranks.current_rank import device as this_device
+from hpnb.tensor_parallel.grouped_queries import heads_per_unit, keep_groups_together
 from hpnb.tensor_parallel.mode import NAMES, ModelToShard, Section, TensorParallelMode, check_ranks
 from hpnb.tensor_parallel.model_checks import (
     check_embeddings,
@@ -102,7 +103,8 @@ def parallelize(
         raise ValueError("this model has been sharded by parallelize before; shard a new one")
     if axis.size > 1:
         registration_of(model).check_sharding(model, mode, sequence_parallel)
-    to_shard = _describe(model)
+    to_shard = _describe(model, axis.size if mode == "1d" else 1)
+    registered = roles(model)  # asked while its weights are those of the full model
     if axis.size > 1:
         check_sections(to_shard.anatomy)
         check_fused_attentions(to_shard)
@@ -119,7 +121,8 @@ def parallelize(
         if (new := tp_mode.replace_layer(path, old, to_shard)) is not None:
             model.set_submodule(path, new)
     for attention in to_shard.attentions:
-        attention.resize(tp_mode.local_heads(attention.heads))
+        per_unit = heads_per_unit(attention, registered, to_shard.roles)
+        attention.resize(tp_mode.local_heads(attention.heads // per_unit) * per_unit)
     tp_mode.connect(to_shard)
     finish = None
     if to_shard.vocab_size is not None and to_shard.lazy_logits:
@@ -256,8 +259,12 @@ def _check_axes(model: nn.Module) -> None:
             )
 
 
-def _describe(model: nn.Module) -> ModelToShard:
-    """What to shard. A block that runs at several places is one module, and stands here once."""
+def _describe(model: nn.Module, ranks: int) -> ModelToShard:
+    """What to shard. A block that runs at several places is one module, and stands here once.
+
+    Args:
+        ranks: of 1D. What a grid splits divides, so that groups of heads stay together by themselves.
+    """
     parts, table = anatomy(model), roles(model)
     places = places_of_blocks(parts)
     again = tuple(f"{name}." for names in places.values() for name in names[1:] if name != names[0])
@@ -268,6 +275,9 @@ def _describe(model: nn.Module) -> ModelToShard:
     sections |= {part.name: "embedding" for part in parts.embedding}
     sections |= {part.name: "block" for part in parts.blocks}
     sections |= {part.name: "head" for part in parts.head}
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
+    if ranks > 1:
+        table = keep_groups_together(parts.blocks, table, shapes, ranks)
     layers: dict[str, tuple[Section, dict[str, Role]]] = {}
     role_of = {p: table[name] for name, p in model.named_parameters()}
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -290,7 +300,7 @@ def _describe(model: nn.Module) -> ModelToShard:
         anatomy=parts,
         attentions=attentions(model),
         roles=table,
-        shapes={n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)},
+        shapes=shapes,
         layers=layers,
         lazy_logits=hasattr(type(model), "loss_function"),
     )

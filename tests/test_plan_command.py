@@ -163,6 +163,28 @@ def test_a_model_is_read_from_a_file_or_a_folder(tmp_path: Path) -> None:
     assert read_model(str(tmp_path / "config.json")).parameters == shape.parameters
 
 
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        (
+            {"hidden_size": 128, "num_attention_heads": 6},
+            "(128) is not a multiple of the number of attention",
+        ),
+        ({"hidden_size": "wide"}, "'hidden_size' expected int, got str"),
+    ],
+)
+def test_sizes_that_transformers_refuses_are_refused_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sizes: dict[str, Any], words: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    for name in (tmp_path, tmp_path / "config.json"):
+        assert main(options(str(name))) == 2
+        error = capsys.readouterr().err.strip()
+        assert f"{name} holds a configuration that transformers refuses: " in error
+        assert words in error
+        assert "\n" not in error
+
+
 # --- predictions -------------------------------------------------------------------------------------
 
 

@@ -175,3 +175,7 @@ def read_config(name: str) -> Any:
             f"no model {name!r}: it is no file or folder, and not in the local cache; use "
             f"{near[0] + ', or one of ' if near else ''}{', '.join(names)}, or a config.json"
         ) from error
+    except Exception as error:  # of transformers' checks of sizes, whose class is neither of these
+        cause = error.__cause__ or error
+        text = " ".join(str(cause).split()) or type(cause).__name__
+        raise ValueError(f"{name} holds a configuration that transformers refuses: {text}") from error

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hpnb.pipeline_parallel import Action, Costs, Schedule, ScheduleError, schedules
 from hpnb.pipeline_parallel.simulate import replay
@@ -369,7 +370,7 @@ def test_every_action_is_one_event_and_none_overlap(tmp_path: Path) -> None:
 
 
 def test_costs_are_checked() -> None:
-    for wrong in (-1.0, float("nan"), float("inf"), None, "1", [1.0, -1.0], [1.0, None]):
+    for wrong in (-1.0, float("nan"), float("inf"), None, "1", [1.0, -1.0], [1.0, None], torch.ones(2)):
         for name in ("forward", "input_grad", "weight_grad", "transfer"):
             with pytest.raises(ValueError, match=f"{name}=.*: a cost is a number of seconds, 0 or more"):
                 Costs(**{name: wrong})  # type: ignore[arg-type]

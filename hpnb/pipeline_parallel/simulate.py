@@ -142,6 +142,6 @@ def _cost_of(cost: PerStage, stage: int) -> float:
 
 def _is_cost(value: Any) -> bool:
     try:
-        return math.isfinite(value) and value >= 0
-    except TypeError:
+        return math.isfinite(value) and bool(value >= 0)
+    except (TypeError, ValueError, RuntimeError):  # the last two of tensors: several values, or none (meta)
         return False

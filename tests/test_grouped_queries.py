@@ -133,3 +133,8 @@ def test_keys_and_values_side_by_side_have_no_width_of_a_head_and_still_a_group(
 def test_what_is_not_grouped_and_what_will_be_refused_stays() -> None:
     assert units(Q, K, V, OUT, ranks=4) == {"q": 12, "k": 3, "v": 3, "o": 12}
     assert units(Q, ("k", "column", 12, 8), OUT, UP, DOWN)["q"] == 12
+
+
+def test_two_mlps_side_by_side_keep_their_neurons() -> None:
+    wide = ("wide", "column", 192, 1), ("narrow", "row", 192, 1)
+    assert units(UP, DOWN, *wide) == {"up": 96, "down": 96, "wide": 192, "narrow": 192}

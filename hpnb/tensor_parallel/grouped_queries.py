@@ -36,6 +36,8 @@ def keep_groups_together(
         columns = {name: role for name, role in split.items() if role.kind == "column" and not role.bias}
         for key, role in columns.items():
             width = _width(key, role, shapes)
+            if width == 1 and role.units in rows.values():
+                continue  # neurons of an MLP
             for scope in _enclosing(key, block.name) if role.units >= ranks else ():
                 multiples = {
                     name: other.units

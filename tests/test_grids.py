@@ -447,7 +447,7 @@ def logits_of(grid: str) -> list[float]:
 
     names = parallelize.__globals__
     before = names["_describe"]
-    names["_describe"] = lambda model: dataclasses.replace(before(model), lazy_logits=False)
+    names["_describe"] = lambda *args: dataclasses.replace(before(*args), lazy_logits=False)
     try:
         model = cut(gpt2(hidden=16), grid)
     finally:

@@ -177,11 +177,11 @@ def _check_axis_names(placements: Iterable[Placement], names: Collection[str]) -
 
 def _which_to_pass(missing: Sequence[str]) -> str:
     """What to write for axes of these names; those of a grid are no attributes of the mesh."""
-    whole = [f"mesh.{name}" for name in missing if "." not in name]
+    on_mesh = [f"mesh.{name}" for name in missing if "." not in name]
     grid = ["*hpnb.tensor_parallel.axes(model)"] if any(name.startswith("tp.") for name in missing) else []
     parts = sorted({name.split(".")[0] for name in missing if "." in name} - {"tp"})
     other = [f"the axes that mesh.{name}.split made" for name in parts]
-    sentence = f"pass {' and '.join([*whole, *grid, *other])} too"
+    sentence = f"pass {' and '.join([*on_mesh, *grid, *other])} too"
     return f"{sentence}, as in [mesh.dp, *hpnb.tensor_parallel.axes(model)]" if grid else sentence
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import hpnb
 from hpnb.bench import expert_step, experts, experts_on_gpus
+from hpnb.overlapped_pair import run_pair
+from hpnb.pipeline_parallel import executor
 from hpnb.theory.links import Link
 
 
@@ -53,6 +57,28 @@ def test_only_rows_of_experts_are_left_out() -> None:
         assert rows == [rank] * 4  # its own
         assert numbers == [0, 1]
         assert longer == [rank] * 4 + [0]
+
+
+def bytes_and_pairs(size: expert_step.Size) -> dict[str, tuple[float, int]]:
+    """Of each of the three steps: bytes of ep that leave this rank, and how many pairs ran."""
+    boosted, batch, _ = expert_step.boost_mixtral(size, "eager")
+    steps: dict[str, tuple[float, int]] = {}
+    for name in (experts_on_gpus.APART, experts_on_gpus.PAIRED, experts_on_gpus.LEFT_OUT):
+        experts_on_gpus._train_step(boosted, batch, name)
+        with mock.patch.object(executor, "run_pair", wraps=run_pair) as paired, hpnb.record.traffic() as sent:
+            experts_on_gpus._train_step(boosted, batch, name)
+        steps[name] = sent.bytes["ep"], paired.call_count
+    return steps
+
+
+def test_three_steps_differ_in_pairs_and_in_messages() -> None:
+    size = expert_step.Size(hidden=32, layers=4, tokens=16, samples=12, microbatches=6)
+    for of_rank in hpnb.launch(bytes_and_pairs, size, ranks=4, device="cpu", timeout=120):
+        (apart, no_pairs), (paired, pairs), (left_out, none) = of_rank.values()
+        assert (no_pairs, none) == (0, 0)
+        assert pairs > 0
+        assert paired == pytest.approx(apart, rel=0.2)  # routing follows the weights, which were trained
+        assert left_out < 0.1 * apart  # the numbers of rows alone
 
 
 @pytest.mark.timeout(600)

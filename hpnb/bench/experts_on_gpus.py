@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -33,9 +33,8 @@ APART, PAIRED, LEFT_OUT = "one after the other", "in pairs", "messages left out"
 
 def compare(size: Size, rounds: int) -> list[Exposed]:
     """Time the three steps, and print them beside the prediction."""
-    link, seconds, predicted = hpnb.launch(_measure, size, rounds, ranks=RANKS, device="cuda", timeout=900.0)[
-        0
-    ]
+    results_of_ranks = hpnb.launch(_measure, size, rounds, ranks=RANKS, device="cuda", timeout=900.0)
+    link, seconds, predicted = results_of_ranks[0]
     computing = statistics.median(seconds[LEFT_OUT])
     # As many messages as predicted, at the measured link's speed: their own time is not on a clock.
     sent = max(predicted.apart.sent)
@@ -49,25 +48,16 @@ def compare(size: Size, rounds: int) -> list[Exposed]:
         median, low, high = (1e3 * value for value in quartiles(values))
         print(f"measured step, {name}: {median:.1f} ms [{low:.1f}, {high:.1f}], {rounds} rounds")
     exposed = [way.exposed[0] * 1e3 for way in (results[1].apart, results[1].paired)]
-    print(
-        f"messages cost {exposed[0]:.1f} ms, and {exposed[1]:.1f} ms in pairs, with what taking turns costs"
-    )
+    print(f"longer than without messages: by {exposed[0]:.1f} ms, and in pairs by {exposed[1]:.1f} ms")
     return results
 
 
 def _measure(size: Size, rounds: int) -> tuple[Link, dict[str, list[float]], Exposed]:
     boosted, batch, schedule = boost_mixtral(size, "grouped_mm")
     batch = {name: value.to(hpnb.device()) for name, value in batch.items()}
-    pipe = boosted._pipe
     link = _measure_link(boosted.plugin.mesh.ep.group, size)
 
-    def step(name: str, record: bool = False) -> Any:
-        pipe.overlaps_pairs = name == PAIRED
-        if name != LEFT_OUT:
-            return boosted.run(batch, None, trains=True, record=record)
-        with _messages_left_out():
-            return boosted.run(batch, None, trains=True, record=record)
-
+    step = partial(_train_step, boosted, batch)
     names = (APART, PAIRED, LEFT_OUT)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for name in (*names, *names):
@@ -76,6 +66,13 @@ def _measure(size: Size, rounds: int) -> tuple[Link, dict[str, list[float]], Exp
     for name in take_turns(names, rounds):
         seconds[name].append(time_step(partial(step, name)))
     return link, seconds, predicted
+
+
+def _train_step(boosted: Any, batch: dict[str, torch.Tensor], name: str, record: bool = False) -> Any:
+    """One of the three steps, by its name."""
+    boosted._pipe.overlaps_pairs = name == PAIRED
+    with _messages_left_out() if name == LEFT_OUT else nullcontext():
+        return boosted.run(batch, None, trains=True, record=record)
 
 
 def _measure_link(group: dist.ProcessGroup, size: Size) -> Link:

@@ -1,4 +1,4 @@
-"""Titles of figures on pages 03, 04, 10 and 11 say what a run recorded, also where it is another one."""
+"""Titles of figures on pages 02, 03, 04, 10 and 11 say what a run recorded, also where it is another one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from hpnb.lesson.programs import (
     experts_words,
     long_contexts,
     vit_hybrid,
+    vit_pipeline_words,
     vit_tensor_predictions,
 )
 from hpnb.record import Event, Timeline
@@ -20,6 +21,18 @@ def timeline(*works: float) -> Timeline:
         Event(r, r, "F", 0, end - work, end) for r, (end, work) in enumerate(zip(ends, works, strict=True))
     )
     return Timeline(tuple(events), "measured")
+
+
+def test_page_02_names_the_stage_that_works_longest() -> None:
+    assert vit_pipeline_words.busiest_title(timeline(1.0, 2.0)) == "Others wait for stage 1"
+    assert vit_pipeline_words.busiest_title(timeline(3.0, 2.0)) == "Others wait for stage 0"
+    title = vit_pipeline_words.heavy_title
+    assert title({"uniform": 1.0, "heavy": 2.0}) == "One heavy stage delays every microbatch"
+    assert "no longer" in title({"uniform": 2.0, "heavy": 1.0})
+    walk = vit_pipeline_words.walk_title
+    assert walk(timeline(1.0, 1.0)) == "One microbatch: one rank works at a time"
+    both = Timeline(tuple(Event(r, r, "F", 0, 0.0, 1.0) for r in range(2)), "measured")
+    assert walk(both) == "One microbatch: ranks are idle for 0 % of the time"
 
 
 def test_page_03_says_which_copies_diverge() -> None:

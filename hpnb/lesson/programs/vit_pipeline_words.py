@@ -41,6 +41,33 @@ def record_run(here: Banner, shape: Sequence[int], dtype: torch.dtype) -> str:
     return kind
 
 
+def beside_gpipe_title(ran: Mapping[str, Timeline]) -> str:
+    """What one step of "1f1b" and of "gpipe" says; page 02 claims a difference under a fifth."""
+    ratio = ran["1f1b"].makespan / ran["gpipe"].makespan
+    if abs(ratio - 1) < 0.2:
+        return "1F1B takes about as long as GPipe"
+    return f"1F1B takes {ratio:.2f} times as long as GPipe"
+
+
+def walk_title(walked: Timeline) -> str:
+    """What the walk of one microbatch says; page 02 claims that ranks take turns."""
+    if walked.bubble_fraction > 0.95 - 1 / len(walked.ranks):
+        return "One microbatch: one rank works at a time"
+    return f"One microbatch: ranks are idle for {100 * walked.bubble_fraction:.0f} % of the time"
+
+
+def heavy_title(took: Mapping[str, float]) -> str:
+    """What the steps of the partitions "uniform" and "heavy" say."""
+    if took["heavy"] > took["uniform"]:
+        return "One heavy stage delays every microbatch"
+    return "With one heavy stage, the step took no longer here"
+
+
+def busiest_title(tl: Timeline) -> str:
+    """Which rank works longest."""
+    return f"Others wait for stage {max(tl.ranks, key=tl.work)}"
+
+
 def repeats_of(here: Banner) -> int:
     """How often the race times each schedule: 5 times, on a CPU 3 times."""
     return 3 if here.device == "cpu" else 5

@@ -854,7 +854,8 @@ pipeline = {"pp_size": 2, "num_microbatches": 4}
 legs = {"8 ranks: dp 2 x pp 2 x tp 2": (eight, 1, {**pipeline, "tp_size": 2}),
         "4 ranks: dp 2 x tp 2, ZeRO 2": (4, 2, {"tp_size": 2, "zero_stage": 2}),
         "2 ranks: pp 2, ZB-H1": (2, 3, {**pipeline, "pp_style": "zb-h1"}),
-        "one process": (1, 3, {})}; results = {}  # fmt: skip
+        "one process": (1, 3, {})}  # fmt: skip
+results = {}
 with tempfile.TemporaryDirectory() as folder:
     for leg, (ranks, epoch, layout) in legs.items():
         ranks = ranks if ranks is eight else hpnb.Ranks(ranks, device="cpu")
@@ -866,8 +867,7 @@ alone, _ = results.pop("one process")
 losses = [loss for series, _ in results.values() for loss in series]
 off = max(abs(a - b) / b for a, b in zip(losses, alone, strict=True))
 curve = [(leg, series) for leg, (series, _) in results.items()]
-stays = "stays" if off < 1e-6 else "is not"
-title = f"Layouts change, the loss curve {stays} that of one process"
+title = vit_hybrid.layouts_title(off)
 lesson.show(plot.by_layout(curve, alone, title=title))
 ends = {"first": sum(losses[:8]) / 8, "last": sum(losses[-8:]) / 8}
 lesson.record("04.losses", {**ends, "off": off})

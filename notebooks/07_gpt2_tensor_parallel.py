@@ -146,7 +146,7 @@ lesson.predict("07.attention", f"{SIZE.heads} heads, {N} ranks: how long does at
 # | 5 | 5, 5, 5, 5, 5 | 1.00 | 1.000 |
 # | 8 | 4, 3, 3, 3, 3, 3, 3, 3 | 1.28 | 1.111 |
 #
-# We time attention alone, with 6 and 7 heads in turn. On a GPU, samples are 8 times the first table's. Where ranks share CPU
+# We time attention alone, with 6 and 7 heads in turn. On a GPU, samples are 32 times the first table's. Where ranks share CPU
 # cores, these are CPU times.
 
 
@@ -164,7 +164,7 @@ def time_attention(head_counts):
     return gpt2_pipeline.time_in_turn(calls, repeats=15)  # {name: [seconds], ascending}
 
 
-SAMPLES = BATCH_SIZE if here.device == "cpu" else 8 * BATCH_SIZE
+SAMPLES = BATCH_SIZE if here.device == "cpu" else 32 * BATCH_SIZE
 split, ratio = comm.split_sizes(SIZE.heads, N), theory.imbalance(SIZE.heads, N)
 seconds = pool.run(time_attention, sorted(set(split)))[0]
 lesson.show(measured={row: statistics.median(times) for row, times in seconds.items()},
@@ -569,7 +569,7 @@ for p in POLICIES[:2]:
 lesson.field_guide.add(
     "the loss falls as it should, and replicated weights differ from rank to rank",
     "compare a replicated activation across ranks: bit for bit equal, or masks differ",
-    "ranks drop other elements of a replicated activation", notebook="07")  # fmt: skip
+    "ranks drop different elements of a replicated activation", notebook="07")  # fmt: skip
 lesson.field_guide.show("07")
 
 # %% [markdown]

@@ -331,6 +331,12 @@ def record_guess(leaves: Dataset) -> float:
     return accuracy
 
 
+def layouts_title(off: float) -> str:
+    """What losses say that are at most so far, relatively, from one process's."""
+    stays = "stays" if off < 1e-6 else "is not"
+    return f"Layouts change, the loss curve {stays} that of one process"
+
+
 def grows_most_title(simulated: Mapping[str, Sequence[float]]) -> str:
     """The title of a figure of {axis: seconds on each link}, the fastest link first."""
     added = {axis: seconds[-1] - seconds[0] for axis, seconds in simulated.items()}

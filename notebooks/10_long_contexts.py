@@ -358,7 +358,7 @@ places = [torch.tensor([i for i in tokens if ways["zigzag"][i] == r]) for r in r
 results = pool.run(run_ring, places)
 shares = {share for _, steps in results for _, share in steps[1:]}
 lesson.claim("In a zigzag, our ring is exact", max(off for off, _ in results) < 1e-12)
-lesson.claim("Each step after the first has half of its pairs", shares == {0.5})
+lesson.claim("After the first step, half of the pairs are visible", shares == {0.5})
 
 # %% [markdown]
 # The last contiguous part has <data value="10.last:.2f">1.74</data> times the mean number of visible pairs; for p ranks it is

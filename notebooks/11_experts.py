@@ -265,7 +265,7 @@ def rows_of_ranks(popular):
     return counts.view(N, -1).sum(1).tolist()  # a rank has E / N of them
 
 
-question = "A layer with one popular expert computes how many times as long?"
+question = "One popular expert: how many times as long as with even rows?"
 lesson.predict("11.slower", question, rule_of_thumb=1)  # no more rows than before
 rows = {"even": rows_of_ranks(1), "popular": rows_of_ranks(10)}
 seconds = pool.run(moe.seconds_of_ranks, rows, E // N)[0]
@@ -313,7 +313,8 @@ def balance(scores, k):  # (n, E)
     return E * (f * scores.softmax(-1).mean(0)).sum()
 
 
-shards = [torch.randn(4, E) for _ in range(N)]  # scores of each rank's tokens
+draws = torch.Generator().manual_seed(0)
+shards = [torch.randn(4, E, generator=draws) for _ in range(N)]  # each rank's scores
 shared = pool.run(lambda: balancing_loss([moe.this_rank(shards)], K, moe.expert_axis()))
 right, mean = balance(torch.cat(shards), K), sum(balance(x, K) for x in shards) / N
 losses = {"all tokens": right, "library, on ranks": shared[0], "mean of ranks": mean}

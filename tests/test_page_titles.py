@@ -78,7 +78,7 @@ def test_page_11_follows_loads_and_gradients() -> None:
     assert experts_words.dispatch_title(chosen, 4, popular=2).endswith("a popular expert loads it")
     assert experts_words.dispatch_title(chosen, 4, popular=0).endswith("here rank 1 gets most")
     loads = {"no balancing": [1.0, 3.0], "loss": [3.0, 1.0], "bias": [3.0, 1.0]}
-    assert experts_words.loads_title(loads, 1).endswith("in each run, until balancing acts")
+    assert experts_words.loads_title(loads, 1).endswith("in each run; balancing ends that")
     assert experts_words.loads_title({**loads, "bias": [1.5, 1.0]}, 1).endswith("loads end more even")
     assert "with bias, loads end no more even" in experts_words.loads_title({**loads, "bias": [3.0, 4.0]}, 1)
     fewer = experts_words.capacity_title

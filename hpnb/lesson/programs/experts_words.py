@@ -38,7 +38,7 @@ def loads_title(imbalances: Mapping[str, Sequence[float]], last: int = 10) -> st
     free = late.pop("no balancing")
     popular = all(max(run) > 2 for run in imbalances.values())
     if popular and max(late.values()) < free:
-        return "counted · an expert becomes popular in each run, until balancing acts"
+        return "counted · an expert becomes popular in each run; balancing ends that"
     more = [way for way, load in late.items() if load >= free]
     if more:
         return f"counted · with {' and '.join(more)}, loads end no more even than without"

@@ -149,6 +149,7 @@ def average_gradients(model, axis):
 def train(policy, batch, parts, wrap=lambda model: model, reduce=lambda model: None):
     # policy: the dtype, and whether there are float32 master weights
     # wrap goes round the model; reduce is called after the backwards of a step
+    # vit draws its weights with a fixed seed, so all ranks start with the same ones
     model = policy.cast(hpnb.models.vit(SMALL, classes=3, device=hpnb.device()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     if policy.masters:
@@ -369,7 +370,8 @@ predicted = {v: timeline.makespan for v, timeline in ideal.items()}
 a, b, c = VERSIONS
 lesson.predict("01.overlap", "How many times as long as B does C take?",
                rule_of_thumb=alone[BUCKET_MB].end / predicted[b])  # nothing is exposed
-lesson.show(ideal, exposed=True, bubble=None, axis_labels={0: "each rank"},
+lesson.show(ideal, exposed=True, axis_labels={0: "each rank"},
+            bubble=None,  # no share of idle time beside the ranks
             title="By α and B, buckets and overlap save time")  # fmt: skip
 timelines = figures.typical_round(rounds)
 steps, exposed = figures.median_steps(rounds)
@@ -600,7 +602,7 @@ lesson.record("01.extra", figures.cost_of_overlap(times[middle]))
 # | reducing during the backward adds | <data value="01.extra.during">8.52 ms</data> |
 # | an all-reduce of all gradients in one message takes | <data value="01.extra.all-reduce">10.3 ms</data> |
 #
-# Overlap can save at most the <data value="01.extra.after">16.1 ms</data> that reducing after the backward adds. This is more than one message takes.
+# Overlap can save at most the <data value="01.extra.after">16.1 ms</data> that reducing after the backward adds. These are more than the time of one message, the last row.
 # Buckets have three costs that the message lacks: a latency for every bucket, filling them, and waits for late ranks.
 #
 # <details><summary>The law's times and the measured ones</summary>
@@ -660,14 +662,14 @@ lesson.record("01.wide", figures.describe_wide(wide.size, DTYPE, card))
 #
 # <details><summary>Why an all-reduce can slow the backward beside it</summary>
 #
-# An all-reduce also adds and copies numbers. With more tokens the backward is longer, but the gradient has as many bytes as
+# An all-reduce also adds numbers and copies them. With more tokens the backward is longer, but the gradient has as many bytes as
 # before. So the slowdown becomes a smaller share of the step.
 #
 # On a CPU the threads of an all-reduce occupy cores.
 #
 # On GPUs the kernels of an all-reduce occupy memory bandwidth and *multiprocessors*, the units
-# that compute the backward. In one node, `hpnb.DataParallel(model, axis, copy_engines=True)` reduces without
-# multiprocessors: it uses *copy engines*, a GPU's separate units for copying memory. Ranks that share a GPU send through
+# that compute the backward. In one node, `hpnb.DataParallel(model, axis, copy_engines=True)` needs
+# them less: gradients travel by *copy engines*, a GPU's separate units for copying memory, and multiprocessors only add. Ranks that share a GPU send through
 # its memory, which their backwards need as well.
 # </details>
 #

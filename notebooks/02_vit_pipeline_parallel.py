@@ -129,6 +129,7 @@ def record_walks():
             walk(recorder, stage, batch, axis)
         recorded.append(recorder.gather())
     if recorded[0].source == "measured by turns":  # ranks of one GPU take turns
+        # puts the turns side by side; messages take as long as over NVLink
         recorded = [lesson.replay(tl, theory.REPLAY_LINK) for tl in recorded]
     with hpnb.record.traffic() as traffic:
         walk(recorder, stage, batch, axis)  # another walk, for its bytes alone
@@ -275,7 +276,7 @@ trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")
 # Python can launch kernels more slowly than a GPU runs them. A rank that never waits then works at Python's pace. A rank that
 # waits for its input launches its kernels meanwhile, and when the input comes, they run without gaps. So on GPUs equal
 # blocks can be quick in one action and slow in another. Rank 0's forward in the first figure, for example, has no such wait
-# before it. The last section tests this with CUDA graphs. On a CPU, ranks that share cores and memory disturb each other.
+# before it, and is launched while it runs. The last section tests this with CUDA graphs. On a CPU, ranks that share cores and memory disturb each other.
 # </details>
 #
 # <details><summary>Why the rule of thumb may come nearer</summary>
@@ -673,7 +674,8 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 # <data value="02.split.split-in-one-piece.factor:.3f">1.058</data> times as long, with the range <data value="02.split.split-in-one-piece.range">0.911 to 1.189</data> and the verdict *<data value="02.split.split-in-one-piece.verdict">cannot tell</data>*.
 #
 # In the race, *work* goes from <data value="02.race.work">124 ms under zb-h1 to 152 ms under zb-v</data>, although all five compute the same gradients. Differences that
-# a rank alone does not show come from waits for launches, or from ranks that slow each other down.
+# a rank alone does not show come from waits for launches, or from ranks that slow each other down. A few per cent can be noise: the
+# race has few steps of each schedule.
 # </details>
 #
 # <details><summary>I and W are not equal</summary>

@@ -657,9 +657,9 @@ lesson.check(exercises.sequence_parallel, block)
 #
 # <details><summary>Bytes and time of a broadcast</summary>
 #
-# From its source, a broadcast passes a block of S bytes around the ring of a row's or column's q ranks. All but the last
-# send it on, so on average a rank sends S (1 - 1/q). The arrows of the figure below show which ranks get a block. They
-# do not show that it travels from rank to rank around the ring. A broadcast takes S over the bandwidth plus q - 1 latencies, longer than the mean bytes suggest.
+# From its source, a broadcast passes a block of S bytes around the ring of a row's or column's q ranks, in small pieces. A
+# rank sends a piece on while the next one arrives. All but the last rank send all of them, so on average a rank sends S (1 - 1/q). The arrows of the figure below show which ranks get a block. They
+# do not show that it travels from rank to rank. A broadcast takes S over the bandwidth plus q - 1 latencies, longer than the mean bytes suggest.
 # </details>
 
 
@@ -808,7 +808,7 @@ lesson.show(predicted=alone, **{source: halves}, unit="s", key="03.halves",
 predictions.record_race(seconds, predicted, halves, card, card4)  # for the text
 lesson.claim("8 times the tokens: less than 8 times in 2D", (growth["2d"], "<", 8))
 lesson.claim("1D is faster than 2D with few tokens", (small["1d"], "<", small["2d"]))
-vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)
+vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)  # for 08's table
 
 # %% [markdown]
 # With <data value="03.tokens.few">6,304</data> tokens, 1D took <data value="03.few.1d">7.15 ms</data> and 2D <data value="03.few.2d">27.2 ms</data>. That is <data value="03.too-low.1d">1.77</data> and <data value="03.too-low.2d">3.78</data> times as long as
@@ -904,7 +904,7 @@ lesson.explorers.tensor_modes()
 # ρ is 8,000. At best 1D has 4.5 · 8,192/(15 · 8,000) = 0.31, and 0.36 with attention's scores. The batch is in neither.
 #
 # 2D on 16 ranks meets the challenge with a batch of 8 such sequences, where a rank keeps 1.9 GB. It sends for 140 ms: by the
-# table of the section on grids 103 ms, times 4/3, because a broadcast lasts as long as sending all of its block; and 3 ms of
+# table of the section on grids 103 ms, times 4/3, which is q/(q - 1) for q = 4, because a broadcast lasts as long as sending all of its block; and 3 ms of
 # latency. It computes for 57.7 ms, so the ratio is 0.41. Its weight traffic does not grow with the batch, while
 # computing does. In this setting 1D would send for 162 ms.
 # </details>

@@ -192,7 +192,7 @@ def hybrid_step(model, stage, samples, mesh, shape):
 
 
 # %%
-def small_vit():
+def small_vit():  # by a fixed seed: the same weights on all ranks
     return hpnb.models.vit(SMALL, classes=3, dtype=torch.float64)
 
 
@@ -372,10 +372,10 @@ added, at_tenth = vit_hybrid.record_added(simulated)
 vit_hybrid.record_ratios(predicted, measured, simulated)
 bubble = (N - 1) / m * share  # predicted
 vit_hybrid.record_rest(share, bubble, busy, predicted, simulated, measured)
-lesson.claim("On a tenth, tp's grows by most", max(at_tenth, key=at_tenth.get) == "tp")
-lesson.claim("On a hundredth, too", (added["tp"], ">", added["dp"]))
+lesson.claim("On a tenth of the bandwidth, tp's step grows by most", max(at_tenth, key=at_tenth.get) == "tp")
+lesson.claim("On a hundredth, tp's grows more than dp's", (added["tp"], ">", added["dp"]))
 lesson.claim("Yet dp's step is shorter", (measured["dp"], "<", measured["pp"]))
-vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
+vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)  # for 08's table
 
 # %% [markdown]
 # A slower link adds these times to the simulated steps:
@@ -400,7 +400,7 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 # The rest is the step less the compute of the busiest rank. Along pp it is the bubble, sending and waiting. The bubble is predicted as
 # (N-1)/m of compute, <data value="04.rest.bubble">42.8 ms</data>. Along tp the rest is exposed all-reduces and waiting.
 #
-# Most of what pp and tp take longer than dp is compute: along dp the busiest rank computes only <data value="04.busy.dp">118 ms</data>.
+# Most of the additional time of pp and tp is compute: along dp the busiest rank computes only <data value="04.busy.dp">118 ms</data>.
 #
 # <details><summary>Why the curves differ</summary>
 #
@@ -420,7 +420,7 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 # Times are not exact. As <data value="04.source">measured</data>, a step divided by its prediction is <data value="04.ratio.dp:.2f">1.03</data> for dp, <data value="04.ratio.pp:.2f">1.58</data> for pp
 # and <data value="04.ratio.tp:.2f">1.19</data> for tp. Two errors are in such a ratio: that of compute and that of the rest. <data value="04.rest.signs">Along tp, compute is 93.3 ms longer than predicted and the rest 52.3 ms shorter. Along pp, compute is 95.3 ms longer than predicted and the rest 4.32 ms shorter. Along tp and pp the two errors partly cancel in the ratio.</data>
 #
-# **Compute** along pp is long on one rank alone. The other three compute about as long as predicted: added up, <data value="04.others">44.2 ms</data> a microbatch.
+# **Compute** along pp is long on one rank alone. The other three compute about as long as predicted: added up, a microbatch takes <data value="04.others">44.2 ms</data>, where <data value="04.rest.bubble">42.8 ms</data> are predicted.
 # Compute can be longer than predicted, because each microbatch and shard pays the fixed costs of operations again, and along tp all
 # ranks repeat the norms. On a GPU, recorded compute can contain waits for the CPU, which launches operations. On a CPU, ranks send with
 # the cores that compute. This page does not separate these reasons.
@@ -436,7 +436,7 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)
 # The shortest step here is along <data value="04.near.fastest">dp</data>. On a tenth of the bandwidth, the shortest step simulated is along <data value="04.tenth">dp</data>. Do not ask the figure which of two
 # close curves is lower.
 #
-# Each step is the median of three, recorded in turn. "This link" is <data value="04.link.from">measured as in notebook 00</data>. Its latency is <data value="04.link.latency">21.4 µs</data> and its bandwidth <data value="04.link.bandwidth">346 GB/s</data>.
+# Axes take turns in three rounds. Each step is the median of its round's medians of three. "This link" is <data value="04.link.from">measured as in notebook 00</data>. Its latency is <data value="04.link.latency">21.4 µs</data> and its bandwidth <data value="04.link.bandwidth">346 GB/s</data>.
 # </details>
 #
 # <details><summary>On a laptop or a shared GPU</summary>
@@ -622,6 +622,7 @@ def train(leaves, swapped):
     mesh = Mesh(Layout(dp=2, pp=2, tp=2))
     dp, tp = (mesh.tp, mesh.dp) if swapped else (mesh.dp, mesh.tp)
     pipe, log = assemble(dp, mesh.pp, tp), []
+    # parameters that are equal on all ranks of dp and tp: no shards
     copies = [p for p in pipe.parameters() if not placement_of(p).axes & {"dp", "tp"}]
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
     for batch in vit_hybrid.leaf_batches(leaves, 32, mesh.dp):
@@ -839,10 +840,11 @@ def train_until(epoch, folder, layout, leaves, others):
     test = load(others, batch_size, transform=images)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     cosine = hpnb.CosineAnnealingWarmupLR(optimizer, 3 * len(data), warmup_steps=6)
-    model, optimizer, _, _, cosine = booster.boost(model, optimizer, None, None, cosine)
+    boosted = booster.boost(model, optimizer, lr_scheduler=cosine)
+    model, optimizer, _, _, cosine = boosted
     log = vit_hybrid.LossLog()
     hooks = [log, hpnb.AccuracyHook(), hpnb.CheckpointHook(folder)]
-    trainer = hpnb.Trainer(booster, model, optimizer, None, cosine, hooks,
+    trainer = hpnb.Trainer(booster, model, optimizer, lr_scheduler=cosine, hooks=hooks,
                            display_progress=False)  # fmt: skip
     trainer.resume(folder, missing_ok=True)  # weights, optimizer, schedule, samples
     history = trainer.fit(data, epoch, evaluate=test)
@@ -952,9 +954,7 @@ lesson.check(exercises.reshard, moves)
 # and `hpnb/hybrid/parallelize_model.py`.
 # </details>
 #
-# **Papers.**
-#
-# <details><summary>Four papers</summary>
+# <details><summary>Papers</summary>
 #
 # Shoeybi et al. 2019, *Megatron-LM*, 1909.08053. Narayanan et al. 2021, *Efficient large-scale language model
 # training on GPU clusters using Megatron-LM*, 2104.04473, with all three axes and where they lie. Rajbhandari et al. 2020, *ZeRO*,

@@ -529,7 +529,7 @@ lesson.record("05.alone", {"forward": alone[0]}, "s")
 #
 # The predicted time holds for <data value="05.off.hold">0</data> of <data value="05.off.of">9</data> steps. Steps take <data value="05.off.low:.2f">1.28</data> to <data value="05.off.high:.2f">3.67</data> times the prediction, the most with
 # <data value="05.off.highest">ZeRO-3 + recompute + offload</data>. <data value="05.excess">In the bars, most of the excess lies before the update.</data>
-# Without recomputation, ZeRO-2's excess lies mostly in the update, and steps end with:
+# An exception: without recomputation, ZeRO-2's excess lies mostly in the update. Steps end with:
 #
 # | | ZeRO-0 | ZeRO-1 | ZeRO-2 | ZeRO-3 |
 # |---|---|---|---|---|

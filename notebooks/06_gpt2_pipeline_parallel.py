@@ -152,10 +152,11 @@ def time_steps(variants):
 steps = pool.run(time_steps, {"uniform": (schedule_1f1b, cuts["uniform"])})[0]
 step, SOURCE = steps["uniform"].median, steps["uniform"].source  # "measured" or so
 lesson.reveal("06.bubble", 100 * step.bubble_fraction, source=SOURCE)
-busy = {f"rank {rank}": 1e3 * step.work(rank) / M for rank in step.ranks}
-lesson.show(**{SOURCE: busy}, unit="ms", title="One microbatch, forward and backward")
+busy = {f"rank {rank}": step.work(rank) / M for rank in step.ranks}
+lesson.show(**{SOURCE: busy}, unit="s", title="One microbatch, forward and backward")
 *others, last = busy.values()
-lesson.claim("The last rank takes longest, ms", (last, ">", max(others)), FEW_TOKENS)
+lesson.claim("The last rank takes longest", (last, ">", max(others)),
+             otherwise=FEW_TOKENS, unit="s")  # fmt: skip
 lesson.record("06.run", gpt2_pipeline.unequal_ranks(SOURCE, busy))
 
 # %% [markdown]
@@ -234,8 +235,8 @@ lesson.show(
     unit="s", key="06.vocab", title="The head's matmuls",
 )  # fmt: skip
 lesson.record("06.padding", times.padded(odd, padded))
-lesson.claim("The padded median is not slower than the odd size's slowest repeat, ms",
-             (1e3 * statistics.median(padded), "<=", 1e3 * max(odd)))  # fmt: skip
+lesson.claim("The padded median is not slower than the odd size's slowest repeat",
+             (statistics.median(padded), "<=", max(odd)), unit="s")  # fmt: skip
 
 # %% [markdown]
 # By the median, the odd size takes <data value="06.padding.gain:.2f">5.89</data> times as long here, a difference <data value="06.padding.spread">beyond the spread of the repeats</data>.
@@ -341,8 +342,9 @@ lesson.show(
              "most parameters per rank (M)": most})  # fmt: skip
 ranking = sorted(predicted, key=predicted.get)
 lesson.reveal("06.cuts", measured, predicted=ranking, source=SOURCE)
-lesson.claim("Simulated, the cut by time beats the uniform cut, s",
-             (predicted["by time"], "<", predicted["uniform"]), FEW_TOKENS)  # fmt: skip
+lesson.claim("Simulated, the cut by time beats the uniform cut",
+             (predicted["by time"], "<", predicted["uniform"]),
+             otherwise=FEW_TOKENS, unit="s")  # fmt: skip
 gpt2_pipeline.claim_faster(repeats, "by time", "uniform")
 lesson.record("06.faster", gpt2_pipeline.faster(repeats, "by time", "uniform"))
 lesson.record("06.ratio", gpt2_pipeline.ratio_range(measured, predicted))
@@ -763,12 +765,12 @@ columns = gpt2_pipeline.bubble_columns(steps)
 lesson.show(columns=columns, key="06.bubbles", title="Bubbles of the repeats")
 ranking = sorted(predicted, key=predicted.get)
 lesson.reveal("06.schedules", measured, predicted=ranking, source=SOURCE)
-lesson.claim("Simulated, ZB-H1's step is shorter than 1F1B's, s",
-             (predicted["zb-h1"], "<", predicted["1f1b"]))  # fmt: skip
+lesson.claim("Simulated, ZB-H1's step is shorter than 1F1B's",
+             (predicted["zb-h1"], "<", predicted["1f1b"]), unit="s")  # fmt: skip
 gpt2_pipeline.claim_less_idle(steps, "zb-h1", "1f1b")
 lesson.record("06.h1", gpt2_pipeline.compare(steps, predicted, "zb-h1", "1f1b"))
 lesson.record("06.fastest", gpt2_pipeline.schedules_in_words(steps, "1f1b"))
-gpt2_pipeline.add_to_ledger(model, predicted, medians)
+gpt2_pipeline.add_to_ledger(model, predicted, medians)  # for 08's table
 lesson.show({name: medians[name] for name in ("1f1b", "zb-h1")},
             title="ZB-H1 splits the backwards of 1F1B into I and W")  # fmt: skip
 peaks = gpt2_pipeline.peaks_by_run(pool, SIZE, BATCH_SIZE, DTYPE, runs)  # of each rank

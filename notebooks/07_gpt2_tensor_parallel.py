@@ -146,8 +146,8 @@ lesson.predict("07.attention", f"{SIZE.heads} heads, {N} ranks: how long does at
 # | 5 | 5, 5, 5, 5, 5 | 1.00 | 1.000 |
 # | 8 | 4, 3, 3, 3, 3, 3, 3, 3 | 1.28 | 1.111 |
 #
-# We time attention alone, with 6 and 7 heads in turn. On a GPU, samples are 32 times the first table's. Where ranks share CPU
-# cores, these are CPU times.
+# We time attention alone, with 6 and 7 heads in turn. On a GPU we take 32 times the banner's b samples, so that
+# launches hide no head. Where ranks share CPU cores, these are CPU times.
 
 
 # %%
@@ -158,6 +158,7 @@ def time_attention(head_counts):
 
     def forward_backward(w):  # w columns, of w/d heads
         qkv, out = torch.randn(h, 3 * w, **like), torch.randn(w, h, **like)
+        # x has the shape of the output, so it serves as its gradient
         return lambda: (attention(x @ qkv, w // d) @ out).backward(x.detach())
 
     calls = {f"{heads} heads": forward_backward(heads * d) for heads in head_counts}
@@ -194,7 +195,7 @@ lesson.record("07.nearer", gpt2_tensor.nearer_in_words(fullest, ratio, seconds))
 # PyTorch's `ColwiseParallel` shards columns and knows no heads, so choose t among the divisors of the number of heads.
 # In many newer models several heads share a k and v, such as 32 heads of q and 8 of k and v. With at most 8 ranks, the
 # number of ranks must divide 8. More than 8 ranks work only if several ranks hold a copy of the same k and v and sum the copies'
-# gradients; the second assert excludes that. Check before you start:
+# gradients; the second assert below excludes that. Check before you start:
 #
 # ```python
 # assert config.num_attention_heads % tp_size == 0

@@ -28,7 +28,7 @@
 # gradient, and find out when the wrong ones do.
 #
 # **You should know** data parallelism from notebook 01, waiting and moving from the last sections of notebook 00, and the
-# all-to-all from notebook 10. Exercise 3 and the last section need pipelines, from notebook 06.
+# all-to-all from notebook 10. Exercise 3 and the last section need pipelines, from notebooks 02 and 06.
 #
 # **Time.** 30 minutes to read, 1 to run, 65 for the exercises.
 #
@@ -437,7 +437,7 @@ lesson.claim("Both models need experts", (min(free[0], balanced[0]), ">", 0.02))
 # %% [markdown]
 # With a capacity of 1.25 times the mean, the unbalanced model drops <data value="11.dropped.free">24.1 %</data> of its rows, the balanced one <data value="11.dropped.bias">0.525 %</data>. If
 # all rows are dropped, the shared expert works alone, and the unbalanced model's loss rises by only <data value="11.rise.all:.3f">0.058</data>: after so few
-# steps the experts have learned little. At 1.25 times the mean it changes by <data value="11.rise.free:+.3f">-0.001</data>. Changes of a few thousandths mean
+# steps the experts have learned little. At 1.25 times the mean this loss changes by <data value="11.rise.free:+.3f">-0.001</data>. Changes of a few thousandths mean
 # nothing on so little text. So balance shows here in dropped rows and in time, not in this loss.
 #
 # At 3 times the mean, the unbalanced model still drops <data value="11.dropped.at-3">6.23 %</data> of its rows. No expert gets more than E/k = 4 times the
@@ -722,7 +722,8 @@ def run_together(*chains):  # each a list of (op, microbatch, seconds), run in o
         (start, lane), (op, microbatch, took) = starts[i], waiting[i].pop(0)
         ready[i] = free[lane] = start + took
         axis = "ep" if lane == "link" else ""
-        events.append(Event(0, 0, op, microbatch, start, ready[i], axis))
+        rank = stage = 0
+        events.append(Event(rank, stage, op, microbatch, start, ready[i], axis))
     return Timeline(tuple(events), "simulated")
 
 

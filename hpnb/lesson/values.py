@@ -72,7 +72,10 @@ def record(key: str, value: Any, unit: str = "") -> None:
 
 
 def claim(
-    statement: str, condition: bool | tuple[SupportsFloat, str, SupportsFloat], otherwise: str = ""
+    statement: str,
+    condition: bool | tuple[SupportsFloat, str, SupportsFloat],
+    otherwise: str = "",
+    unit: str = "",
 ) -> None:
     """State what the page's run shows, and check it: on another machine it may fail, and the output says so.
 
@@ -81,6 +84,7 @@ def claim(
     Args:
         condition: a truth, or better two numbers and a relation, which are shown: (4, "<", 8).
         otherwise: why a reader's machine may show something else.
+        unit: of the two numbers, such as "s" or "B".
     """
     numbers, holds, shown = None, condition, ""
     if isinstance(condition, tuple):
@@ -89,7 +93,7 @@ def claim(
             raise ValueError(f"relation {relation!r} is not one of {', '.join(_RELATIONS)}")
         a, b = plain(left), plain(right)
         numbers, holds = [a, relation, b], _RELATIONS[relation](a, b)
-        shown = f" ({number(a)} {relation} {number(b)})"
+        shown = f" ({number(a, unit)} {relation} {number(b, unit)})"
     holds = bool(holds)
     text = f"✓ {statement}{shown}"
     if not holds:

@@ -7,6 +7,6 @@ def fit(job):
     able = []
     for tp, pp, chunks in product(range(1, job.run.heads + 1), range(1, job.run.layers + 1), range(1, 11)):
         plan = ParallelLayout(job.gpus // (pp * tp), pp, tp, chunks=chunks)
-        if job.refused(plan) is None:
+        if job.refusal(plan) is None:
             able.append(plan)
     return min(able, key=job.seconds)

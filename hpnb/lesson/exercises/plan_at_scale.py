@@ -44,11 +44,11 @@ class ClusterTask:
     def seconds(self, plan: ParallelLayout) -> float:
         return sum(cluster_parts(self.run, self.cluster, plan).values())
 
-    def held(self, plan: ParallelLayout) -> float:
+    def peak_memory(self, plan: ParallelLayout) -> float:
         """Bytes of the fullest rank."""
         return cluster_memory(self.run, plan)
 
-    def refused(self, plan: ParallelLayout) -> str | None:
+    def refusal(self, plan: ParallelLayout) -> str | None:
         """Why the plan cannot be run, memory aside; None if it can."""
         return refusal(self.run, self.cluster, plan)
 
@@ -68,11 +68,11 @@ def fit_model(fit: Callable[[ClusterTask], Any]) -> Iterator[Finding]:
         plan = fit(task)
         if not isinstance(plan, ParallelLayout):
             raise WrongAnswer(f"{name}: {plan!r} is no ParallelLayout")
-        if (why := task.refused(plan)) is not None:
+        if (why := task.refusal(plan)) is not None:
             yield Finding(False, f"{name}: {why}")
-        elif task.held(plan) > task.memory:
-            held = f"{number(task.held(plan), 'B')}, more than {number(task.memory, 'B')}"
-            yield Finding(False, f"{name}: {plan} holds {held}")
+        elif task.peak_memory(plan) > task.memory:
+            needs = f"{number(task.peak_memory(plan), 'B')}, more than {number(task.memory, 'B')}"
+            yield Finding(False, f"{name}: {plan} needs {needs}")
         else:
             best = min(task.seconds(best_layout(task.run, task.cluster, zero)) for zero in (0, 1))
             took = task.seconds(plan)

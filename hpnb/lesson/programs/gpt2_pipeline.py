@@ -93,14 +93,13 @@ def claim_order(
 ) -> None:
     """Claim that all repeats of `less` are below all of `more`. If they overlap, say "not decided".
 
-    A `unit` follows the statement where its two numbers do.
+    `unit` is that of the numbers.
     """
     if overlap(less, more):
         text = f"Not decided whether {statement}: the repeats overlap"
         present(f"<p>{text}</p>", text)
     else:
-        statement = f"{statement}, {unit}" if unit else statement
-        claim(statement, (max(less), "<", min(more)), otherwise)
+        claim(statement, (max(less), "<", min(more)), otherwise, unit)
 
 
 def claim_faster(runs: Mapping[str, StepRepeats], fast: str, slow: str) -> None:

@@ -372,8 +372,9 @@ added, at_tenth = vit_hybrid.record_added(simulated)
 vit_hybrid.record_ratios(predicted, measured, simulated)
 bubble = (N - 1) / m * share  # predicted
 vit_hybrid.record_rest(share, bubble, busy, predicted, simulated, measured)
-lesson.claim("On a tenth of the bandwidth, tp's step grows by most", max(at_tenth, key=at_tenth.get) == "tp")
-lesson.claim("On a hundredth, tp's grows more than dp's", (added["tp"], ">", added["dp"]))
+most = max(at_tenth, key=at_tenth.get)
+lesson.claim("On a tenth of the bandwidth, tp's step grows by most", most == "tp")
+lesson.claim("On a hundredth, more than dp's", (added["tp"], ">", added["dp"]), unit="s")
 lesson.claim("Yet dp's step is shorter", (measured["dp"], "<", measured["pp"]))
 vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)  # for 08's table
 

@@ -972,7 +972,8 @@ lesson.claim("The prediction is nearer than the rule of thumb",
 # %%
 for name, one in LAYOUTS.items():
     lesson.ledger.add("08", one.mesh_layout, f"{NAME}, {name}", {
-        "step (s)": (steps[name], took[name]), "sent (B)": (expected_sent[name], sent[name]),
+        "step (s)": (steps[name], took[name]),
+        "sent (B)": (expected_sent[name], sent[name]),
         "peak (B)": (memory[name], peaks[name])}, here.devices or LINK.name)
 score = regret.show_regret(key="08.regret")
 lesson.claim("Predictions hold more often than rules of thumb",

@@ -201,7 +201,8 @@ def computing_in_words(few: float, many: float, factor: float) -> str:
     share = 100 * constant_share(many / few, factor) * few / many
     if share < 1:
         return f"{took}, so no constant part shows."
-    return f"{took}. So about {share:.0f} % of this time does not shrink with the images, such as launching operations."
+    constant = f"about {share:.0f} % of this time does not shrink with the images"
+    return f"{took}. So {constant}, such as launching operations."
 
 
 def difference(seconds: Mapping[str, float]) -> str:

@@ -144,7 +144,7 @@ x
 # The table is for n ranks and a tensor of S bytes. Its last column is the least that the busiest rank must send, if
 # the ranks do the adding.
 #
-# | collective | input of each rank | each rank gets | bytes that leave the busiest rank |
+# | collective | input of each rank | each rank gets | bytes from the busiest rank |
 # |---|---|---|---|
 # | broadcast | S on one rank, nothing on the others | a copy of S | S (the average over ranks is (n-1)/n S) |
 # | reduce-scatter | S | its shard of the sum, S/n | (n-1)/n S |
@@ -710,7 +710,7 @@ lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", movin
 
 # %% [markdown]
 # Rank 1 slept 100 ms longer, so the others waited <data value="00.bar.rank-1-late.measured-wait">100 ms</data> in an all-reduce. The move, which begins when rank 1
-# arrives, took <data value="00.bar.rank-1-late.measured-move">644 µs</data>. Waits in the tables are those of the other ranks.
+# arrives, took <data value="00.bar.rank-1-late.measured-move">644 µs</data>. Tables show the others' waits.
 #
 # With published B and typical α the move takes <data value="00.replay.nvlink-4.move">44.7 µs</data> on NVLink 4 and <data value="00.replay.ethernet-10-gb.move">9.90 ms</data> on 10 Gb Ethernet.
 # The wait stays at <data value="00.replay.ethernet-10-gb.wait">100 ms</data>.
@@ -718,7 +718,7 @@ lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", movin
 # The formula predicts <data value="00.bar.at-once.predicted-move">163 µs</data> in all three cases. The move took <data value="00.bar.at-once.measured-move">144 µs</data> "at once" and
 # <data value="00.bar.after-a-pause.measured-move">298 µs</data> after the pause. To compare two cases, we take each step's median move
 # over the ranks. We pair each of the five steps of the first case with each of the second's, and count how often the
-# second is longer. We call the moves different only if this count is at least 23 or at most 2 of 25. If the two cases do not differ, that happens with a probability of 3 % (a rank-sum test).
+# second is longer. We call the moves different only if this count is at least 23 or at most 2 of 25, which noise alone reaches in 3 % of cases (a rank-sum test).
 #
 # After the pause the move is longer than "at once" in <data value="00.pause.longer">25</data> of <data value="00.pause.pairs">25</data> pairs: <data value="00.pause.words">in this run moves after the pause are longer</data>. With rank 1 late it is
 # longer than after the pause in <data value="00.late.longer">25</data> of <data value="00.late.pairs">25</data>: <data value="00.late.words">in this run moves after the late rank are longer</data>.

@@ -602,7 +602,7 @@ lesson.record("01.extra", figures.cost_of_overlap(times[middle]))
 # | reducing during the backward adds | <data value="01.extra.during">8.52 ms</data> |
 # | an all-reduce of all gradients in one message takes | <data value="01.extra.all-reduce">10.3 ms</data> |
 #
-# Overlap can save at most the <data value="01.extra.after">16.1 ms</data> that reducing after the backward adds. These are more than the time of one message, the last row.
+# Overlap can save at most the <data value="01.extra.after">16.1 ms</data> that reducing after the backward adds. One message, the last row, takes less.
 # Buckets have three costs that the message lacks: a latency for every bucket, filling them, and waits for late ranks.
 #
 # <details><summary>The law's times and the measured ones</summary>

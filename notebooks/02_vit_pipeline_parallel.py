@@ -128,8 +128,7 @@ def record_walks():
         with hpnb.record.timeline() as recorder:
             walk(recorder, stage, batch, axis)
         recorded.append(recorder.gather())
-    if recorded[0].source == "measured by turns":  # ranks of one GPU take turns
-        # puts the turns side by side; messages take as long as over NVLink
+    if recorded[0].source == "measured by turns":  # on one GPU; messages as by NVLink
         recorded = [lesson.replay(tl, theory.REPLAY_LINK) for tl in recorded]
     with hpnb.record.traffic() as traffic:
         walk(recorder, stage, batch, axis)  # another walk, for its bytes alone

@@ -374,7 +374,7 @@ bubble = (N - 1) / m * share  # predicted
 vit_hybrid.record_rest(share, bubble, busy, predicted, simulated, measured)
 most = max(at_tenth, key=at_tenth.get)
 lesson.claim("On a tenth of the bandwidth, tp's step grows by most", most == "tp")
-lesson.claim("On a hundredth, more than dp's", (added["tp"], ">", added["dp"]), unit="s")
+lesson.claim("On a hundredth, more than dp's", (added["tp"], ">", added["dp"]))
 lesson.claim("Yet dp's step is shorter", (measured["dp"], "<", measured["pp"]))
 vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)  # for 08's table
 
@@ -623,7 +623,6 @@ def train(leaves, swapped):
     mesh = Mesh(Layout(dp=2, pp=2, tp=2))
     dp, tp = (mesh.tp, mesh.dp) if swapped else (mesh.dp, mesh.tp)
     pipe, log = assemble(dp, mesh.pp, tp), []
-    # parameters that are equal on all ranks of dp and tp: no shards
     copies = [p for p in pipe.parameters() if not placement_of(p).axes & {"dp", "tp"}]
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
     for batch in vit_hybrid.leaf_batches(leaves, 32, mesh.dp):
@@ -955,7 +954,9 @@ lesson.check(exercises.reshard, moves)
 # and `hpnb/hybrid/parallelize_model.py`.
 # </details>
 #
-# <details><summary>Papers</summary>
+# **Papers.**
+#
+# <details><summary>Four papers</summary>
 #
 # Shoeybi et al. 2019, *Megatron-LM*, 1909.08053. Narayanan et al. 2021, *Efficient large-scale language model
 # training on GPU clusters using Megatron-LM*, 2104.04473, with all three axes and where they lie. Rajbhandari et al. 2020, *ZeRO*,

@@ -146,8 +146,7 @@ lesson.predict("07.attention", f"{SIZE.heads} heads, {N} ranks: how long does at
 # | 5 | 5, 5, 5, 5, 5 | 1.00 | 1.000 |
 # | 8 | 4, 3, 3, 3, 3, 3, 3, 3 | 1.28 | 1.111 |
 #
-# We time attention alone, with 6 and 7 heads in turn. On a GPU we take 32 times the banner's b samples, so that
-# launches hide no head. Where ranks share CPU cores, these are CPU times.
+# We time attention alone, with 6 and 7 heads in turn. On a GPU, b is 32 times the banner's. Where ranks share CPU cores, these are CPU times.
 
 
 # %%
@@ -156,9 +155,8 @@ def time_attention(head_counts):
     like = {"device": hpnb.device(), "dtype": DTYPE, "requires_grad": True}
     x = torch.randn(SAMPLES, SIZE.length, h, **like)  # (b, s, h)
 
-    def forward_backward(w):  # w columns, of w/d heads
+    def forward_backward(w):  # w columns, of w/d heads; x is the output's gradient, too
         qkv, out = torch.randn(h, 3 * w, **like), torch.randn(w, h, **like)
-        # x has the shape of the output, so it serves as its gradient
         return lambda: (attention(x @ qkv, w // d) @ out).backward(x.detach())
 
     calls = {f"{heads} heads": forward_backward(heads * d) for heads in head_counts}
@@ -570,7 +568,7 @@ for p in POLICIES[:2]:
 lesson.field_guide.add(
     "the loss falls as it should, and replicated weights differ from rank to rank",
     "compare a replicated activation across ranks: bit for bit equal, or masks differ",
-    "ranks drop different elements of a replicated activation", notebook="07")  # fmt: skip
+    "ranks drop different elements of a replicated tensor", notebook="07")  # fmt: skip
 lesson.field_guide.show("07")
 
 # %% [markdown]

@@ -403,7 +403,7 @@ lesson.claim("On average computing misses by larger factors under tp",
 # %% [markdown]
 # With tp, norms and thin matmuls together are nowhere a twentieth of the excess: on `dp 4 x tp 2`,
 # <data value="08.why.dp-4-x-tp-2.norms">-767 µs</data> and <data value="08.why.dp-4-x-tp-2.thin-matmuls">948 µs</data> of <data value="08.why.dp-4-x-tp-2.excess">85.8 ms</data>. These columns
-# are rough: no norm takes less than 0 s. That leaves the collectives, and what else the cell does not count.
+# are rough: no norm takes less than 0 s. That leaves the collectives.
 #
 # <details><summary>Other parts and options</summary>
 #
@@ -469,7 +469,7 @@ lesson.claim("With calls, computing on 2 x 2 x 2 is nearer",
              (abs(after[cube] - 1), "<=", abs(factor[cube] - 1)))
 
 # %% [markdown]
-# Fitted on `dp 4 x tp 2` minus `dp 8`, a call costs <data value="08.call">1.34 ms</data>. It is as much if norms and thin matmuls are left out.
+# Fitted on `dp 4 x tp 2` minus `dp 8`, a call costs <data value="08.call">1.34 ms</data>. Norms and thin matmuls leave it so.
 #
 # **The other four layouts with tp test this fit.** `tp 8` makes as many
 # calls as `dp 4 x tp 2`, each four times as large, and its excess is <data value="08.why.tp-8.excess">85.1 ms</data> beside <data value="08.why.dp-4-x-tp-2.excess">85.8 ms</data>. `dp 2 x tp 4` and 2 x 2 x 2 make twice as
@@ -530,11 +530,10 @@ lesson.claim("pp 8 sends least", min(runs, key=lambda n: runs[n].bytes) == "pp 8
 
 # %%
 sent, peaks = ({n: getattr(runs[n], what) for n in runs} for what in ("bytes", "peak"))
-expected_sent = {name: theory.layout_bytes(task, one) for name, one in LAYOUTS.items()}
-lesson.show(predicted=expected_sent, counted=sent, unit="B",
-            title="Bytes sent by the mean rank, and the highest peak of a rank",
+formula = {name: theory.layout_bytes(task, one) for name, one in LAYOUTS.items()}
+lesson.show(predicted=formula, counted=sent, unit="B", title="Bytes of the mean rank",
             columns={"peak, predicted (B)": memory, "peak, recorded (B)": peaks})
-most = max(100 * abs(sent[n] / expected_sent[n] - 1) for n in runs)
+most = max(100 * abs(sent[n] / formula[n] - 1) for n in runs)
 far, worst = max((100 * abs(peaks[n] / memory[n] - 1), n) for n in runs)
 lesson.record("08.error", {"bytes": most, "memory": far}, "%")
 lesson.record("08.worst", worst)
@@ -973,7 +972,7 @@ lesson.claim("The prediction is nearer than the rule of thumb",
 for name, one in LAYOUTS.items():
     lesson.ledger.add("08", one.mesh_layout, f"{NAME}, {name}", {
         "step (s)": (steps[name], took[name]),
-        "sent (B)": (expected_sent[name], sent[name]),
+        "sent (B)": (formula[name], sent[name]),
         "peak (B)": (memory[name], peaks[name])}, here.devices or LINK.name)
 score = regret.show_regret(key="08.regret")
 lesson.claim("Predictions hold more often than rules of thumb",
@@ -1014,7 +1013,7 @@ lesson.claim("Predictions hold more often than rules of thumb",
 # **Papers.**
 #
 # - Narayanan et al. 2021, 2104.04473. Zheng et al. 2022, *Alpa*, 2201.12023.
-# - Learning rates: Goyal et al. 2017, 1706.02677 (SGD). Malladi et al. 2022, 2205.10287 (Adam).
+# - Learning rates: Goyal et al. 2017, 1706.02677. Malladi et al. 2022, 2205.10287.
 # - Dolan & Brockett 2005, *MRPC*. Chowdhery et al. 2022, *PaLM*, 2204.02311.
 # </details>
 #

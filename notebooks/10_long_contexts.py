@@ -699,7 +699,7 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 # By this machine's card,
 # <data value="10.card-wins">packed Ulysses exposes less than the ring at 4,096 and 8,192 tokens, and unpacked Ulysses at no length</data>. In the
 # replay, packed Ulysses exposes <data value="10.beside.shorter.least:.2f">1.24</data> to
-# <data value="10.beside.shorter.most:.2f">1.46</data> times as much as the ring, by length.
+# <data value="10.beside.shorter.most:.2f">1.46</data> times as much as the ring.
 #
 # <data value="10.touch">The bars of the two touch at 2,048, 4,096 and 16,384 tokens; there, this run can't say which is faster</data>. <data value="10.winners">In the replay the ring wins at all other lengths. So the card names the wrong winner at 8,192 tokens</data>. The card leaves out an all-to-all's copies and, but for latency, the start of calls.
 #

@@ -28,7 +28,7 @@
 # gradient, and find out when the wrong ones do.
 #
 # **You should know** data parallelism from notebook 01, waiting and moving from the last sections of notebook 00, and the
-# all-to-all from notebook 10. Exercise 3 and the last section need pipelines, from notebooks 02 and 06.
+# all-to-all from notebook 10. Exercise 3 and the last section need pipelines, from 02 and 06.
 #
 # **Time.** 30 minutes to read, 1 to run, 65 for the exercises.
 #

@@ -195,7 +195,7 @@ def test_an_order_is_claimed_only_where_repeats_decide_it(capsys: pytest.Capture
     gpt2_pipeline.claim_less_idle(runs, "fast", "slow")  # scaled steps have one bubble
     gpt2_pipeline.claim_faster(runs, "fast", "close")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == '✓ every repeat of "fast" is faster than "slow", s (3.00 < 7.00)'
+    assert lines[0] == '✓ every repeat of "fast" is faster than "slow" (3.00 s < 7.00 s)'
     undecided = 'Not decided whether every repeat of "fast" {} "{}": the repeats overlap'
     assert lines[1:] == [
         undecided.format("has a smaller bubble than", "slow"),

@@ -173,8 +173,8 @@ def said(exercise: lesson.Exercise, answer: Callable[..., Any]) -> list[str]:
 
 
 def test_the_check_of_a_fit_says_what_is_off() -> None:
-    given = exercises.TASKS["145.6B on 1,024 GPUs of 40 GB"]
-    assert given.refused(ParallelLayout(1)) is not None
+    job = exercises.TASKS["145.6B on 1,024 GPUs of 40 GB"]
+    assert job.refusal(ParallelLayout(1)) is not None
     published = said(exercises.fit_model, lambda job: ParallelLayout(job.gpus // 64, 8, 8))
     assert any("over the best, at most 5 %" in text for text in published)
     assert any("GB, more than 40.0 GB" in text for text in published)

@@ -113,5 +113,5 @@ def test_words_say_whether_tokens_set_the_time() -> None:
     assert "no part" in predictions.constant_in_words({"1d": 1.0, "2d": 0.95}, 8)
     assert "100 % of 2D's time" in predictions.constant_in_words({"1d": 4.5, "2d": 1.001}, 8)
     assert "waits for the host" in predictions.computing_in_words(1.0, 1.1, 8)
-    assert "about 10 % of the longer time" in predictions.computing_in_words(1.0, 5.0, 9)
+    assert "about 10 % of this time" in predictions.computing_in_words(1.0, 5.0, 9)
     assert "no constant part" in predictions.computing_in_words(1.0, 8.0, 8)

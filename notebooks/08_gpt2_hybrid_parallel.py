@@ -474,7 +474,7 @@ lesson.claim("With calls, computing on 2 x 2 x 2 is nearer",
 # **The other four layouts with tp test this fit.** `tp 8` makes as many
 # calls as `dp 4 x tp 2`, each four times as large, and its excess is <data value="08.why.tp-8.excess">85.1 ms</data> beside <data value="08.why.dp-4-x-tp-2.excess">85.8 ms</data>. `dp 2 x tp 4` and 2 x 2 x 2 make twice as
 # many; their excess is <data value="08.why.dp-2-x-tp-4-zero-1-sequence-parallel.excess">134 ms</data> and <data value="08.why.dp-2-x-pp-2-x-tp-2.excess">158 ms</data>, not twice as much. With Ulysses'
-# calls, which the fit leaves out, the excess of `dp 2 x cp 2 x tp 2` is <data value="08.why.dp-2-x-cp-2-x-tp-2-ulysses.excess">141 ms</data>. On 2 x 2 x 2 computing
+# calls, not fitted, the excess of `dp 2 x cp 2 x tp 2` is <data value="08.why.dp-2-x-cp-2-x-tp-2-ulysses.excess">141 ms</data>. On 2 x 2 x 2 computing
 # took <data value="08.cube-ratio.before:.2f">2.90</data> times its prediction, with calls <data value="08.cube-ratio.after:.2f">0.93</data> times;
 # the claim compares their distances from 1.
 #

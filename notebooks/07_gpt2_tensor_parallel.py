@@ -177,14 +177,14 @@ lesson.reveal("07.attention", fullest, predicted=ratio, truth_range=ends)
 lesson.record("07.nearer", gpt2_tensor.nearer_in_words(fullest, ratio, seconds))
 
 # %% [markdown]
-# By the medians, the rank with most heads needs <data value="07.attention:.2f">1.00</data> times the mean. The formula counts FLOPs, not launches, and says
-# <data value="07.attention.predicted:.2f">1.12</data>. <data value="07.nearer">Here the repeats overlap, so this run doesn't decide whether one more head costs time</data>.
+# By the medians, the rank with most heads needs <data value="07.attention:.2f">1.09</data> times the mean. The formula counts FLOPs, not launches, and says
+# <data value="07.attention.predicted:.2f">1.12</data>. <data value="07.nearer">This run is nearer to the formula than to 1</data>.
 #
 # <details><summary>Why can the range begin below 1?</summary>
 #
 # Its lower end takes the fastest repeat with most heads and the slowest with fewer; the upper end does the opposite.
-# In this run, single calls of one size differ by more than the medians of both sizes: 6 heads took <data value="07.time.6-heads.fastest">1.58 ms</data> to
-# <data value="07.time.6-heads.slowest">1.86 ms</data>, and 7 heads <data value="07.time.7-heads.fastest">1.62 ms</data> to <data value="07.time.7-heads.slowest">1.88 ms</data>. Both launch the same operators, and launching
+# In this run, single calls of one size differ by more than the medians of both sizes: 6 heads took <data value="07.time.6-heads.fastest">4.80 ms</data> to
+# <data value="07.time.6-heads.slowest">5.25 ms</data>, and 7 heads <data value="07.time.7-heads.fastest">5.47 ms</data> to <data value="07.time.7-heads.slowest">5.58 ms</data>. Both launch the same operators, and launching
 # takes equally long for either. We did not trace how much of the time that is.
 # </details>
 #

@@ -115,7 +115,6 @@ Pair = namedtuple("Pair", "x y")
 X, Y = torch.ones(2), torch.ones(3)
 
 
-
 @pytest.mark.parametrize(
     ("sample", "empty"),
     [

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from preloaded_python import Program
 
 import hpnb
 from hpnb.ranks import devices, forkserver, forkserver_process
@@ -554,10 +555,14 @@ def work(x):
 """
 
 
-def run_script(body: str, tmp_path: Path) -> subprocess.Popen[str]:
-    file = tmp_path / "script.py"
+def written_script(body: str, folder: Path) -> Path:
+    file = folder / "script.py"
     file.write_text(SCRIPT + textwrap.dedent(body))
-    return subprocess.Popen([sys.executable, str(file)], stdout=subprocess.PIPE, text=True)
+    return file
+
+
+def run_script(body: str, tmp_path: Path) -> Program:
+    return Program(written_script(body, tmp_path))
 
 
 def test_a_script_needs_no_main_guard_and_its_output_is_live(tmp_path: Path) -> None:
@@ -908,11 +913,12 @@ def again(ranks, make):
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What one script prints in each of SECTIONS: a Python of its own takes seconds to import everything."""
+    """What one script prints in each of SECTIONS, in a new Python: it takes seconds to import everything."""
     folder = tmp_path_factory.mktemp("sections")
     (folder / "helpers.py").write_text(HELPERS)
     body = "".join(f"print('## {name}')\n{textwrap.dedent(text)}" for name, text in SECTIONS.items())
-    out, _ = run_script(body, folder).communicate(timeout=120)
+    command = [sys.executable, str(written_script(body, folder))]
+    out = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120).stdout
     found = {part.partition("\n")[0]: part.splitlines()[1:] for part in out.split("## ")[1:]}
     assert found.keys() == SECTIONS.keys(), out
     return found

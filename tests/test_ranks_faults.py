@@ -7,7 +7,6 @@ import queue
 import resource
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 import threading
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from preloaded_python import run_program
 
 import hpnb
 from hpnb.ranks import forkserver_process
@@ -124,8 +124,7 @@ def is_running(pid: int) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 def test_what_ranks_have_started_ends_when_the_server_is_killed(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(KILLED_SERVER))
-    program = [sys.executable, str(tmp_path / "program.py"), str(tmp_path)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    done = run_program(tmp_path / "program.py", str(tmp_path), folder=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["True True", "[0, 1]"], done.stdout + done.stderr
     pids = [int((tmp_path / rank).read_text()) for rank in ("0", "1")]
@@ -194,7 +193,7 @@ def test_a_timeout_may_be_as_long_as_one_likes(timeout: float) -> None:
     assert hpnb.launch(hpnb.rank, ranks=2, device="cpu", timeout=timeout) == [0, 1]
 
 
-def test_ranks_take_signals_that_the_caller_blocks() -> None:
+def test_ranks_take_signals_that_the_caller_blocks(tmp_path: Path) -> None:
     """A process keeps its signal mask over fork and exec, and supervisors block SIGTERM to wait for it."""
     program = """
         import signal
@@ -207,7 +206,6 @@ def test_ranks_take_signals_that_the_caller_blocks() -> None:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
             print(hpnb.launch(blocked, ranks=2, device="cpu"))
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120
-    )
+    (tmp_path / "program.py").write_text(textwrap.dedent(program))
+    done = run_program(tmp_path / "program.py", folder=tmp_path, timeout=120)
     assert done.stdout.strip() == "[[], []]", done.stderr

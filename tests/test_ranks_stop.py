@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from preloaded_python import Program
 from torch import nn
 
 import hpnb
@@ -94,8 +93,9 @@ def test_a_signal_to_a_program_that_launches(
         "import hpnb; from test_ranks_stop import fit\n"
         "hpnb.launch(fit, Path(sys.argv[2]), bool(int(sys.argv[3])), ranks=2, device='cpu')\n"
     )
-    arguments = [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path), str(int(saves))]
-    program = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    script = tmp_path / "program.py"
+    script.write_text(code)
+    program = Program(script, str(Path(__file__).parent), str(tmp_path), str(int(saves)))
     send = os.killpg if group else os.kill
     after(tmp_path / "begun", lambda: (send(program.pid, number), send(program.pid, signal.SIGTERM)))
     said = program.communicate(timeout=120)[1]

@@ -45,6 +45,39 @@ def servers_import_what_ranks_would() -> None:
         forkserver.start_ahead("torch._dynamo", "pytest", "_pytest.assertion.rewrite")
 
 
+@pytest.fixture(scope="module")
+def launches_on_a_pool() -> Iterator[None]:
+    """hpnb.launch, and `with hpnb.Ranks`, take ranks that stay until the file's last test, where a file asks
+    for it: one whose functions leave nothing behind on a rank."""
+    from rank_pools import RankPools
+
+    import hpnb
+
+    pools = RankPools()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hpnb, "launch", pools.launch)
+        patch.setattr(hpnb, "Ranks", pools.open)
+        yield
+    pools.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def checks_on_a_pool() -> Iterator[None]:
+    """hpnb.models.check launches six times, and tells the ranks all of the model that it checks."""
+    if "torch" not in sys.modules:
+        yield
+        return
+    from rank_pools import RankPools
+
+    from hpnb.hybrid import check_model
+
+    pools = RankPools()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check_model, "launch", pools.launch)
+        yield
+    pools.close()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def transformers_as_it_is() -> Iterator[None]:
     """What the tests of a file replace in transformers is not replaced for those of the next file."""

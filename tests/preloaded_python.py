@@ -24,7 +24,9 @@ from types import SimpleNamespace
 from typing import Any, TextIO
 
 _PRELOADED = ["hpnb.hybrid.booster", "hpnb.hybrid.checkpoint.checkpoint", "hpnb.hybrid.train_command.train"]
-_PRELOADED += ["torch._dynamo", "hpnb.ranks.forkserver_process", "hpnb.ranks.worker"]
+_PRELOADED += ["torch._dynamo", "torch.distributed.run", "torchvision.transforms.v2", "hpnb.data.images"]
+_PRELOADED += ["hpnb.ranks.forkserver_process", "hpnb.ranks.worker"]
+_PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("vit", "gpt2")]
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(_PRELOADED)
 

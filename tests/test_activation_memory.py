@@ -13,6 +13,8 @@ from hpnb.lesson.programs import layer_memory
 from hpnb.models import GPT2Size
 from hpnb.theory import ACTIVATION_ROWS, ActivationRow, Block, published_activation_bytes
 
+pytestmark = pytest.mark.usefixtures("launches_on_a_pool")
+
 PUBLISHED = Path(__file__).parent / "published" / "activation_memory.csv"
 SIZE = GPT2Size(hidden=160, layers=3, heads=10, mlp=640, vocab_size=64, length=96)
 

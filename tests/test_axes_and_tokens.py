@@ -20,6 +20,8 @@ from hpnb.pipeline_parallel.layers import layers
 from hpnb.placement import Cut, Placement
 from hpnb.tensor_parallel.parallelize import TensorParallelAnatomy
 
+pytestmark = pytest.mark.usefixtures("launches_on_a_pool")
+
 
 def clip(grid_axes: bool) -> str:
     model = hpnb.models.vit("laptop", classes=3)

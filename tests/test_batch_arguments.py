@@ -134,6 +134,7 @@ def pools() -> Iterator[RankPools]:
     pools.close()
 
 
+@pytest.mark.sampled(6, cover=True)
 @pytest.mark.parametrize("samples", [4, 8])  # of 4, a rank of depth 4 has one
 @pytest.mark.parametrize(
     ("how", "mode", "depth", "named"),

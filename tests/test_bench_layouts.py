@@ -146,8 +146,14 @@ def images_on_two_ranks() -> None:
     check(found, _truth(of), 2 + 2)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("trained", [all_on_two_ranks, two_axes_on_four_ranks, images_on_two_ranks])
+@pytest.mark.parametrize(
+    "trained",
+    [
+        pytest.param(all_on_two_ranks, marks=pytest.mark.slow),
+        pytest.param(two_axes_on_four_ranks, marks=pytest.mark.slow),
+        images_on_two_ranks,
+    ],
+)
 def test_all_programs_train_as_one_process(trained: Callable[[], None]) -> None:
     trained()
 

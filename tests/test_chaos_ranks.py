@@ -92,7 +92,7 @@ def test_an_interrupt_of_the_caller_leaves_nothing(counts: Tally, tmp_path: Path
     counts.check()
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", program.FAULTS)
 def test_a_fault_of_a_rank_is_named_and_leaves_nothing(counts: Tally, name: str, tmp_path: Path) -> None:
     fault = program.FAULTS[name]

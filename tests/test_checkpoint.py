@@ -636,7 +636,7 @@ def sound(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "wrong",
-    [pytest.param(wrong, marks=[pytest.mark.sampled(5)] if wrong != BIT else []) for wrong in DAMAGED],
+    [pytest.param(wrong, marks=[pytest.mark.sampled(3)] if wrong != BIT else []) for wrong in DAMAGED],
 )
 def test_what_does_not_fit_is_said_on_all_ranks_and_nothing_is_loaded(
     pools: Pools, sound: Path, wrong: str, tmp_path: Path

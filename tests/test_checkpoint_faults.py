@@ -37,6 +37,8 @@ from hpnb.hybrid.checkpoint.write_files import write_bytes, write_safetensors
 from hpnb.hybrid.training import hooks, resuming
 from hpnb.placement import Cut, Placement, set_placement
 
+pytestmark = pytest.mark.usefixtures("launches_on_a_pool")
+
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[hpnb.Ranks]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hybrid_cases import Case, off, train
+from rank_pools import RankPools
 
 import hpnb
 from hpnb.hybrid import compile_blocks
@@ -22,6 +24,8 @@ from hpnb.models import (
     linear_cross_entropy,
 )
 from hpnb.models.gpt2_chunked_loss import ChunkedHead
+
+pytestmark = pytest.mark.usefixtures("launches_on_a_pool")
 
 D = torch.float64
 N, H, V = 23, 6, 31
@@ -292,11 +296,17 @@ FOUR = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("cases", [TWO, FOUR], ids=["2 ranks", "4 ranks"])
-def test_every_layout_is_one_process_with_all_its_logits(cases: tuple[Case, ...]) -> None:
-    with hpnb.Ranks(cases[0].ranks, timeout=120) as ranks:
-        for case in cases:
-            assert off(case, ranks.run(train, case, {"loss_chunk": 5})) < 1e-11, case
+@pytest.fixture(scope="module")
+def pools() -> Iterator[RankPools]:
+    made = RankPools(timeout=120)
+    yield made
+    made.close()
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("case", [*TWO, *FOUR], ids=str)
+def test_every_layout_is_one_process_with_all_its_logits(pools: RankPools, case: Case) -> None:
+    assert off(case, pools[case.ranks].run(train, case, {"loss_chunk": 5})) < 1e-11
 
 
 # A pipeline, which test_fast.py compiles too, and words cut.

@@ -12,6 +12,8 @@ from rank_pools import gpu_ranks
 import hpnb
 from hpnb import Layout, Mesh, comm
 
+pytestmark = pytest.mark.usefixtures("launches_on_a_pool")
+
 D = torch.float64
 
 Pool = Callable[[int], hpnb.Ranks]

@@ -37,6 +37,8 @@ from hpnb.context_parallel.blockwise import block_backward
 from hpnb.context_parallel.visibility import Pair, find_pairs, find_pairs_with_all
 from hpnb.mesh import Axis
 
+pytestmark = pytest.mark.usefixtures("launches_on_a_pool")
+
 parallelize_module = importlib.import_module("hpnb.context_parallel.parallelize")  # not the function
 
 

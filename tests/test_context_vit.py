@@ -150,13 +150,13 @@ def check_training(name: str, layout: str, samples: int, pools: RankPools) -> No
                 assert hybrid_cases.distance(ours, theirs) < 1e-12, "gradients"
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_vit_trains_as_on_one_process(layout: str, pools: RankPools) -> None:
     check_training("transformers", layout, 4, pools)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["cp2", "cp4-ulysses", "dp2-cp2-zero1", "pp2-cp2"])
 def test_so_does_the_one_of_this_library(layout: str, pools: RankPools) -> None:
     check_training("laptop", layout, 4, pools)

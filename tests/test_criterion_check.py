@@ -18,6 +18,8 @@ import hpnb
 from hpnb.pipeline_parallel.criterion_check import check_is_mean
 from hpnb.pipeline_parallel.halves_check import warn_if_no_mean
 
+pytestmark = pytest.mark.usefixtures("launches_on_a_pool")
+
 D = torch.float64
 CLASSES, SAMPLES, TOKENS = 5, 6, 7
 WEIGHTS = torch.tensor([0.2, 3.0, 1.0, 0.5, 2.0], dtype=D)

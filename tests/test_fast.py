@@ -19,6 +19,8 @@ from hpnb.hybrid.boosted_optimizer import boosted_optimizer
 from hpnb.pipeline_parallel.split_backward import SplitBackward
 from hpnb.precision import Masters, flat_adam
 
+pytestmark = pytest.mark.usefixtures("launches_on_a_pool")
+
 D = torch.float64
 
 

@@ -15,6 +15,8 @@ from torch import nn
 
 import hpnb
 
+pytestmark = pytest.mark.usefixtures("launches_on_a_pool")
+
 D = torch.float64
 ZERO = [{}, {"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3}]
 STAGES = [{"pp_size": 2}, {"pp_size": 2, "zero_stage": 1}]

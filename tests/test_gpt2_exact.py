@@ -17,6 +17,8 @@ import hpnb
 from hpnb.hybrid.model_loss import causal
 from hpnb.tensor_parallel import full_gradients, full_state_dict, parallelize
 
+pytestmark = pytest.mark.usefixtures("launches_on_a_pool")
+
 STYLES = tuple(CHUNKS)
 
 
@@ -53,6 +55,7 @@ def test_tied_embeddings_padded_and_clipped(four: hpnb.Ranks, style: str, zero: 
     assert off(one, four.run(train, one)) < 1e-11
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("style", "zero"), of_each("gpt2 classifies"))
 def test_padded_classification(four: hpnb.Ranks, style: str, zero: int) -> None:
     """The last stage reads the last token that is no padding from the batch, row by row."""

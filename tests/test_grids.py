@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from rank_pools import gpu_ranks
+from rank_pools import RankPools, gpu_ranks
 from tensor_cases import (
     Case,
     Run,
@@ -47,15 +48,10 @@ GRIDS = {"2d": ("2d", 1, 4), "2.5d": ("2.5d", 2, 8), "3d": ("3d", 1, 8)}
 
 
 @pytest.fixture(scope="module")
-def eight() -> Iterator[hpnb.Ranks]:
-    with hpnb.Ranks(8, device="cpu", timeout=120) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def nine() -> Iterator[hpnb.Ranks]:
-    with hpnb.Ranks(9, device="cpu", timeout=120) as pool:
-        yield pool
+def pools() -> Iterator[RankPools]:
+    made = RankPools(timeout=120)
+    yield made
+    made.close()
 
 
 def tensor_axis(ranks: int) -> Axis:
@@ -116,27 +112,34 @@ AGAIN: dict[str, tuple[tuple[str, bool], ...]] = {
 }
 
 
-def serial_runs(grid: str) -> dict[tuple[str, int], Run]:
-    """Of all cases, and accumulated; made once and not on each rank."""
-    wanted = [(name, 1) for name in CASES] + [(name, 2) for name, _ in AGAIN[grid]]
-    return {(name, accumulate): serial(CASES[name](), accumulate=accumulate) for name, accumulate in wanted}
+@cache
+def serial_run(name: str, accumulate: int) -> Run:
+    """Made once and not on each rank."""
+    return serial(CASES[name](), accumulate=accumulate)
 
 
-def parities(grid: str, expected: dict[tuple[str, int], Run]) -> dict[str, float]:
-    """Of all cases, and of some with accumulation and recomputation."""
-    found = {name: parity(case(), grid, expected=expected[name, 1]) for name, case in CASES.items()}
-    for name, reentrant in AGAIN[grid]:
-        again = {"use_reentrant": reentrant}
-        found[f"{name}, reentrant={reentrant}"] = parity(CASES[name](), grid, 2, again, expected[name, 2])
-    return found
+def parity_of(grid: str, name: str, expected: Run) -> float:
+    return parity(CASES[name](), grid, expected=expected)
 
 
-@pytest.mark.sampled(1)
+def parity_again(grid: str, name: str, reentrant: bool, expected: Run) -> float:
+    """With accumulation and recomputation."""
+    return parity(CASES[name](), grid, 2, {"use_reentrant": reentrant}, expected)
+
+
+@pytest.mark.sampled(4, cover=True)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("grid", GRIDS)
-def test_equal_to_one_process(eight: hpnb.Ranks, grid: str) -> None:
-    for rank, found in enumerate(eight.run(parities, grid, serial_runs(grid))):
-        assert len(found) == len(CASES) + len(AGAIN[grid])
-        assert {name: off for name, off in found.items() if not off < 1e-12} == {}, rank
+def test_equal_to_one_process(pools: RankPools, grid: str, name: str) -> None:
+    assert max(pools[GRIDS[grid][2]].run(parity_of, grid, name, serial_run(name, 1))) < 1e-12
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("grid", "name", "reentrant"), [(grid, *case) for grid, cases in AGAIN.items() for case in cases]
+)
+def test_accumulated_and_computed_again(pools: RankPools, grid: str, name: str, reentrant: bool) -> None:
+    assert max(pools[GRIDS[grid][2]].run(parity_again, grid, name, reentrant, serial_run(name, 2))) < 1e-12
 
 
 def three_by_three() -> float:
@@ -145,8 +148,8 @@ def three_by_three() -> float:
     return apart(train(model, case, own_loss, full_gradients, full_state_dict), serial(case))
 
 
-def test_three_by_three(nine: hpnb.Ranks) -> None:
-    assert max(nine.run(three_by_three)) < 1e-12
+def test_three_by_three(pools: RankPools) -> None:
+    assert max(pools[9].run(three_by_three)) < 1e-12
 
 
 def depth_alone() -> float:
@@ -156,16 +159,20 @@ def depth_alone() -> float:
     return apart(train(model, case, own_loss, full_gradients, full_state_dict), serial(case))
 
 
-def test_depth_alone(eight: hpnb.Ranks) -> None:
-    assert max(eight.run(depth_alone)) < 1e-12
+def test_depth_alone(pools: RankPools) -> None:
+    assert max(pools[2].run(depth_alone)) < 1e-12
 
 
 @pytest.mark.one_gpu
 def test_on_gpus() -> None:
     if gpu_ranks() < 4:
         pytest.skip(f"2d needs 4 GPUs, or one that ranks share; here: {torch.cuda.device_count()}")
-    for found in hpnb.launch(parities, "2d", serial_runs("2d"), ranks=4, device="cuda"):
-        assert max(found.values()) < 1e-12
+    for name in CASES:
+        found = hpnb.launch(parity_of, "2d", name, serial_run(name, 1), ranks=4, device="cuda")
+        assert max(found) < 1e-12, name
+    for name, reentrant in AGAIN["2d"]:
+        arguments = "2d", name, reentrant, serial_run(name, 2)
+        assert max(hpnb.launch(parity_again, *arguments, ranks=4, device="cuda")) < 1e-12, name
 
 
 # --- a test that cannot fail proves nothing ---
@@ -199,8 +206,8 @@ def broken(what: str) -> float:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", BREAKAGES)
-def test_what_is_broken_shows(eight: hpnb.Ranks, what: str) -> None:
-    assert min(eight.run(broken, what)) > 1e-3
+def test_what_is_broken_shows(pools: RankPools, what: str) -> None:
+    assert min(pools[8].run(broken, what)) > 1e-3
 
 
 # --- the products ---
@@ -244,8 +251,8 @@ def _off(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-def test_products(nine: hpnb.Ranks) -> None:
-    for worst, plain, uneven in nine.run(products):
+def test_products(pools: RankPools) -> None:
+    for worst, plain, uneven in pools[9].run(products):
         assert worst < 1e-14
         assert plain == pytest.approx({"tp.0": 2 * 5 * 2 * 8, "tp.1": 2 * 4 * 5 * 8})  # (q-1) of a block
         assert uneven == pytest.approx({"tp.0": 2 / 3 * 7 * 5 * 8, "tp.1": 2 / 3 * 4 * 7 * 8})
@@ -293,10 +300,10 @@ def predicted_linear(grid: str, n_x: float, n_w: float, n_y: float) -> dict[str,
 
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_bytes_of_a_layer(eight: hpnb.Ranks, grid: str, transposed: bool) -> None:
+def test_bytes_of_a_layer(pools: RankPools, grid: str, transposed: bool) -> None:
     gathered = 2 if grid == "3d" else 1
     wanted = predicted_linear(grid, gathered * 15 * 10 * 4, 10 * 6 * 4, gathered * 15 * 6 * 4)
-    for found in eight.run(linear_traffic, grid, transposed):
+    for found in pools[GRIDS[grid][2]].run(linear_traffic, grid, transposed):
         assert found == pytest.approx(wanted, rel=1e-12)
 
 
@@ -355,9 +362,9 @@ def predicted_block(grid: str, mlp: int, h: int = 16, rows: int = 8 * 6, size: i
 
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("name", ["vit", "gpt2"])
-def test_bytes_of_a_block(eight: hpnb.Ranks, grid: str, name: str) -> None:
+def test_bytes_of_a_block(pools: RankPools, grid: str, name: str) -> None:
     wanted = predicted_block(grid, mlp=32 if name == "vit" else 64)
-    for sent, calls in eight.run(block_traffic, grid, name):
+    for sent, calls in pools[GRIDS[grid][2]].run(block_traffic, grid, name):
         assert sent == pytest.approx(wanted, rel=1e-12)
         assert calls == CALLS[grid]
 
@@ -375,10 +382,10 @@ def held(grid: str) -> tuple[int, int, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_memory_of_weights(eight: hpnb.Ranks, grid: str) -> None:
+def test_memory_of_weights(pools: RankPools, grid: str) -> None:
     """Matrices are cut by q^2 or l^3, vectors by q or l; the bias of a classifier is whole."""
     by = 8 if grid == "3d" else 4
-    for in_vit, in_gpt2, place in eight.run(held, grid):
+    for in_vit, in_gpt2, place in pools[GRIDS[grid][2]].run(held, grid):
         block = (4 * 16 * 16 + 2 * 16 * 32) // by + (4 * 16 + 5 * 16 + 32) // 2
         embedding = (3 * 8 * 8 * 16 + 16 + 16 + 17 * 16) // 2
         assert in_vit == 2 * block + embedding + 2 * 16 // 2 + 5 * 16 // 2 + 5
@@ -419,8 +426,8 @@ def masks(grid: str) -> tuple[list[Any], bool, float]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("grid", GRIDS)
-def test_dropout(eight: hpnb.Ranks, grid: str) -> None:
-    found = eight.run(masks, grid)
+def test_dropout(pools: RankPools, grid: str) -> None:
+    found = pools[GRIDS[grid][2]].run(masks, grid)
     ranks, width = GRIDS[grid][2], {"2d": 1, "2.5d": 1, "3d": 2}[grid]  # neighbours along it: 1 or 2 apart
     assert all(repeats for _, repeats, _ in found)
     assert max(apart_by for *_, apart_by in found) < 1e-12
@@ -482,8 +489,8 @@ def _same(model: nn.Module) -> nn.Module:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("grid", GRIDS)
-def test_whole_logits(eight: hpnb.Ranks, grid: str) -> None:
-    for offs in eight.run(logits_of, grid):
+def test_whole_logits(pools: RankPools, grid: str) -> None:
+    for offs in pools[GRIDS[grid][2]].run(logits_of, grid):
         assert len(offs) == 5
         assert max(offs) < 1e-11
 
@@ -528,8 +535,8 @@ def odds(grid: str) -> dict[str, float]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("grid", GRIDS)
-def test_odds(eight: hpnb.Ranks, grid: str) -> None:
-    for found in eight.run(odds, grid):
+def test_odds(pools: RankPools, grid: str) -> None:
+    for found in pools[GRIDS[grid][2]].run(odds, grid):
         assert found["no rows"] == 0.0
         assert found["frozen"] < 1e-12
         assert found["norm"] < 1e-12
@@ -568,8 +575,8 @@ def two_layers() -> float:
     return worst
 
 
-def test_a_head_of_two_layers(eight: hpnb.Ranks) -> None:
-    assert max(eight.run(two_layers)) < 1e-12
+def test_a_head_of_two_layers(pools: RankPools) -> None:
+    assert max(pools[4].run(two_layers)) < 1e-12
 
 
 def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -599,8 +606,8 @@ def sixteen_bits(grid: str) -> tuple[float, float, float]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("grid", GRIDS)
-def test_autocast(eight: hpnb.Ranks, grid: str) -> None:
-    for one_process, here, loss in eight.run(sixteen_bits, grid):
+def test_autocast(pools: RankPools, grid: str) -> None:
+    for one_process, here, loss in pools[GRIDS[grid][2]].run(sixteen_bits, grid):
         assert 1e-4 < here < 3 * one_process  # far from float64, so it was 16 bits
         assert loss < 1e-2
 
@@ -642,8 +649,8 @@ def refusals() -> dict[str, str]:
     return said
 
 
-def test_refusals(eight: hpnb.Ranks) -> None:
-    said = eight.run(refusals)[0]
+def test_refusals(pools: RankPools) -> None:
+    said = pools[8].run(refusals)[0]
     for part in ("a batch of 6 ", " 4 batch shards", "2.5d grid (depth 2 x 2 x 2)", "use 4 or 8"):
         assert part in said["batch"]
     for part in ("a batch of 2 ", " 4 batch shards", "3d grid (2 x 2 x 2)", "use 4"):

@@ -19,6 +19,8 @@ from hpnb.models import Attention, Part, Role, registry
 from hpnb.models.role import linear
 from hpnb.tensor_parallel.grouped_queries import keep_groups_together
 
+pytestmark = pytest.mark.usefixtures("launches_on_a_pool")
+
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:

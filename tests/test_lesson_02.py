@@ -20,6 +20,8 @@ from hpnb.models import ViTSize
 from hpnb.pipeline_parallel import Costs, schedules
 from hpnb.record import Timeline
 
+pytestmark = pytest.mark.usefixtures("launches_on_a_pool")
+
 
 def test_weight_gradients_lose_their_numbers_and_nothing_else() -> None:
     tl = schedules.make("zb-h2", 2, 4).simulate()

@@ -22,6 +22,8 @@ from hpnb.models import GPT2_SIZES, GPT2Size
 from hpnb.pipeline_parallel import schedules
 from hpnb.pipeline_parallel.partition import balanced
 
+pytestmark = pytest.mark.usefixtures("launches_on_a_pool")
+
 SMALL = GPT2Size(hidden=16, layers=4, heads=2, mlp=32, vocab_size=101, length=8)
 FLAT = LayerTimes(("embedding", "block", "block", "head"), (0.1, 1.0, 1.2, 2.0), (0.1, 2.0, 2.2, 4.0), 1.5)
 

@@ -28,6 +28,8 @@ from hpnb.pipeline_parallel import Costs, schedules
 from hpnb.record import Event, Timeline
 from hpnb.theory import LayerCost, LayoutTask, Link, layout_bytes, layout_memory, layout_parts
 
+pytestmark = pytest.mark.usefixtures("launches_on_a_pool")
+
 SMALL = GPT2Size(hidden=20, layers=4, heads=5, mlp=80, vocab_size=101, length=16)
 FREE = Link(0.0, 1e30)
 

@@ -18,6 +18,8 @@ from hpnb.lesson.figures import experts as figures
 from hpnb.lesson.programs import experts as moe
 from hpnb.lesson.programs.expert_timing import wait_for_slowest
 
+pytestmark = pytest.mark.usefixtures("launches_on_a_pool")
+
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

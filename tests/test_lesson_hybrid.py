@@ -28,6 +28,8 @@ from hpnb.placement import Cut, Placement
 from hpnb.record import Event, Message, Timeline
 from hpnb.theory import LINKS, REPLAY_LINK
 
+pytestmark = pytest.mark.usefixtures("launches_on_a_pool")
+
 AXES = ("dp", "pp", "tp")
 
 

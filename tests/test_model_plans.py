@@ -279,7 +279,7 @@ def test_an_attention_runs_again_in_the_backward_also_if_it_is_sharded(pools: Ra
     assert pools[2].run(count_attentions, tp_size=2) == [(layers, layers, layers)] * 2
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_saved_opens_with_from_pretrained(pools: RankPools, kind: str, tmp_path: Path) -> None:
     pools[4].run(train, kind, LAYOUTS["pp2-tp2-zero1"], tmp_path / "model")
@@ -290,7 +290,7 @@ def test_what_is_saved_opens_with_from_pretrained(pools: RankPools, kind: str, t
     assert model.generation_config.max_new_tokens == 77
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("head", ["ForCausalLM", "ForSequenceClassification", "Model"])
 def test_parts_are_the_forward(kind: str, head: str) -> None:

@@ -58,18 +58,10 @@ def test_a_retold_page_keeps_stricter_rules(page: str, rule: Callable[[Any], lis
     assert rule(paired.read(ROOT / "notebooks" / page)) == []
 
 
-# The checks of other pages train on ranks: 18 to 40 s of CPU time each.
-SHORT = "09_plan_at_scale"
-
-
+# 10 to 40 s of CPU time each. That a check tells right from wrong is tested with small exercises below.
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, id=path.stem, marks=() if path.stem == SHORT else pytest.mark.slow)
-        for path in NOTEBOOKS
-    ],
-)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_exercises_tell_right_from_wrong(path: Path, tmp_path: Path) -> None:
     assert unproven(paired.read(path), path.stem, WRONG, tmp_path) == []
 

@@ -22,6 +22,8 @@ from hpnb.lesson.rank_share import RankShare
 from hpnb.models import GPT2_SIZES, SIZES, GPT2Size, ViTSize
 from hpnb.ranks import gpu_limits, out_of_memory
 
+pytestmark = pytest.mark.usefixtures("launches_on_a_pool")
+
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 CONTEXT = 0.3e9  # bytes of a CUDA context
 MACHINES = {  # GPUs, bytes of one that are free, bf16, FLOP/s of one in 16-bit matrix products

@@ -27,6 +27,8 @@ from hpnb.pipeline_parallel.stages import Stages, full_state_dict
 from hpnb.pipeline_parallel.tied_weights import TiedWeight
 from hpnb.placement import Cut, placement_of, set_placement
 
+pytestmark = pytest.mark.usefixtures("launches_on_a_pool")
+
 D = torch.float64
 TINY = ViTSize(hidden=16, layers=5, heads=2, mlp=64, patch=8, image=16)
 

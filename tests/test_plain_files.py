@@ -13,6 +13,8 @@ from torch.optim import lr_scheduler
 
 import hpnb
 
+pytestmark = pytest.mark.usefixtures("launches_on_a_pool")
+
 
 def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))

@@ -19,6 +19,8 @@ from hpnb.placement import Cut, Placement, set_placement
 from hpnb.precision import LossScaler, Masters
 from hpnb.theory import model_states
 
+pytestmark = pytest.mark.usefixtures("launches_on_a_pool")
+
 D = torch.float64
 LR = 0.3  # large enough that a skipped step shows
 

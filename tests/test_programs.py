@@ -25,6 +25,8 @@ from hpnb.models import Anatomy, Part
 from hpnb.models.role import linear, norm
 from hpnb.tensor_parallel.async_all_reduce import DeferredWeightGrad
 
+pytestmark = pytest.mark.usefixtures("launches_on_a_pool")
+
 EXACT = 1e-12
 
 

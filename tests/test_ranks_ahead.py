@@ -16,7 +16,7 @@ from hpnb.ranks import forkserver
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc"),
-    pytest.mark.sampled(3, of="servers that start ahead"),  # each starts interpreters that import everything
+    pytest.mark.sampled(2, of="servers that start ahead"),  # each starts interpreters that import everything
 ]
 
 AS_A_KERNEL = """

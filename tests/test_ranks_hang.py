@@ -179,11 +179,11 @@ def test_slow_work_after_the_last_collective_of_others_goes_on(monkeypatch: pyte
             return 0.0
         value = torch.full((1,), 7.0)
         if hpnb.rank() == 2:
-            time.sleep(3)
+            time.sleep(2)
             dist.send(value, 1)
         else:
             dist.recv(value.zero_(), 2)
-            time.sleep(2)
+            time.sleep(1.5)
         return value.item()
 
     assert hpnb.launch(run, ranks=3, device="cpu", timeout=60) == [0.0, 7.0, 7.0]

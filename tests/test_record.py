@@ -23,6 +23,8 @@ from hpnb.ranks.process_group import new_group
 from hpnb.record import CATEGORIES, Event, MemoryProfile, Timeline, ring_bytes
 from hpnb.record.recorder import waiting
 
+pytestmark = pytest.mark.usefixtures("launches_on_a_pool")
+
 Pool = Callable[[int], hpnb.Ranks]
 
 

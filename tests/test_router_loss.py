@@ -133,7 +133,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(12, cover=True)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_with_the_loss_of_routers_equals_one_process(

@@ -10,6 +10,8 @@ from torch import nn
 
 import hpnb
 
+pytestmark = pytest.mark.usefixtures("launches_on_a_pool")
+
 
 def penalty(zero_stage: int, find_unused: bool, penalizes: bool = True) -> str:
     torch.manual_seed(0)

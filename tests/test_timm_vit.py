@@ -15,6 +15,8 @@ from torch import nn
 import hpnb
 from hpnb.models import timm_vit
 
+pytestmark = pytest.mark.usefixtures("launches_on_a_pool")
+
 D = torch.float64
 HIDDEN, HEADS, CLASSES = 16, 4, 5
 
@@ -144,8 +146,22 @@ def step(options: dict[str, Any], knobs: dict[str, Any]) -> tuple[float | None, 
     return None if result is None else float(result), weights
 
 
-@pytest.mark.parametrize("options", [{"distilled": True}, {"representation_size": 6}], ids=str)
-def test_a_distillation_token_and_a_representation_are_exact(options: dict[str, Any]) -> None:
+GRID, PIPELINE, ROWS = {"tp_size": 4, "tp_mode": "2d"}, {"tp_size": 2, "pp_size": 2}, {"tp_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("options", "layouts"),
+    [
+        ({"distilled": True}, (GRID, PIPELINE)),
+        ({"representation_size": 6}, (GRID,)),
+        pytest.param({"representation_size": 6}, (PIPELINE, ROWS), marks=pytest.mark.slow),
+        pytest.param({"distilled": True}, (ROWS,), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_distillation_token_and_a_representation_are_exact(
+    options: dict[str, Any], layouts: tuple[dict[str, Any], ...]
+) -> None:
     timm_vit.register(VisionTransformer)
     hpnb.models.check(build(**options), images())
     alone = build(**options)
@@ -153,7 +169,7 @@ def test_a_distillation_token_and_a_representation_are_exact(options: dict[str, 
     expected.backward()  # type: ignore[no-untyped-call]
     torch.optim.SGD(alone.parameters(), lr=0.5).step()
     with hpnb.Ranks(4, device="cpu", timeout=120) as ranks:
-        for knobs in ({"tp_size": 4, "tp_mode": "2d"}, {"tp_size": 2, "pp_size": 2}, {"tp_size": 4}):
+        for knobs in layouts:
             for value, weights in ranks.run(step, options, knobs):
                 assert value is None or value == pytest.approx(expected.item(), rel=1e-12)
                 for name, weight in weights.items():
@@ -192,6 +208,8 @@ def train_in_context(options: dict[str, Any], knobs: dict[str, Any]) -> tuple[fl
     return None if value is None else float(value), hybrid_cases.weights(boosted)
 
 
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("layout", CONTEXT)
 @pytest.mark.parametrize(
     "options",
     [
@@ -200,7 +218,7 @@ def train_in_context(options: dict[str, Any], knobs: dict[str, Any]) -> tuple[fl
         pytest.param({"representation_size": 6}, marks=pytest.mark.slow, id="repr"),
     ],
 )
-def test_context_parallelism_is_exact(options: dict[str, Any], pools: RankPools) -> None:
+def test_context_parallelism_is_exact(options: dict[str, Any], layout: str, pools: RankPools) -> None:
     """5 or 6 tokens of an image, on 2 or 4 ranks of cp: loss, gradients and weights of one process."""
     alone = build(**options)
     start = {name: weight.clone() for name, weight in alone.state_dict().items()}
@@ -208,13 +226,12 @@ def test_context_parallelism_is_exact(options: dict[str, Any], pools: RankPools)
     expected.backward()  # type: ignore[no-untyped-call]
     torch.optim.SGD(alone.parameters(), lr=0.5).step()
     wanted = alone.state_dict()
-    for name, knobs in CONTEXT.items():
-        results = pools[4].run(train_in_context, options, knobs)
-        assert any(value is not None for value, _ in results)
-        for value, weights in results:
-            assert value is None or value == pytest.approx(expected.item(), rel=1e-12), name
-            ours, theirs = ({n: start[n] - w[n] for n in start} for w in (weights, wanted))
-            assert hybrid_cases.distance(ours, theirs) < 1e-12, name
+    results = pools[4].run(train_in_context, options, CONTEXT[layout])
+    assert any(value is not None for value, _ in results)
+    for value, weights in results:
+        assert value is None or value == pytest.approx(expected.item(), rel=1e-12)
+        ours, theirs = ({n: start[n] - w[n] for n in start} for w in (weights, wanted))
+        assert hybrid_cases.distance(ours, theirs) < 1e-12
 
 
 def train_plainly(knobs: dict[str, Any]) -> tuple[float, Any]:

@@ -63,6 +63,11 @@ def four(pools: RankPools) -> hpnb.Ranks:
     return pools[4]
 
 
+@pytest.fixture
+def two(pools: RankPools) -> hpnb.Ranks:
+    return pools[2]
+
+
 def tables(folder: Path | None = None, **changes: Any) -> Tables:
     """24 small pictures, 8 a step; `training__steps=3` changes one key."""
     found: Tables = {
@@ -222,9 +227,9 @@ def test_what_cannot_run_starts_nothing(
 # --- runs ---------------------------------------------------------------------------------------------------
 
 
-def run(four: hpnb.Ranks, file: RunFile, flag: Path | None = None) -> RunResult:
-    """Of the four ranks, which agree."""
-    first, *others = four.run(train, file, flag)
+def run(ranks: hpnb.Ranks, file: RunFile, flag: Path | None = None) -> RunResult:
+    """Of all ranks, which agree."""
+    first, *others = ranks.run(train, file, flag)
     for other in others:
         assert figures(other.history) == figures(first.history)
         assert (other.final, other.step, other.stopped) == (first.final, first.step, first.stopped)
@@ -281,23 +286,23 @@ def test_a_run_is_the_same_in_every_layout_and_leaves_a_model(
     assert figures(written) == figures(both.history)
 
 
-def test_mixup_autoaugment_and_a_warmup_of_epochs(four: hpnb.Ranks, tmp_path: Path) -> None:
+def test_mixup_autoaugment_and_a_warmup_of_epochs(pools: RankPools, tmp_path: Path) -> None:
     """Three steps an epoch: the first epoch warms up. The first step's loss is that of one process."""
     recipe = {"data__mixup": 0.4, "data__augment": "autoaugment", "training__warmup_epochs": 1}
-    replicas = run(four, changed(folder=tmp_path / "dp", **recipe))
+    replicas = run(pools[2], changed(folder=tmp_path / "dp", data__batch_size=4, **recipe))
     assert replicas.history[0]["lr"] == pytest.approx(3e-3)
     assert replicas.history[1]["lr"] < 3e-3
     how = {"pp_size": 2, "tp_size": 2, "microbatch_size": 3}
     cut = tables(tmp_path / "cut", data__batch_size=8, **recipe)
-    both = run(four, parse({**cut, "layout": how}))
+    both = run(pools[4], parse({**cut, "layout": how}))
     for ours, theirs in zip(figures(both.history), figures(replicas.history), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-6)
     assert both.final == pytest.approx(replicas.final, rel=1e-6)
 
     for augment in ("autoaugment", "crop"):
         one_step = {"data__augment": augment, "training__steps": 1, "training__epochs": None}
-        file = changed(folder=tmp_path / augment, data__mixup=0.4, **one_step)
-        first = run(four, file).history[0]["loss"]
+        file = changed(folder=tmp_path / augment, data__mixup=0.4, data__batch_size=4, **one_step)
+        first = run(pools[2], file).history[0]["loss"]
         steps: list[Any] = [v2.RandomCrop(16, padding=2), v2.RandomHorizontalFlip()]
         if augment == "autoaugment":
             steps.append(v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10))
@@ -326,12 +331,12 @@ def transform_of(file: RunFile) -> Any:
     return make_task(file).plain
 
 
-def test_a_run_of_so_many_steps_ends_in_the_middle_of_an_epoch(four: hpnb.Ranks, tmp_path: Path) -> None:
+def test_a_run_of_so_many_steps_ends_in_the_middle_of_an_epoch(two: hpnb.Ranks, tmp_path: Path) -> None:
     """24 rows are 3 global batches, which are 2 steps of two: the third step is in the second epoch."""
-    limits = {"training__epochs": None, "training__steps": 3, "training__accumulation": 2}
+    limits = {"training__steps": 3, "training__accumulation": 2, "data__batch_size": 4}
     short = tables(tmp_path, **limits)
     del short["training"]["epochs"]
-    found = run(four, parse(short))
+    found = run(two, parse(short))
     assert [(row["epoch"], row["step"]) for row in found.history] == [(1, 2), (2, 3)]
     assert found.history[-1]["lr"] == pytest.approx(3e-3 * (1 + torch.tensor(2 * torch.pi / 3).cos()) / 2)
     assert [folder.name for folder in resuming.saved(tmp_path)] == ["step-00000002", "step-00000003"]
@@ -350,22 +355,22 @@ def test_the_rate_grows_with_the_replicas_if_it_is_asked_to(four: hpnb.Ranks, tm
 
 
 def test_a_run_that_is_stopped_goes_on(
-    four: hpnb.Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    two: hpnb.Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The flag is there from the start: ranks learn of it in step 1, and all of them leave after step 2, or
     after step 1 on a busy machine, where that takes more than a second."""
-    dropout = {"model__dropout": 0.1, "training__epochs": 2}
-    whole = run(four, changed(folder=tmp_path / "whole", **dropout))
+    dropout = {"model__dropout": 0.1, "training__epochs": 2, "data__batch_size": 4}
+    whole = run(two, changed(folder=tmp_path / "whole", **dropout))
     flag = tmp_path / "stop"
     flag.touch()
     file = changed(folder=tmp_path / "parts", **dropout)
-    first = run(four, file, flag)
+    first = run(two, file, flag)
     stopped_at = first.step
     assert (first.stopped, first.history) == (True, [])
     assert stopped_at in (1, 2)
     flag.unlink()
     capfd.readouterr()
-    second = run(four, file, flag)
+    second = run(two, file, flag)
     assert (second.stopped, second.step, second.resumed) == (False, 6, stopped_at)
     saved = tmp_path / "parts" / f"step-0000000{stopped_at}"
     assert f"goes on from {saved}, after {stopped_at} of 6 steps" in capfd.readouterr().out
@@ -373,25 +378,26 @@ def test_a_run_that_is_stopped_goes_on(
         assert row == pytest.approx(expected, rel=1e-12)  # sums of a CPU can depend on where tensors begin
     assert second.final == pytest.approx(whole.final, rel=1e-12)
 
-    again = run(four, file, flag)  # there is nothing left but to evaluate
+    again = run(two, file, flag)  # there is nothing left but to evaluate
     assert (again.step, again.final) == (6, whole.final)
     dropout["training__epochs"] = 3
-    third = run(four, changed(folder=tmp_path / "parts", training__learning_rate=2e-3, **dropout))
+    third = run(two, changed(folder=tmp_path / "parts", training__learning_rate=2e-3, **dropout))
     assert third.step == 9
     assert third.history[-1]["lr"] == pytest.approx(1e-3 * (1 + math.cos(math.pi * 8 / 9)))  # as it says now
     with pytest.raises(hpnb.RankError, match="has step-00000009 already, and this run is at step 0"):
-        four.run(train, changed(folder=tmp_path / "parts", checkpoint__resume=False))
+        two.run(train, changed(folder=tmp_path / "parts", checkpoint__resume=False))
 
 
 def test_a_run_that_was_killed_in_its_first_save_says_that_it_starts_again(
-    four: hpnb.Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    two: hpnb.Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Only step-00000002.part was there, and the run started at step 0 without a word."""
     (tmp_path / "step-00000002.part" / "state").mkdir(parents=True)
     said = f"{tmp_path / 'step-00000002.part'} is from a save that did not finish and is not used; starts at"
-    assert run(four, changed(folder=tmp_path, training__epochs=1)).step == 3
+    one_epoch = changed(folder=tmp_path, training__epochs=1, data__batch_size=4)
+    assert run(two, one_epoch).step == 3
     assert capfd.readouterr().out.count(f"{said} step 0") == 1
-    assert run(four, changed(folder=tmp_path, training__epochs=1)).resumed == 3
+    assert run(two, one_epoch).resumed == 3
     assert "did not finish" not in capfd.readouterr().out
 
 
@@ -431,16 +437,17 @@ def test_a_run_that_is_not_continued_is_refused(
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("every", [None, 2, 3])
 def test_more_steps_than_before_go_on_inside_the_epoch(
-    four: hpnb.Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str], every: int | None
+    two: hpnb.Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str], every: int | None
 ) -> None:
     """Step 4 is the first of the second epoch, which has 3 steps. The end is that of six steps in one go,
     wherever checkpoints were saved."""
 
     def steps(count: int, folder: str) -> RunResult:
-        wanted = tables(tmp_path / folder, training__steps=count, training__schedule="constant")
+        how = {"training__schedule": "constant", "data__batch_size": 4}
+        wanted = tables(tmp_path / folder, training__steps=count, **how)
         wanted["checkpoint"]["every"] = every
         del wanted["training"]["epochs"]
-        return run(four, parse(wanted))
+        return run(two, parse(wanted))
 
     first = steps(4, "parts")
     assert [row["step"] for row in first.history] == [3, 4]
@@ -504,11 +511,11 @@ def test_the_figures_that_best_may_name_are_those_of_an_epoch(pools: RankPools, 
 def test_the_first_loss_that_is_no_number_is_a_warning(
     four: hpnb.Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """On the last stage of two replicas, in the fifth of twelve steps."""
+    """On the last stage of two replicas, in the second of three steps."""
 
     class Poison(Hook):
         def before_step(self, trainer: Any) -> None:
-            if trainer.step == 4:
+            if trainer.step == 1:
                 with torch.no_grad():
                     for p in trainer.model.parameters():
                         p.fill_(math.inf)
@@ -517,11 +524,12 @@ def test_the_first_loss_that_is_no_number_is_a_warning(
         return train(file, None, [Poison()] if is_spoiled else []).step
 
     for is_spoiled in (False, True):
-        file = changed(folder=tmp_path / str(is_spoiled), layout__pp_size=2)
-        assert four.run(spoiled, file, is_spoiled) == [12] * 4
+        how = {"layout__pp_size": 2, "training__epochs": 1, "data__batch_size": 4}
+        file = changed(folder=tmp_path / str(is_spoiled), **how)
+        assert four.run(spoiled, file, is_spoiled) == [3] * 4
         lines = [line for line in capfd.readouterr().out.splitlines() if "warning: the loss" in line]
         assert len(lines) == is_spoiled
-    assert "warning: the loss of step 5 is nan; if the next ones are too, the weights are lost" in lines[0]
+    assert "warning: the loss of step 2 is nan; if the next ones are too, the weights are lost" in lines[0]
 
 
 def test_what_cannot_be_saved_is_said_before_the_first_step(pools: RankPools, tmp_path: Path) -> None:

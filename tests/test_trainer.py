@@ -33,6 +33,8 @@ from hpnb.hybrid.training.events import Hook
 from hpnb.hybrid.training.run_state import TrainingState
 from hpnb.hybrid.training.trainer import Trainer, shows_bar
 
+pytestmark = pytest.mark.usefixtures("launches_on_a_pool")
+
 D = torch.float64
 CLASSES = 4
 
@@ -1029,7 +1031,7 @@ def test_the_bar_goes_to_the_end_and_shows_the_loss(
 def test_a_slow_step_is_the_last_one_and_a_quick_one_the_last_but_one() -> None:
     """A rank is asked to stop in step 1 or 3. If steps take a minute, a grace period ends before another."""
 
-    slow_step = 0.5
+    slow_step = 0.2
 
     def stopped_after(seconds: dict[int, float], asked_in: int) -> int:
         stop_hook.SLOW_STEP = slow_step

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 import hpnb
 from hpnb.hybrid.training import resuming
 
+pytestmark = pytest.mark.usefixtures("launches_on_a_pool")
+
 
 class Seen(hpnb.Hook):
     """Targets that a hook sees beside the outputs."""

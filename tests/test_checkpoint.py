@@ -651,6 +651,7 @@ def test_what_does_not_fit_is_said_on_all_ranks_and_nothing_is_loaded(
         assert as_before
 
 
+@pytest.mark.sampled(2, cover=True)
 @pytest.mark.parametrize(("what", "fails"), [("all", "weights"), ("model", "weights"), ("all", "loader")])
 def test_a_read_error_on_one_rank_is_raised_on_all_and_nothing_is_loaded(
     pools: Pools, sound: Path, what: str, fails: str

@@ -598,7 +598,7 @@ def check_plugin(pools: Any, options: dict[str, Any], tolerance: float) -> None:
         assert losses == pytest.approx(eager_losses, rel=tolerance)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", PLUGINS)
 def test_a_plugin_with_graphs_trains_as_without(pools: RankPools, options: dict[str, Any]) -> None:
     """Masks and labels of every batch, replicas and ZeRO."""

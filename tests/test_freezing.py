@@ -151,6 +151,7 @@ def head_first_in_stages(options: dict[str, Any], folder: str) -> None:
     booster.save_model(model, folder)
 
 
+@pytest.mark.sampled(5, cover=True)
 @pytest.mark.parametrize("style", ["1f1b", "zb-v"])
 @pytest.mark.parametrize("zero_stage", range(4))
 def test_stages_are_frozen_and_thawed_between_steps(

@@ -234,7 +234,7 @@ def two(pools: RankPools) -> hpnb.Ranks:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("half", [0, 1])
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_equal_to_one_process(pools: RankPools, ranks: int, half: int) -> None:
     assert off(pools[ranks], cases=CASES[half::2]) == {}
 

@@ -47,7 +47,7 @@ def of_each(kind: str) -> list[Any]:
     return [pytest.param(*one, marks=[] if one in often else pytest.mark.slow) for one in every]
 
 
-@pytest.mark.sampled(8, cover=True)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("style", "zero"), of_each("gpt2"))
 def test_tied_embeddings_padded_and_clipped(four: hpnb.Ranks, style: str, zero: int) -> None:
     """Words are looked up on the first stage and are the last one's weight; a V has both on one rank."""

@@ -11,6 +11,7 @@ import sys
 import time
 import tomllib
 import zipfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -154,13 +155,26 @@ def test_the_wheel_has_the_library_and_nothing_else(wheel: Path) -> None:
     assert {name.split("/")[0] for name in names} == {"hpnb"}
 
 
-def test_every_module_imports_from_the_wheel_and_a_lesson_alone_is_light(wheel: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        pytest.param(
+            "for m in pkgutil.walk_packages(hpnb.__path__, 'hpnb.'): importlib.import_module(m.name)\n",
+            marks=pytest.mark.slow,  # the wheel has all modules, and the API reference is made of each
+        ),
+    ],
+    ids=["a lesson", "every module"],
+)
+def test_modules_import_from_the_wheel_and_a_lesson_alone_is_light(
+    wheel: Path, tmp_path: Path, more: str
+) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     code = (
         "import sys; sys.path.insert(0, 'site'); import importlib, pkgutil, hpnb\n"
         "from hpnb import lesson\n"
         "print([m for m in ('matplotlib', 'ipywidgets', 'IPython', 'hpnb.plot') if m in sys.modules])\n"
-        "for module in pkgutil.walk_packages(hpnb.__path__, 'hpnb.'): importlib.import_module(module.name)\n"
+        f"{more}"
         "print(hpnb.__file__, hpnb.__version__)"
     )
     done = run(sys.executable, "-c", code, folder=tmp_path)
@@ -274,6 +288,11 @@ def test_the_search_for_machines_and_registries_finds_them(text: str, found: boo
 # --- the house -------------------------------------------------------------------------------------
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imported(tree: ast.Module, package: list[str]) -> list[tuple[int, str]]:
     """(line, dotted name) of every import, wherever it stands; a `from` import gives each name in full."""
     found = []
@@ -298,7 +317,7 @@ def upward_imports(source: Path) -> list[str]:
         if room not in LEVEL:
             found.append(f"{where}: no room of that name in the house")
             continue
-        for line, name in imported(ast.parse(path.read_text(encoding="utf-8")), list(parts[:-1])):
+        for line, name in imported(parsed(path), list(parts[:-1])):
             package, _, rest = name.partition(".")
             target = rest.split(".")[0]
             if package != "hpnb" or target == room or target == "__version__":
@@ -355,7 +374,7 @@ def arrows_between_files(source: Path) -> dict[str, set[str]]:
     for path, parts in paths.items():
         module = ".".join(parts).removesuffix(".__init__")
         targets = arrows.setdefault(module, set())
-        for _, name in imported(ast.parse(path.read_text(encoding="utf-8")), list(parts[:-1])):
+        for _, name in imported(parsed(path), list(parts[:-1])):
             target = name if name in modules else name.rpartition(".")[0]
             if target in modules and target not in (module, "hpnb"):  # `import hpnb` is the door of a page
                 targets.add(target)
@@ -419,7 +438,7 @@ def test_two_files_name_a_module_above_them_and_import_it_later() -> None:
     upward = set()
     for path in (ROOT / "hpnb").rglob("*.py"):
         room = path.relative_to(ROOT).with_suffix("").parts[1]
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Constant) and re.fullmatch(r"hpnb\.\w[\w.]*", str(node.value)):
                 module = str(node.value)
                 if room in LEVEL and LEVEL.get(module.split(".")[1], len(HOUSE)) < LEVEL[room]:

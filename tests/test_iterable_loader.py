@@ -127,6 +127,7 @@ READS: list[int] = []
 IN_ORDER = [set(range(k, min(k + 4, SAMPLES))) for k in range(0, SAMPLES, 4)]
 
 
+@pytest.mark.sampled(6, cover=True)
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_replicas_read_their_own_samples(pools: RankPools, layout: str, kind: str) -> None:

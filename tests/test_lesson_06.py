@@ -526,7 +526,7 @@ def everywhere(weight: Any, axis: Any) -> Any:
 def test_what_an_answer_lacks_is_said_in_numbers(
     exercise: lesson.Exercise, answer: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exercises, "TIMEOUT", 20.0 if answer is not slow else 3.0)
+    monkeypatch.setattr(exercises, "TIMEOUT", 20.0 if answer is not slow else 1.5)
     found = off(exercise, answer)
     assert any(re.search(words, text) for text in found), found
 

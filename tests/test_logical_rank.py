@@ -54,7 +54,7 @@ def four_ranks() -> Iterator[hpnb.Ranks]:
         yield ranks
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "code", "rank"),
     [

@@ -30,7 +30,7 @@ def pools() -> Iterator[RankPools]:
     made.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_tensor_and_pipeline_parallel_train_as_one_process(pools: RankPools, name: str) -> None:
     check_exact(pools, name, "pp2-tp2")

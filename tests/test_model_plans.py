@@ -214,6 +214,7 @@ RECOMPUTED = {
 }
 
 
+@pytest.mark.sampled(4, cover=True)
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [

@@ -178,6 +178,7 @@ def steps(kind: str, plugin: dict[str, Any], overlaps: bool) -> Any:
     return losses, momenta, len(ran)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "more"),
     [

@@ -125,7 +125,7 @@ def one_process() -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.sampled(4, cover=True)
+@pytest.mark.sampled(3, cover=True)
 @pytest.mark.parametrize("more", [{}, {"activation_checkpointing": "full"}], ids=str)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])

@@ -111,7 +111,7 @@ def test_a_rank_that_waits_for_one_that_has_returned_hangs_soon_and_learns_why(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waited for 300 s, and the advice was a longer hang_timeout."""
-    monkeypatch.setattr(hang, "GRACE", 2.0)
+    monkeypatch.setattr(hang, "GRACE", 1.0)
     run: Callable[[], object] = (lambda: loop((2, 3, 3))) if way == "loop" else receive_in_background
     began = time.monotonic()
     with pytest.raises(hpnb.RankError) as caught:
@@ -142,10 +142,10 @@ def test_an_error_of_hpnb_that_a_function_caught_is_named(
     waits_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loader was blamed."""
-    monkeypatch.setattr(hang, "GRACE", 2.0)
+    monkeypatch.setattr(hang, "GRACE", 1.0)
     with pytest.raises(hpnb.RankError) as caught:
         hpnb.launch(
-            step_with_a_refused_criterion, waits_on, ranks=2, device="cpu", timeout=60, hang_timeout=4
+            step_with_a_refused_criterion, waits_on, ranks=2, device="cpu", timeout=60, hang_timeout=3
         )
     summary = caught.value.summary
     assert "Rank 1 raised ValueError: the loss function returned a tensor of shape (2,)" in summary
@@ -164,9 +164,9 @@ def backward_that_one_rank_refuses() -> None:
 
 
 def test_so_is_one_of_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hang, "GRACE", 2.0)
+    monkeypatch.setattr(hang, "GRACE", 1.0)
     with pytest.raises(hpnb.RankError) as caught:
-        hpnb.launch(backward_that_one_rank_refuses, ranks=2, device="cpu", timeout=60, hang_timeout=4)
+        hpnb.launch(backward_that_one_rank_refuses, ranks=2, device="cpu", timeout=60, hang_timeout=3)
     assert "Rank 1 raised ValueError: the loss function returned a cross entropy" in caught.value.summary
 
 

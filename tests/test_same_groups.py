@@ -72,6 +72,7 @@ def other_momentum_in_the_first_step(layout: dict[str, Any]) -> tuple[str, bool,
     return said[0], kept, said[1:]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_first_step_refuses_other_numbers_on_another_rank(pools: RankPools, name: str) -> None:
     for said, kept, later in pools[2].run(other_momentum_in_the_first_step, LAYOUTS[name]):

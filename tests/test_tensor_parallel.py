@@ -97,7 +97,7 @@ def parity(
     return apart(ours, expected)
 
 
-@pytest.mark.sampled(10, cover=True)
+@pytest.mark.sampled(5, cover=True)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_one_process(ranks: hpnb.Ranks, name: str, sequence: bool) -> None:
@@ -326,6 +326,7 @@ def errors(gradients: dict[str, torch.Tensor], plain: nn.Module) -> dict[str, fl
     return {name: float((gradients[name] - g).norm() / max(g.norm(), 1e-3)) for name, g in theirs.items()}
 
 
+@pytest.mark.sampled(3, cover=True)
 @pytest.mark.parametrize(("sequence", "recomputes"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("model_class", [DenseBeforeNorm, NormBeforeDense])
 def test_gradients_of_a_blocks_parameter_and_of_a_head_before_the_last_norm(
@@ -768,6 +769,7 @@ def with_data_parallel(stage: int, sequence: bool) -> float:
     return max(worst, *(float((ours[n] - w).norm() / w.norm()) for n, w in theirs.items()))
 
 
+@pytest.mark.sampled(3, cover=True)
 @pytest.mark.parametrize(("stage", "sequence"), [(0, False), (0, True), (1, True), (2, False)])
 def test_beside_data_parallelism(four: hpnb.Ranks, stage: int, sequence: bool) -> None:
     assert max(four.run(with_data_parallel, stage, sequence)) < 1e-6

@@ -1129,6 +1129,7 @@ def test_a_state_that_fails_on_one_rank_is_a_warning_on_all(tmp_path: Path, plac
     assert found == [(4, ["step-00000004"], 1)] * 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_one_rank_saves_on_all_and_exits(tmp_path: Path, number: signal.Signals) -> None:
     """Rank 1 gets it in step 3; all ranks leave after step 4, and go on from there."""
@@ -1428,6 +1429,7 @@ def averaged(how: dict[str, Any], path: Path, epochs: int, background: bool = Fa
     return [count.steps for count in counts], load_file(path / "average" / "model.safetensors")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("background", [False, True])
 def test_an_average_and_states_of_hooks_go_on_in_another_layout(
     alone: hpnb.Ranks, tmp_path: Path, background: bool

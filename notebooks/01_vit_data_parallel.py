@@ -410,8 +410,9 @@ lesson.record("01.versions", figures.describe_versions(rounds))
 # </details>
 #
 # **Buckets.** Every all-reduce pays 2(d-1) α. A sends <data value="01.versions.messages.a">392</data> messages and B <data value="01.versions.messages.b">26</data>. B takes <data value="01.b-over-a.median:.2f">0.51</data> times as long as A, range
-# <data value="01.b-over-a.low:.2f">0.45</data> to <data value="01.b-over-a.high:.2f">0.60</data>: the verdict is *<data value="01.b-over-a.verdict">faster</data>*. We predicted <data value="01.b-over-a.predicted:.2f">0.57</data>. That leaves out the work for messages, dark grey in the
-# second figure. There the slowest rank works on messages for <data value="01.versions.handling.a">78.3 ms</data> in A and <data value="01.versions.handling.b">4.92 ms</data> in B.
+# <data value="01.b-over-a.low:.2f">0.45</data> to <data value="01.b-over-a.high:.2f">0.60</data>: the verdict is *<data value="01.b-over-a.verdict">faster</data>*. The prediction,
+# <data value="01.b-over-a.predicted:.2f">0.57</data>, lies <data value="01.b-over-a.predicted-is">within this range</data> and leaves out
+# the work for messages, dark grey in the second figure: on the slowest rank <data value="01.versions.handling.a">78.3 ms</data> in A and <data value="01.versions.handling.b">4.92 ms</data> in B.
 #
 # **Overlap.** C takes <data value="01.overlap:.3f">1.096</data> times as long as B (<data value="01.c-over-b.low:.3f">0.978</data> to <data value="01.c-over-b.high:.3f">1.211</data>): the verdict is *<data value="01.c-over-b.verdict">cannot tell</data>*. The prediction of
 # <data value="01.overlap.predicted:.3f">0.918</data> lies <data value="01.c-over-b.predicted-is">below this range</data>. The prediction leaves out two costs. C's backward also
@@ -583,10 +584,10 @@ lesson.record("01.extra", figures.cost_of_overlap(times[middle]))
 # - Reduced during the backward, a step is <data value="01.measured.during">not free at 197, 788 and 3,152, undecided at 12,608</data>. By the law it is free from <data value="01.law.during:,.0f">1,412</data> on,
 #   0.87 times the law's knee of <data value="01.law.knee:,.0f">1,623</data>.
 # - Reduced after it, a step is <data value="01.measured.after">not free at 197, 788 and 3,152, undecided at 12,608</data>. By the law it is free from <data value="01.law.after:,.0f">10,822</data> on,
-#   which fits.
+#   which these rounds allow.
 # - Overlap, against reducing after the backward, is <data value="01.measured.overlap">faster at 3,152, slower at 197 and 788, undecided at 12,608</data>.
 #
-# With overlap no size that we timed is free in this run, so your guess is not scored.
+# With overlap no size in this run is free, so your guess is not scored.
 #
 # A measured ratio can leave the law's line in both directions. A step that computes slower than R lowers the ratio.
 # Costs that the law leaves out, such as latencies, raise the ratio. With <data value="01.slow.tokens:,">197</data> tokens the step alone takes <data value="01.slow.times:.1f">8.6</data> times as

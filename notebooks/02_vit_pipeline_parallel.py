@@ -662,10 +662,11 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 # We call two schedules different only if the difference of their steps exceeds both spreads. So
 # <data value="02.race.faster">zb-h2 is faster than 1f1b and interleaved; all other pairs are undecided</data>. As to bubbles,
 # <data value="02.race.idle">all steps of zb-h2 are below all of 1f1b's; those of interleaved, zb-h1 and zb-v overlap with 1f1b's, so the run does not decide</data>.
+# The output prints only ZB-H2's and 1F1B's ranges.
 #
 # The prediction puts <data value="02.race.first.predicted">zb-v</data> first; by medians, the run puts <data value="02.race.first.run">zb-h2</data> first. The four schedules other than 1F1B take <data value="02.race.ratio.least:.2f">1.12</data>
-# to <data value="02.race.ratio.most:.2f">1.44</data> times as long as predicted. A prediction can rank two schedules only if its errors are smaller than the gap
-# that it predicts.
+# to <data value="02.race.ratio.most:.2f">1.44</data> times as long as predicted. A prediction can rank two schedules only if its errors are smaller than the
+# predicted gap.
 #
 # <details><summary>Does a split backward also take more computing?</summary>
 #
@@ -839,7 +840,8 @@ words.claim_faster(rounds, "uniform", "heavy")
 # <details><summary>What can balancing gain here?</summary>
 #
 # Rank 0 times all layers. A ViT's blocks are equal, so only the embedding and the head are reasons to move blocks. Other
-# moves come from noise in these times.
+# moves come from noise in these times. If noise moves a block to a stage that was as fast as the others, this stage becomes the
+# slowest, as stage 1 is in the heavy partition.
 # </details>
 #
 # <details><summary>May we compare these steps with the race's?</summary>

@@ -405,7 +405,7 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # - Latency makes the all-reduces <data value="03.slower.latency-of-all-reduces.factor">1.08</data> times as long as their bytes alone.
 # - Because of waiting and other costs, the all-reduces took a further <data value="03.slower.waiting-and-the-rest.factor">1.17</data> times as long. A part is that ranks which come early wait for the others; the run does not explain the rest.
 #
-# The rule of thumb, 4.5 h/ρ, comes nearer to the run than the formula. That is chance.
+# If the rule of thumb, 4.5 h/ρ, comes nearer to the run than the formula, that is chance.
 # </details>
 #
 # <details><summary>On a laptop</summary>

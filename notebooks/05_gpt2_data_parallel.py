@@ -310,15 +310,15 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 #
 # <details><summary>What else is there in the backward of block i?</summary>
 #
+# Each step starts with `zero_grad()`, which sets every `.grad` to None. With ZeRO-0 and 1, the flat buckets stay allocated. So autograd makes
+# new gradients beside them, and each stays until its bucket is full. With ZeRO-2, another bucket is on its way.
+#
 # | | bytes |
 # |---|---|
 # | its temporary values | about 14 T h w |
 # | the output layer's gradient | V h w: output layer and embedding share a weight, so this gradient is kept until the embedding's is there, at the end of the backward |
-# | ZeRO-0 to 2: gradients outside their bucket | up to one bucket, with ZeRO-2 two; none in the last block, whose backward runs first |
+# | ZeRO-0 to 2: gradients outside their bucket | up to one bucket, with ZeRO-2 two; none in the last block's backward, which comes first |
 # | ZeRO-3: gathered weights | the embedding and about three blocks |
-#
-# Each step starts with `zero_grad()`, which sets every `.grad` to None. With ZeRO-0 and 1, the flat buckets stay allocated. So autograd makes
-# new gradients beside them, and each stays until its bucket is full. With ZeRO-2, another bucket is on its way.
 # </details>
 #
 # `theory.step_memory` predicts the largest of the four. On a GPU we add the *workspaces* of cuBLAS, the matmul
@@ -523,13 +523,13 @@ lesson.record("05.alone", {"forward": alone[0]}, "s")
 # %% [markdown]
 # ZeRO-3 instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">19.5 GB</data>, and its median step was <data value="05.changed.zero-3">8.39 ms longer</data>. Their ranges <data value="05.ranges">overlap: either may be faster</data>.
 # ZeRO-1's median step was <data value="05.changed.zero-1">16.7 ms longer</data> than ZeRO-0's, but predicted as <data value="05.changed.zero-1-predicted">11.2 ms shorter</data>. ZeRO-2's was
-# <data value="05.changed.zero-2">33.0 ms longer</data>. In the last table, all ranges overlap but offloading's.
+# <data value="05.changed.zero-2">33.0 ms longer</data>. The last column of the last table says which ranges overlap.
 #
 # Recomputation added <data value="05.recompute.least">150 ms</data> to <data value="05.recompute.most">177 ms</data> to a median step, depending on the ZeRO stage. We predicted one forward, <data value="05.alone.forward">68.1 ms</data>.
 #
 # The predicted time holds for <data value="05.off.hold">1</data> of <data value="05.off.of">9</data> steps. Steps take <data value="05.off.low:.2f">1.23</data> to <data value="05.off.high:.2f">3.21</data> times the prediction, the most with
 # <data value="05.off.highest">ZeRO-3 + recompute + offload</data>. <data value="05.excess">In the bars, most of the excess lies before the update.</data>
-# An exception: without recomputation, ZeRO-2's excess lies mostly in the update. Steps end with:
+# Steps end with:
 #
 # | | ZeRO-0 | ZeRO-1 | ZeRO-2 | ZeRO-3 |
 # |---|---|---|---|---|
@@ -545,7 +545,7 @@ lesson.record("05.alone", {"forward": alone[0]}, "s")
 # messages, forward and backward take less than twice as long as launching alone, so more launches can lengthen them.
 #
 # With recomputation, <data value="05.after.zero-1-+-recompute">1.29 ms</data> follow the update in ZeRO-1 and <data value="05.after.zero-2-+-recompute">2.25 ms</data> in ZeRO-2. All four gathers, here and in the table, took less than predicted. Part of them may be in the
-# update. ZeRO-1 and 2 update equal shards, so ZeRO-2's longer update may contain waiting, too. Recomputation launches a forward again, with its
+# update. ZeRO-1 and 2 update equal shards, so the longer of their updates may contain waiting, too. Recomputation launches a forward again, with its
 # hooks. Messages also take time from cores or a GPU that compute. For offloading, the prediction assumes rates.
 #
 # This page does not measure these causes one by one. The times in the table may contain waiting. The check above
@@ -746,7 +746,8 @@ lesson.claim("ZeRO-3 trains a deeper model", (depth[deep], ">", depth[shallow]))
 # <details><summary>What limits the depth, here and with more ranks?</summary>
 #
 # With ZeRO-3 and recomputation in 16 bits, a block costs 14/N bytes a parameter at the turn, where there are no gradients, and
-# w T h bytes for its stored input. In the update it costs 16/N bytes a parameter, and 4/N for the float32 copy of gradients. The fullest moment limits the depth: by prediction, here *<data value="05.fullest.zero-3">step</data>*.
+# w T h bytes for its stored input. In the update it costs 16/N bytes a parameter, and 4/N for the float32 copy of gradients. The fullest moment limits the depth.
+# By prediction, this is the moment *<data value="05.fullest.zero-3">step</data>* in the list of this page's four moments.
 #
 # With more ranks, what is divided by N vanishes. What remains is stored inputs, about three gathered blocks, the gathered embedding and the logits.
 # </details>

@@ -30,8 +30,14 @@ def pools() -> Iterator[RankPools]:
     made.close()
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", NAMES)
+# The first has what one of tests/breakages.py breaks.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen3NextConfig",
+        *(pytest.param(n, marks=pytest.mark.sampled(2)) for n in NAMES if n != "Qwen3NextConfig"),
+    ],
+)
 def test_tensor_and_pipeline_parallel_train_as_one_process(pools: RankPools, name: str) -> None:
     check_exact(pools, name, "pp2-tp2")
 

@@ -357,10 +357,10 @@ shown = {cut: figures.PipelineCut(cuts[cut], repeats[cut].median)
 lesson.show(figures.skyline(times.smooth, shown, times.kinds, times.loss))
 
 # %% [markdown]
-# Bars are `times.smooth`, and each cut's largest stage is in bold. By the median, the cut by time is
+# Bars are `times.smooth`, and a bold number is the largest of its cut. By the median, the cut by time is
 # <data value="06.faster.gain:.1f">1.2</data> times as fast as the uniform one: <data value="06.faster.sure">all of its repeats are faster than all of the uniform cut's</data>.
 #
-# All four steps are shorter than simulated, <data value="06.ratio.least:.2f">0.79</data> to <data value="06.ratio.most:.2f">0.81</data> times as long. The more these ratios differ, the
+# The four steps take <data value="06.ratio.least:.2f">0.79</data> to <data value="06.ratio.most:.2f">0.81</data> times as long as simulated. The more these ratios differ, the
 # less the simulated order is worth.
 #
 # <details><summary>Why is a step not the sum of its layers?</summary>
@@ -792,9 +792,9 @@ lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 # Simulated, ZB-H1's step takes <data value="06.h1.simulated:.2f">0.85</data> times as long as 1F1B's. The simulation lets W take as long as I.
 # But in this library W has only the weight gradients of matmuls. In the
 # run it takes <data value="06.style.zb-h1.w-i:.2f">0.37</data> times as long as I. The shorter W is, the less a split backward saves.
-# The second fold below says which actions lengthened this step.
+# The second fold below names other differences between run and simulation.
 #
-# <details><summary>Why two stages a rank don't balance by themselves</summary>
+# <details><summary>Can two stages a rank take equally long?</summary>
 # If 2p stages were equal, each would take <data value="06.chunks.equal:.2f">6.83</data> blocks. The head alone takes
 # <data value="06.head.head-and-loss.measured">6.37 blocks</data>, <data value="06.chunks.words">no more than that, so two stages a rank can be nearly equal</data>.
 # Interleaved and ZB-V cut the model alike. ZB-V also splits backwards, so its W can fill gaps.
@@ -802,11 +802,12 @@ lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 #
 # <details><summary>How the run differs from the simulation</summary>
 # The figure draws 1F1B and ZB-H1, because they have the same stages. It leaves out the number of a W that is too narrow. It
-# shows what made this repeat of ZB-H1 long: on rank 2, I2, W0 and F4 take much longer than others of their kind. Rank 3 waits for F4, and rank 1
-# for I3. We did not trace why. ZB-H1's fastest repeat takes <data value="06.style.zb-h1.fastest">386 ms</data>, and 1F1B's <data value="06.style.1f1b.fastest">414 ms</data>.
+# also shows that equal work can take unequal time: compare F0 and F4 on rank 0. A rank that needs the result of a slow
+# action waits longer. In the simulation, all forwards of a stage are equally long, and so are all backwards.
 #
-# The simulation also lets all schedules compute equally long. In the run, compute per rank goes from <data value="06.style.zb-v.compute-per-rank">317 ms</data> with ZB-V to
-# <data value="06.style.zb-h1.compute-per-rank">306 ms</data> with ZB-H1. Forwards are the same work under each schedule, and still their times differ. We did not trace why.
+# The simulation also lets all schedules compute equally long. In the run, compute per rank is <data value="06.style.1f1b.compute-per-rank">294 ms</data> with
+# 1F1B, <data value="06.style.zb-h1.compute-per-rank">306 ms</data> with ZB-H1, <data value="06.style.interleaved.compute-per-rank">310 ms</data> with interleaving and <data value="06.style.zb-v.compute-per-rank">317 ms</data> with ZB-V. Forwards are the same
+# work under each schedule, and still their times differ. We did not trace the causes.
 # </details>
 #
 # <details><summary>ZB-H1 keeps more on the last rank</summary>

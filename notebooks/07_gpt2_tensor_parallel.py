@@ -146,7 +146,7 @@ lesson.predict("07.attention", f"{SIZE.heads} heads, {N} ranks: how long does at
 # | 5 | 5, 5, 5, 5, 5 | 1.00 | 1.000 |
 # | 8 | 4, 3, 3, 3, 3, 3, 3, 3 | 1.28 | 1.111 |
 #
-# We time attention alone, with 6 and 7 heads in turn. On a GPU, b is 32 times the banner's. Where ranks share CPU cores, these are CPU times.
+# We time attention alone, with 6 and 7 heads in turn. On a GPU, b is 32 times the banner's, so that computing outlasts launching. Where ranks share CPU cores, these are CPU times.
 
 
 # %%
@@ -180,12 +180,15 @@ lesson.record("07.nearer", gpt2_tensor.nearer_in_words(fullest, ratio, seconds))
 # By the medians, the rank with most heads needs <data value="07.attention:.2f">1.09</data> times the mean. The formula counts FLOPs, not launches, and says
 # <data value="07.attention.predicted:.2f">1.12</data>. <data value="07.nearer">This run is nearer to the formula than to 1</data>.
 #
-# <details><summary>Why can the range begin below 1?</summary>
+# <details><summary>Where does the range come from?</summary>
 #
 # Its lower end takes the fastest repeat with most heads and the slowest with fewer; the upper end does the opposite.
-# In this run, single calls of one size differ by more than the medians of both sizes: 6 heads took <data value="07.time.6-heads.fastest">4.80 ms</data> to
-# <data value="07.time.6-heads.slowest">5.25 ms</data>, and 7 heads <data value="07.time.7-heads.fastest">5.47 ms</data> to <data value="07.time.7-heads.slowest">5.58 ms</data>. Both launch the same operators, and launching
-# takes equally long for either. We did not trace how much of the time that is.
+# 6 heads took <data value="07.time.6-heads.fastest">4.80 ms</data> to
+# <data value="07.time.6-heads.slowest">5.25 ms</data>, and 7 heads <data value="07.time.7-heads.fastest">5.47 ms</data> to <data value="07.time.7-heads.slowest">5.58 ms</data>. Where
+# the repeats of both overlap, the range can begin below 1.
+#
+# The formula lets a call's time grow with its heads. But kernels of another size may reach other FLOP/s, and launching
+# takes equally long for either size. We did not trace how much each of these counts.
 # </details>
 #
 # <details><summary>In your tools: uneven heads</summary>
@@ -422,8 +425,8 @@ question = "One seed, p = 1/2: share of the MLP's mask equal on first and last r
 lesson.predict("07.one-seed", question, unit="%", rule_of_thumb=100)
 
 # %% [markdown]
-# The figure has the masks of the first and the last rank. Their XOR is empty if they are equal, and half full
-# if they are independent; its share stands beneath. A frame marks a fault on any pair of ranks. "MLP: by the row" means that the MLP's output is replicated in the first three rows, and sharded by
+# The figure has the masks of first and last rank. Their XOR is empty if they are equal, and half full
+# if they are independent. Beneath stands "equal", or the share that differs. A frame marks a fault on any pair of ranks. "MLP: by the row" means that the MLP's output is replicated in the first three rows, and sharded by
 # tokens in the last three.
 
 # %%

@@ -978,7 +978,7 @@ lesson.claim("Predictions hold more often than rules of thumb",
              score["prediction"].share > score["rule of thumb"].share)
 
 # %% [markdown]
-# Of <data value="08.regret.rule-of-thumb.given">30</data> rules of thumb <data value="08.regret.rule-of-thumb.held">6</data> held, and of <data value="08.regret.prediction.given">27</data> predictions <data value="08.regret.prediction.held">23</data>.
+# Of <data value="08.regret.rule-of-thumb.given">30</data> rules of thumb <data value="08.regret.rule-of-thumb.held">6</data> held, and of <data value="08.regret.prediction.given">27</data> predictions <data value="08.regret.prediction.held">23</data>; some questions have none.
 #
 # ## What to remember
 #
@@ -987,22 +987,22 @@ lesson.claim("Predictions hold more often than rules of thumb",
 # - To choose a layout, first make one replica fit into memory. Then add replicas and microbatches up to your batch. Then
 #   compare speeds: computing with its calls, the bubble, exposed communication.
 #
-# **The series on one page.** A rank computes ρ FLOPs while it sends a byte, and a gradient has g bytes.
+# **The series on one page,** without 10, long contexts, and 11, experts. A rank computes ρ FLOPs while it sends a byte, and a gradient has g bytes.
 #
 # | | question | law | from its run | when not |
 # |---|---|---|---|---|
 # | 00 collectives | What does agreement cost? | latency + bytes/bandwidth a message | 100 small calls: <data value="00.many-calls:.1f">29.9</data> times as long as one with the same bytes | messages too small for bandwidth to matter |
-# | 01 dp | When are replicas free? | tokens a rank above ρ (d-1)/d · g/2 | with overlap, by tokens a rank: <data value="01.measured.during">not free at 197, 788 and 3,152, undecided at 12,608</data>. The law, which leaves out two costs, says free from <data value="01.law.during:,.0f">1,412</data> | the batch cannot grow |
+# | 01 dp | When are replicas free? | tokens a rank above ρ (d-1)/d · g/2 | with overlap, by tokens a rank: <data value="01.measured.during">not free at 197, 788 and 3,152, undecided at 12,608</data>. The law, without two costs, says free from <data value="01.law.during:,.0f">1,412</data> | the batch cannot grow |
 # | 02 pp | Who is idle? | (p-1)/(m+p-1) | <data value="02.bubble">36.8 %</data> for p = 4, m = 8; the law alone says <data value="02.bubble.predicted">27.3 %</data> | fewer microbatches than stages |
 # | 03 tp | How do you split a matrix exactly? | 4 all-reduces of b·s·h a block | computing takes <data value="03.ratio:.1f">1.5</data> times as long as sending | links between nodes |
-# | 04 mesh | Which axis deserves the fast link? | tp talks most often, dp least | a ViT on one axis, at a tenth of the bandwidth: <data value="04.tenth">dp</data> is fastest | one axis is enough |
+# | 04 mesh | Which axis deserves the fast link? | tp talks most often, dp least | a ViT on one axis, at a tenth of the bandwidth, simulated: <data value="04.tenth">dp</data> is fastest | one axis is enough |
 # | 05 ZeRO | How far does dp alone go? | 16 bytes a parameter, over d | <data value="05.largest">150 blocks</data> instead of <data value="05.depth.zero-0.measured">23 blocks</data> | the model fits |
 # | 06 cuts | Where do you cut unequal layers? | Σ t + (m-1) max t | the cut by time is <data value="06.faster.gain:.2f">1.21</data> times as fast as the uniform cut, comparing medians; <data value="06.faster.sure">all of its repeats are faster than all of the uniform cut's</data> | one layer is a stage by itself |
-# | 07 heads | What refuses to divide? | three numbers a token instead of logits for the whole vocabulary | <data value="07.loss.reduced">18 B</data> a token instead of <data value="07.loss.gathered">151 kB</data> | more ranks than heads |
+# | 07 heads | What refuses to divide? | three numbers a token instead of all logits | <data value="07.loss.reduced">18 B</data> a token instead of <data value="07.loss.gathered">151 kB</data> | more ranks than heads |
 # | 08 layouts | Which one, beforehand? | six parts, and tp's calls | <data value="08.pairs.right">34</data> of <data value="08.pairs.all">66</data> pairs in order; with calls, fitted in the race, <data value="08.pairs.with-calls">53</data> | a short run |
-# | 09 planning | A thousand GPUs from one host? | datasheets, one fitted rate | worst of ten runs <data value="09.worst">9.87 %</data> off | another era of kernels |
+# | 09 planning | A thousand GPUs from one machine? | datasheets, one fitted rate | worst of ten runs <data value="09.worst">9.87 %</data> off | another era of kernels |
 #
-# **When not to use this.** For a short run, any layout that fits will do. If samples differ in length or others
+# **When not to use this.** For a short run, take any layout that fits. If samples differ in length or others
 # share the network, measure.
 #
 # <details><summary>Where to look, and papers</summary>
@@ -1016,4 +1016,4 @@ lesson.claim("Predictions hold more often than rules of thumb",
 # - Dolan & Brockett 2005, *MRPC*. Chowdhery et al. 2022, *PaLM*, 2204.02311.
 # </details>
 #
-# **Next.** Notebook 09 predicts a thousand GPUs from datasheets and one published training speed.
+# **Next.** Notebook 09 plans a thousand GPUs from datasheets.

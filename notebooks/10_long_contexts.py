@@ -160,7 +160,7 @@ lesson.check(exercises.online_softmax, attend)
 # %% [markdown]
 # ## A ring
 #
-# Now each rank has s/p tokens, with their queries, keys and values. Queries stay. While a rank computes with a block of keys
+# Each rank has s/p tokens, with their queries, keys and values. Queries stay. While a rank computes with a block of keys
 # and values, it sends it on to the next rank, until every query has met every key.
 #
 # ```text
@@ -243,8 +243,8 @@ lesson.reveal("10.rank-0", 100 * seen, source="counted")
 # ### The backward
 #
 # The backward of a block needs its keys and values once more, so they travel around the ring again. The block's gradient is a
-# sum over all queries, so each rank adds a term. A rank sends the block on while it computes its term, and the sum one step
-# later, with that term in it. For the block of rank 0, with p = 4:
+# sum over all queries, so each rank adds a term. A rank sends keys and values on while it computes its term. It
+# adds the term to the sum that arrives, so the sum travels one step behind them. For rank 0's block, with p = 4:
 #
 # ```text
 # step   block is on   terms in its gradient after the step
@@ -659,9 +659,12 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 #
 # No computing covers Ulysses' all-to-alls. At <data value="10.lengths.first">1,024</data> tokens the eight take <data value="10.at-first.ulysses">2.40 ms</data>. Packed into four, they
 # take <data value="10.at-first.ulysses-packed">1.37 ms</data>. At <data value="10.lengths.last">65,536</data> tokens, with 64 times the bytes, the eight take <data value="10.at-last.ulysses">2.25 ms</data> and
-# the four <data value="10.at-last.ulysses-packed">1.74 ms</data>.
+# the four <data value="10.at-last.ulysses-packed">1.74 ms</data>. Where more bytes hardly take longer, the start of calls decides.
 #
 # <details><summary>Why lines and dots differ</summary>
+#
+# **The lines** are mostly latency at short lengths. The card counts one for each of a ring's 3p - 3 messages, and
+# p - 1 for each all-to-all: there are eight, or packed four.
 #
 # **All three.** Notebook 00 fitted the card's latency and bandwidth to all-reduces. A send or an all-to-all can be faster or
 # slower. The times measured here include the start of a call, and those of an all-to-all include copies that put its pieces
@@ -673,13 +676,15 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 # from one length to the next, that is probably noise.
 #
 # **The ring** differs by a factor of up to <data value="10.off.ring">4.56</data>, at <data value="10.farthest">1,024</data>
-# tokens. There a forward step computes for <data value="10.over.worst.computing-of-a-forward-step">3,090</data> times as long
-# as its FLOPs say, a backward step for <data value="10.over.worst.computing-of-a-backward-step">1,050</data> times as long,
-# and a message takes <data value="10.over.worst.message-of-a-ring">10.8</data> times as long as the card says. Where
-# computing covers all messages but the last, only that message counts. In 16 bits it has twice the bytes of a forward
-# message. The replay takes twice the time of a forward message, its start included. The card takes twice the time of the
-# bytes, but the latency once. So the dot's factor is larger than the message's. Where computing covers less, a step exposes
-# its message's time minus its computing's. Such a difference can be off by a larger factor than both times.
+# tokens. There a message takes <data value="10.over.worst.message-of-a-ring">10.8</data> times as long as the card says. A
+# forward step computes for <data value="10.over.worst.computing-of-a-forward-step">3,090</data> times as long as its FLOPs say,
+# and a backward step for <data value="10.over.worst.computing-of-a-backward-step">1,050</data> times as long. Longer messages
+# raise a dot. Longer computing lowers it, because it covers more. A step that isn't covered exposes its message's time minus
+# its computing's, and such a difference can be off by a larger factor than both times.
+#
+# Where computing covers all messages but the last, by the card and in the replay, only that message counts. In 16 bits it
+# has twice the bytes of a forward message. The replay takes twice the time of a forward message, its start included. The
+# card takes twice the time of the bytes, but the latency once. So there the dot's factor is larger than the message's.
 #
 # **The dotted line** leaves out two things. One is a message's latency, <data value="10.card.latency">25.7 µs</data> by the card, which would move the
 # line to the right. The other is that short calls don't reach the card's FLOP/s, which would move it to the left. At
@@ -697,11 +702,12 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 # ### Where does Ulysses win?
 #
 # By this machine's card,
-# <data value="10.card-wins">the ring exposes least at every length</data>. In the
-# replay, packed Ulysses exposes <data value="10.beside.shorter.least:.2f">1.13</data> to
-# <data value="10.beside.shorter.most:.2f">1.44</data> times as much as the ring.
+# <data value="10.card-wins">the ring exposes least at every length</data>. The card leaves out an all-to-all's copies and, but for latency, the start of
+# calls. In the replay, packed Ulysses exposes <data value="10.beside.shorter.least:.2f">1.13</data> to
+# <data value="10.beside.shorter.most:.2f">1.44</data> times as much as the ring, and at <data value="10.lengths.last">65,536</data>
+# tokens <data value="10.beside.last.most:.2f">1.35</data> times.
 #
-# <data value="10.touch">The bars of the two touch at 1,024 tokens; there, this run can't say which is faster</data>. <data value="10.winners">In the replay the ring wins at all other lengths, as the card predicts</data>. The card leaves out an all-to-all's copies and, but for latency, the start of calls.
+# <data value="10.touch">The bars of the two touch at 1,024 tokens; there, this run can't say which is faster</data>. <data value="10.winners">In the replay the ring wins at all other lengths, as the card predicts</data>.
 #
 # With enough kv heads Ulysses sends less, so it wins where bytes decide and computing is too short to cover a ring's
 # messages. By the same formulas, with 8 ranks over InfiniBand and its latency of 10 µs, the ring exposes less than unpacked
@@ -785,7 +791,7 @@ lesson.claim("Activations shrink as 1/cp, within a tenth", (worst, "<", 0.1))
 # </details>
 #
 # **Takeaway.** Where bytes decide, take Ulysses well below w·ρ·G/H tokens a rank, and a ring well above. If times
-# hardly grow with the length, the start of calls decides: then time both. With more ranks than heads, take a ring.
+# hardly grow with the length, time both. With more ranks than heads, take a ring.
 #
 # ## The silent failure
 #

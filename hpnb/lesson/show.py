@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpnb.lesson.predictions.outcome import GOOD, ratio_of, ratio_text
+from hpnb.lesson.predictions.outcome import ratio_of, ratio_text
 from hpnb.lesson.tables import cell_text, number, present, split_unit, survivors_table, table
 from hpnb.lesson.values import flatten, record, slug
 from hpnb.ranks import RankError
@@ -132,11 +132,11 @@ def _measurements(
         for name in rows:
             for head, column in everything.items():
                 if column.get(name) is not None:
-                    default = unit if head in numbers else ""
-                    item_unit = split_unit(str(name))[1] or split_unit(head)[1] or default
+                    row_unit = split_unit(str(name))[1]
+                    item_unit = (row_unit or unit) if head in numbers else (split_unit(head)[1] or row_unit)
                     record(f"{key}.{slug(name)}.{slug(head)}", column[name], item_unit)
     heads = [head.replace("_", " ") for head in numbers]
-    ratios, off = {}, []
+    ratios = {}
     if len(numbers) > 1:
         first, *others = numbers
         for name in rows:
@@ -146,7 +146,6 @@ def _measurements(
             if results and numbers[first].get(name) is not None:
                 ratio = ratio_of(float(numbers[first][name]), float(results[-1]))
                 ratios[name] = "exact" if ratio == 1 else ratio_text(ratio, "identity")
-                off += [str(name)] if not GOOD[0] <= ratio <= GOOD[1] else []
         heads.append(
             f"{others[-1].replace('_', ' ')} / {first.replace('_', ' ')}" if len(others) == 1 else "ratio"
         )

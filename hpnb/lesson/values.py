@@ -21,11 +21,11 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsFloat
 
-from hpnb.lesson.tables import display, number, plain, present
+from hpnb.lesson.tables import cell_text, display, number, plain, present
 from hpnb.record import MemoryProfile, Timeline
 from hpnb.record.traffic import Traffic
 
-WRITING = "HPNB_WRITES_PAGE"  # set while a page is run to be committed
+WRITING = "HPNB_WRITES_PAGE"  # while a page is run to be committed: the first two letters of its name, "04"
 NUMBER_IN_PROSE = re.compile(r'<data[\s#]+value="(?P<key>[^"]+)">(?P<text>[^<]*)</data>')
 _KEY = re.compile(r"\d\d\.[a-z0-9_.+-]+")
 _RELATIONS = {"<": operator.lt, "<=": operator.le, "==": operator.eq, ">": operator.gt, ">=": operator.ge}
@@ -48,27 +48,32 @@ def record(key: str, value: Any, unit: str = "") -> None:
     """Record `value` for the prose of the page, under "page.name".
 
     Args:
-        value: a number, a name, a mapping of them (key.name), or a Timeline (.makespan .bubble .in-flight),
-            MemoryProfile (.peak and each category) or Traffic (each axis, .total).
+        value: a number, a name, a truth ("yes" or "no"), a mapping of them (key.name), or a Timeline
+            (.makespan .bubble .in-flight), MemoryProfile (.peak and each category) or Traffic (each axis,
+            .total).
 
     Raises:
-        ValueError: the key does not begin with the page's number.
+        ValueError: the key does not begin with two digits and a dot; or, while a page is run to be committed,
+            not with this page's number.
         TypeError: the value is none of these.
     """
     values = flatten(key, value, unit)
     if writing_page():
+        page = os.environ[WRITING]
+        if page.isdigit() and key[:2] != page:
+            raise ValueError(f"{key} is a key of another page than {page}; use {page}{key[2:]}")
         payload = {"values": {name: list(item) for name, item in values.items()}}
         display({"text/plain": ""}, payload)  # an empty output, which the command that commits takes out
         return
-    page = _page(key[:2])
+    committed = _page(key[:2])
     lines = [
-        f"{name} here: {item.text()}; on the page: {page.values[name].text()}"
+        f"{name} here: {item.text()}; on the page: {committed.values[name].text()}"
         for name, item in values.items()
-        if name in page.in_prose and name in page.values and page.values[name].text() != item.text()
+        if name in committed.in_prose and committed.differs(name, item)
     ]
     if lines:
-        lines[-1] += f" ({page.hardware})"
-        present("<p>" + "<br>".join(lines) + "</p>", "\n".join(lines))
+        lines[-1] += f" ({committed.hardware})"
+        present("<p>" + "<br>".join(escape(line, quote=False) for line in lines) + "</p>", "\n".join(lines))
 
 
 def claim(
@@ -79,7 +84,8 @@ def claim(
 ) -> None:
     """State what the page's run shows, and check it: on another machine it may fail, and the output says so.
 
-    A page is committed only if all of its claims hold.
+    Nothing is raised where it fails. The command that runs a page writes it all the same, names the claims
+    that failed and exits with status 1, and so does its --check; such a page is not to be committed.
 
     Args:
         condition: a truth, or better two numbers and a relation, which are shown: (4, "<", 8).
@@ -121,6 +127,8 @@ def flatten(key: str, value: Any, unit: str = "") -> dict[str, Value]:
         return {name: item for part in items for name, item in part.items()}
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], str):
         value, unit = value
+    if isinstance(value, bool):
+        return {key: Value(cell_text(value))}
     return {key: Value(value if isinstance(value, str) else plain(value), unit)}
 
 
@@ -138,6 +146,10 @@ class _CommittedPage(NamedTuple):
     values: Mapping[str, Value]
     in_prose: frozenset[str]  # keys in its prose
     hardware: str
+
+    def differs(self, name: str, item: Value) -> bool:
+        """Whether the page recorded something else under `name`."""
+        return name in self.values and self.values[name].text() != item.text()
 
 
 @lru_cache(maxsize=16)

@@ -110,9 +110,10 @@ def hardware_here() -> str:
 
 
 def run(path: Path, timeout: float = 600.0) -> str | None:
-    """Run the notebook at `path` (either file of the pair) and write its outputs; why not, if it failed.
+    """Run the notebook at `path` (either file of the pair) and write its outputs; None, or what is wrong.
 
-    A notebook that fails keeps the outputs that it had; the failed copy is left in executed/.
+    If a cell fails, or one key is recorded with two values, the notebook keeps the outputs that it had, and
+    the new copy is left in executed/. If a claim does not hold, the outputs are written all the same.
     """
     from hpnb.lesson.pages.execute import execute  # needs what --check and --pair do not
 
@@ -120,11 +121,15 @@ def run(path: Path, timeout: float = 600.0) -> str | None:
         paired.pair(path)
     copy = Path("executed") / f"{path.stem}.ipynb"
     copy.parent.mkdir(exist_ok=True)
-    failure = execute(path.with_suffix(".ipynb"), copy, timeout)
+    with _writing(path):
+        failure = execute(path.with_suffix(".ipynb"), copy, timeout)
     if failure is not None:
         return f"FAILED: {failure} (see {copy})"
     nb = paired.read(copy)
-    values, claims = numbers_in_prose.take_out(nb)
+    try:
+        values, claims = numbers_in_prose.take_out(nb)
+    except ValueError as error:
+        return f"FAILED: {error} (see {copy})"
     clean(nb)
     stamp(nb, hardware_here())
     if values or claims:
@@ -153,16 +158,26 @@ def fill(path: Path) -> None:
 
 @contextmanager
 def empty_home() -> Iterator[None]:
-    """HPNB_HOME is an empty folder meanwhile, and kernels know that they write the page."""
+    """HPNB_HOME is an empty folder meanwhile."""
     before = os.environ.get("HPNB_HOME")
     with tempfile.TemporaryDirectory(prefix="hpnb-home-") as folder:
-        os.environ |= {"HPNB_HOME": folder, WRITING: "1"}
+        os.environ["HPNB_HOME"] = folder
         try:
             yield
         finally:
-            del os.environ["HPNB_HOME"], os.environ[WRITING]
+            del os.environ["HPNB_HOME"]
             if before is not None:
                 os.environ["HPNB_HOME"] = before
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Kernels that start meanwhile know that they write a page, and which one: "04"."""
+    os.environ[WRITING] = path.name[:2]
+    try:
+        yield
+    finally:
+        del os.environ[WRITING]
 
 
 def check(path: Path) -> str | None:
@@ -210,6 +225,9 @@ def main(arguments: list[str] | None = None) -> int:
         print("jupytext is not installed: taking the code from .ipynb, not from .py", file=sys.stderr)
     with empty_home():
         wrong = [_process(path, options, max(len(path.name) for path in paths)) for path in paths]
+    if len(paths) > 1 and not options.check:  # a page's prose may have numbers of pages that ran after it
+        for path in (path for path in paths if path.with_suffix(".ipynb").exists()):
+            fill(path)
     return 1 if any(wrong) and not options.pair else 0  # what --pair says is news, not a failure
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def fill(text: str, values: Mapping[str, Value]) -> str:
         key, _, spec = place.partition(":")
         if key not in values:
             return match[0]
-        return f'<data value="{place}">{values[key].text(spec)}</data>'
+        return f'<data value="{place}">{_markup(values[key], spec)}</data>'
 
     return _PLACE.sub(written, text)
 
@@ -43,10 +44,15 @@ def differences(text: str, values: Mapping[str, Value]) -> list[str]:
         key, _, spec = place.partition(":")
         if key not in values:
             problems.append(f"{key} stands in the prose, and no cell records it")
-        elif match["new"] or match["text"] != values[key].text(spec):
+        elif match["new"] or match["text"] != _markup(values[key], spec):
             in_prose = match["text"] or "not filled in"
             problems.append(f"{place} is {values[key].text(spec)} in the run and {in_prose} in the prose")
     return problems
+
+
+def _markup(value: Value, spec: str) -> str:
+    """The text of `value` in HTML, where a "<" would end the place that the next fill looks for."""
+    return escape(value.text(spec), quote=False)
 
 
 def values_beside(path: Path) -> dict[str, Value]:
@@ -59,7 +65,13 @@ def values_beside(path: Path) -> dict[str, Value]:
 
 
 def take_out(nb: Any) -> tuple[dict[str, list[Any]], dict[str, Any]]:
-    """(values, claims) that the outputs of `nb` carry, removed from them; empty outputs go with them."""
+    """(values, claims) that the outputs of `nb` carry, removed from them; empty outputs go with them.
+
+    A claim that is made several times holds if it holds each time.
+
+    Raises:
+        ValueError: a key was recorded twice, with different values.
+    """
     values: dict[str, list[Any]] = {}
     claims: dict[str, Any] = {}
     for cell in nb.cells:
@@ -67,8 +79,13 @@ def take_out(nb: Any) -> tuple[dict[str, list[Any]], dict[str, Any]]:
             continue
         for output in cell.outputs:
             payload = output.get("metadata", {}).pop("hpnb", {})
-            values |= payload.get("values", {})
-            claims |= payload.get("claims", {})
+            for key, item in payload.get("values", {}).items():
+                if values.setdefault(key, item) != item:
+                    first, second = (Value(*recorded).text() for recorded in (values[key], item))
+                    raise ValueError(f"{key} is recorded twice, as {first} and as {second}; use two keys")
+            for statement, result in payload.get("claims", {}).items():
+                if claims.setdefault(statement, result)["holds"]:
+                    claims[statement] = result
         cell.outputs = [out for out in cell.outputs if out.get("data") != {"text/plain": ""}]
     return values, claims
 

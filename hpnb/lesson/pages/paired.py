@@ -99,7 +99,7 @@ def pair(path: Path) -> Any:
     """
     text = path.with_suffix(".py")
     if (settled := with_header(text.read_text(encoding="utf-8"))) != text.read_text(encoding="utf-8"):
-        text.write_text(settled, encoding="utf-8")
+        files.write_text(text, settled)
     nb = read_text(path)
     if path.with_suffix(".ipynb").exists():
         old = read(path)

@@ -1625,7 +1625,7 @@ def test_methods_that_need_the_full_model_name_what_works(pools: dict[int, hpnb.
     found = on(pools, 2).run(methods_of_a_full_model)[1]
     for key, words in {
         "save tp": ["tp_size=2", "booster.save_model"], "save pp": ["pp_size=2", "booster.save_model"],
-        "save zero": ["zero_stage=3 on 2 ranks", "GPT2LMHeadModel"], "generate": ["pp_size=2", "(1,)"],
+        "save zero": ["(zero_stage=3)", "GPT2LMHeadModel"], "generate": ["pp_size=2", "(1,)"],
         "batch": ["dict", "iter([batch])"], "loader": ["DataLoader", "iter(loader)"],
         "empty": ["set_epoch(epoch + 1)", "iter(loader)"],
     }.items():  # fmt: skip

@@ -14,6 +14,7 @@ from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.boosted_optimizer import is_boosted
 from hpnb.hybrid.checkpoint.agreement import gather_objects
 from hpnb.hybrid.plugins import HybridParallelPlugin
+from hpnb.hybrid.sharding_options import sharding_options
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel import Builder
 from hpnb.precision import Masters
@@ -56,11 +57,12 @@ def check_boost(plugin: HybridParallelPlugin, model: Any, optimizer: Any) -> Non
             f"this {type(optimizer).__name__} has been boosted, sharded or given masters before; pass a new "
             "one of torch.optim"
         )
-    sharded = plugin.tp_size > 1 or plugin.zero_stage == 3
-    if sharded and not is_elementwise(type(optimizer)):
+    options = sharding_options(plugin, stages=False)
+    if options and not is_elementwise(type(optimizer)):
         raise ValueError(
-            f"a {type(optimizer).__name__} may look at whole tensors, and with tensor parallelism or ZeRO 3 "
-            "a rank has shards of them; use zero_stage=1 or 2, AdamW, or say elementwise = True in the class"
+            f"a {type(optimizer).__name__} may look at whole tensors, and with {', '.join(options)} a rank "
+            "has shards of them; use zero_stage 0 to 2 without tp_size and ep_size, AdamW, or say "
+            "elementwise = True in the class"
         )
     if isinstance(model, nn.Module):
         known = {id(p) for p in model.parameters()}

@@ -341,7 +341,8 @@ class Boosted(nn.Module):
             outputs = with_lazy_loss(outputs, lambda lazy: model_loss(lazy, labels))
         loss = call_criterion(self._criterion, outputs, inputs)
         assert self._pipe is not None
-        if self._pipe.checks_mean and self.plugin.zero_stage == 3 and self.plugin.mesh.dp_cp.size > 1:
+        has_shards = self.plugin.zero_stage == 3 or self.plugin.ep_size > 1
+        if self._pipe.checks_mean and has_shards and self.plugin.mesh.dp_cp.size > 1:
             refuse_sharded_terms(loss, outputs)
         return loss
 

@@ -183,7 +183,7 @@ class Booster(BoosterFiles):
                 training step refuses these and sums, and warns of other values that are no such mean, for
                 which it calls the criterion on up to 8 samples of a microbatch again. Two tasks with
                 different counts need a ratio in the batch (docs/library.md, "All of it"). With ZeRO 3 it may
-                use weights through the outputs alone, and not, say, their norm.
+                use weights through the outputs alone, and not, say, their norm; with ep_size above 1 experts.
             optimizer: None runs forward alone, for evaluation, without gradients.
             return_outputs: return the outputs of the full batch.
             record: record when each action ran, for `model.last_step.timeline`.
@@ -199,7 +199,7 @@ class Booster(BoosterFiles):
             StopIteration: no batch is left.
             TypeError: a loader or a batch instead of an iterator.
             ValueError: at the first step, another batch on another rank of the same replica, or a criterion
-                that uses weights of which ZeRO 3 leaves a rank a shard.
+                that uses weights of which ZeRO 3 or expert parallelism leaves a rank a shard.
         """
         boosted = boosted_model(model)
         stepped_by = None if optimizer is None else boosted_optimizer(optimizer)

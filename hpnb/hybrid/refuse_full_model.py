@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpnb.hybrid.plugins import HybridParallelPlugin
+from hpnb.hybrid.sharding_options import sharding_options
 from hpnb.pipeline_parallel.stages import Stages
 
 _stages_of_criterion: ContextVar[int] = ContextVar("_stages_of_criterion", default=1)
@@ -28,14 +29,11 @@ def refuse_of_full_model(name: str, kind: type[nn.Module], plugin: HybridParalle
     """Raise if the attribute `name` of a boosted `kind`, of which this rank has `module`, is one of these."""
     if name == "_ddp_params_and_buffers_to_ignore":
         raise ValueError(REDUCED_ALREADY)
-    sizes = {"tp_size": plugin.tp_size, "pp_size": plugin.pp_size}
-    parts = [f"{option}={size}" for option, size in sizes.items() if size > 1]
-    if plugin.zero_stage == 3 and plugin.dp_size > 1:
-        parts.append(f"zero_stage=3 on {plugin.dp_size} ranks")
-    if name in ("save_pretrained", "push_to_hub") and parts and hasattr(kind, name):
+    options = sharding_options(plugin)
+    if name in ("save_pretrained", "push_to_hub") and options and hasattr(kind, name):
         raise AttributeError(
             f"{name} would write only this rank's part of the {kind.__name__}, because its weights are "
-            f"sharded ({', '.join(parts)}); all ranks call booster.save_model(model, folder), which "
+            f"sharded ({', '.join(options)}); all ranks call booster.save_model(model, folder), which "
             "from_pretrained reads"
         ) from None
     if name == "generate" and plugin.pp_size > 1 and hasattr(kind, name):

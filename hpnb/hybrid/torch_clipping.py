@@ -1,11 +1,11 @@
 """Where PyTorch's `clip_grad_norm_` would clip wrongly, say so instead of training differently.
 
-That function looks for full, unscaled gradients on the parameters of one rank. After a backward these are
-there with ZeRO 0, tp_size=1, pp_size=1 and no loss scaler alone, and there it is right:
+That function looks for full, unscaled gradients on the parameters of one rank. It is right if all of them are
+there after a backward, which takes ZeRO 0, no loss scaler, and tp_size, pp_size and ep_size of 1:
 
-    ZeRO 1, 2       the parameters have no gradients: it clips nothing
-    ZeRO 3, tp, pp  a rank has shards, or its stages: it divides by their norm alone
-    fp16            they carry the scale of the loss: it clips thousands of times too much
+    ZeRO 1, 2           the parameters have no gradients: it clips nothing
+    ZeRO 3, tp, pp, ep  a rank has shards, its stages or its experts: it divides by their norm alone
+    fp16                they carry the scale of the loss: it clips thousands of times too much
 
 Two things can be noticed. `model.parameters()` of a boosted model is a generator, so it knows who reads it:
 PyTorch's function is refused. A list of parameters, or the optimizer's groups, does not know, but every
@@ -23,6 +23,7 @@ import torch
 from torch.nn.utils import clip_grad
 
 from hpnb.hybrid.plugins import HybridParallelPlugin
+from hpnb.hybrid.sharding_options import sharding_options
 
 
 def reason(plugin: HybridParallelPlugin, by_norm: bool = True) -> str | None:
@@ -32,11 +33,10 @@ def reason(plugin: HybridParallelPlugin, by_norm: bool = True) -> str | None:
         return f"zero_stage={plugin.zero_stage} keeps gradients with the optimizer, not on the parameters"
     if plugin.policy.scaled:
         return f"precision={plugin.policy.name!r} has gradients that carry the scale of the loss"
-    sizes = {"tp_size": plugin.tp_size, "pp_size": plugin.pp_size}
-    parts = [f"{option}={size}" for option, size in sizes.items() if size > 1]
-    if plugin.zero_stage == 3 and plugin.dp_size * plugin.cp_size > 1:
-        parts.insert(0, "zero_stage=3")
-    return f"with {', '.join(parts)} a rank has only its part of the gradients" if parts and by_norm else None
+    options = sharding_options(plugin, flattened=False)
+    if not options or not by_norm:
+        return None
+    return f"with {', '.join(options)} a rank has only its part of the gradients"
 
 
 def refuse_clipping(plugin: HybridParallelPlugin, reader: FrameType) -> None:

@@ -38,6 +38,7 @@ from hpnb.hybrid.torch_clipping import refuse_clipping
 from hpnb.mesh import Axis
 from hpnb.meta_device import Unfilled
 from hpnb.pipeline_parallel import Pipeline
+from hpnb.pipeline_parallel.empty_batch_error import explaining_empty_batch
 from hpnb.pipeline_parallel.loss import LossReduction, call_criterion
 from hpnb.pipeline_parallel.microbatches import (
     TARGET_NAMES,
@@ -178,7 +179,7 @@ class Boosted(nn.Module):
         self._broadcast_buffers()
         takes_labels = self._model_loss is not None and kwargs.get("return_dict", True)
         labels = kwargs.get("labels") if takes_labels else None
-        with self.plugin.policy.autocast(self._device):
+        with self.plugin.policy.autocast(self._device), explaining_empty_batch("model", (args, kwargs)):
             runs = self._replica or self.module
             if labels is None or self._model_loss is None:
                 outputs = runs(*args, **kwargs)

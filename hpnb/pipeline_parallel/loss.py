@@ -28,6 +28,7 @@ from hpnb.background import Background
 from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel.criterion_check import check_is_mean
+from hpnb.pipeline_parallel.empty_batch_error import explaining_empty_batch
 from hpnb.pipeline_parallel.halves_check import warn_if_counts_sequences, warn_if_no_mean
 from hpnb.pipeline_parallel.label_shift import check_weight
 from hpnb.pipeline_parallel.microbatches import TARGET_NAMES, count_targets, find_unnamed_targets
@@ -211,9 +212,11 @@ def _describe(result: Any) -> str:
 
 
 def call_criterion(criterion: LossFunction, outputs: Any, inputs: Any) -> Any:
-    """criterion(outputs, inputs). For a loss of PyTorch, which takes targets, the error says what to pass."""
+    """criterion(outputs, inputs). For a loss of PyTorch, which takes targets, the error says what to pass,
+    and for a batch without samples what to return."""
     try:
-        return criterion(outputs, inputs)
+        with explaining_empty_batch("criterion", inputs):
+            return criterion(outputs, inputs)
     except TypeError as error:
         of_torch = "torch.nn.functional", "torch.nn.modules.loss"
         kind = type(criterion) if isinstance(criterion, torch.nn.Module) else criterion

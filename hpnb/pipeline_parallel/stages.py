@@ -27,6 +27,7 @@ from hpnb.mesh import Axis
 from hpnb.meta_device import move_module
 from hpnb.models import Part
 from hpnb.pipeline_parallel import microbatches
+from hpnb.pipeline_parallel.empty_batch_error import explaining_empty_batch
 from hpnb.pipeline_parallel.layers import Builder, Inputs, Layer, first_input, layers, shared_parameters
 from hpnb.pipeline_parallel.partition import How, cut
 from hpnb.pipeline_parallel.schedule import Schedule
@@ -113,8 +114,9 @@ class Stages(nn.Module):
         first_parts = stage_layers[0].parts
         if hidden is not None and first_parts and getattr(first_parts[0].module, "inplace", False):
             hidden = tree_map(_clone, hidden)  # it arrives as a leaf, which autograd does not let change
-        for layer in stage_layers:
-            hidden = layer.run(hidden, inputs)
+        with explaining_empty_batch("model", inputs):
+            for layer in stage_layers:
+                hidden = layer.run(hidden, inputs)
         return hidden
 
     def trained(self, stage: int) -> list[nn.Parameter]:

@@ -46,7 +46,10 @@ class Trainer(TrainingState):
 
     Args:
         booster, model, optimizer, lr_scheduler: as they came out of boost.
-        criterion: (outputs, inputs) -> the mean over the targets, or (sum, count); None is outputs.loss.
+        criterion: (outputs, inputs) -> the mean over the targets, or (sum, count); None is outputs.loss. At
+            the end of an epoch, also in evaluation, a replica may have no samples, and a microbatch too: then
+            it gets 0 samples, and returns 0 as a sum over its outputs. drop_last=True leaves such batches
+            out.
         hooks: see events.py. A LossHook is there anyway, with an lr_scheduler an LRSchedulerHook by step, and
             with a CheckpointHook a StopHook: during `fit` the first Ctrl-C, and a SIGTERM, end the step or
             the evaluation, save on all ranks and exit, also where they go to the program that has called

@@ -49,7 +49,7 @@ from hpnb.models.registry import (
     registration_of,
     roles,
 )
-from hpnb.pipeline_parallel import Pipeline, schedules
+from hpnb.pipeline_parallel import Builder, Pipeline, schedules
 from hpnb.placement import full_gradients
 from hpnb.ranks import launch, world_size
 from hpnb.ranks.current_rank import inside_rank
@@ -86,8 +86,13 @@ def check(model: nn.Module, batch: Mapping[str, Any], ranks: int = 2, timeout: f
 
     Raises:
         ValueError: all that differs, a line each.
-        TypeError: nothing is registered for this class, or a batch that is no mapping.
+        TypeError: nothing is registered for this class, a Builder, or a batch that is no mapping.
     """
+    if isinstance(model, Builder):
+        raise TypeError(
+            "check compares the parts of a model with its forward, and a Builder has no other forward than "
+            "its layers, one after the other: there is nothing to register or to check"
+        )
     registration = registration_of(model)
     if not isinstance(batch, Mapping):
         raise TypeError(

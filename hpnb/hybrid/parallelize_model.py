@@ -304,8 +304,9 @@ def _finish_built_layers(stages: Any, plugin: HybridParallelPlugin) -> None:
 
 def _use_built_parameters(optimizer: Optimizer, builder: Builder, stages: nn.Module) -> None:
     """Put this rank's parameters in the places of the builder's, which are on the meta device."""
-    built = dict(stages.named_parameters())
-    local = {id(p): built[name] for name, p in builder.named_parameters() if name in built}
+    tied, survey = builder.survey().tied, builder.survey().parameters
+    built = {tied.get(name, name): p for name, p in stages.named_parameters()}
+    local = {id(p): built[name] for name, p in survey.items() if name in built}
     for group in optimizer.param_groups:
         group["params"] = [local.get(id(p), p) for p in group["params"]]
 

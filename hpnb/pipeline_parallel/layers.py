@@ -23,9 +23,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from hpnb.caller_frame import warn_caller
 from hpnb.models import Anatomy, Part, anatomy
 from hpnb.models.plan_parts import refuse_router_loss
 from hpnb.models.registry import explain_alias, how_to_register
+from hpnb.pipeline_parallel.builder_ties import Factory, Survey, copy_factory, survey_layers
 from hpnb.pipeline_parallel.microbatches import TARGET_NAMES
 
 Inputs = Any  # one microbatch: a mapping, a tensor, or a tuple or list whose first item is meant
@@ -44,6 +46,8 @@ class Layer:
         kind: "layer" where the model does not tell its layers apart.
         causal: whether the model's targets are its inputs, shifted by one.
         anatomy: what `run` runs, with what all blocks share; None for a layer of a Sequential or Builder.
+        tied: of a layer that is not built, {name: first name} of the parameters that others of the model have
+            too, and `tied_buffers` of its buffers.
     """
 
     parts: tuple[Part, ...]
@@ -52,6 +56,8 @@ class Layer:
     causal: bool = False
     build: Callable[[], Layer] | None = None
     anatomy: Anatomy | None = None
+    tied: Mapping[str, str] = field(default_factory=dict)
+    tied_buffers: Mapping[str, str] = field(default_factory=dict)
 
     def built(self, device: torch.device | str | None = None) -> Layer:
         """This layer with its modules; a new one at every call if it has to be made, on `device`."""
@@ -68,8 +74,13 @@ class Builder:
     An optimizer for `hpnb.Booster` is made of `parameters()`, which take no memory. Boosting it puts the
     parameters of this rank's layers in their places.
 
+    Layers may share parameters or modules, such as a tied embedding and head: `layer` keeps what it made and
+    uses it again. To see this, every rank makes each layer on the meta device too, by a copy of `layer`. A
+    rank makes the layer in which a shared weight is drawn as well, so that it gets the same values.
+
     Args:
         layer: makes layer i, 0 to count - 1; it takes what layer i - 1 gives, the first one `first_input`.
+            What layers share is best kept in a dict or an object of its own. A new model takes a new one.
         count: how many layers there are.
         name: the weights of layer 3 are "layers.3.weight" and so on.
         seed: layer i is drawn from seed + i, so the model is the same however it is cut. The generators of
@@ -83,9 +94,9 @@ class Builder:
     count: int
     name: str = "layers"
     seed: int = 0
-    _meta_parameters: dict[str, nn.Parameter] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _surveys: list[Survey] = field(default_factory=list, init=False, repr=False, compare=False)
+    _ties: list[Survey] = field(default_factory=list, init=False, repr=False, compare=False)
+    _copies: list[Factory] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -94,17 +105,40 @@ class Builder:
             raise ValueError(f"name={self.name!r} is no path for the layers; 'layers' would do")
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) of all layers on the meta device, the same objects at every call.
+        """(name, parameter) of all layers on the meta device, each once, the same objects at every call.
 
         Each layer is made once for this, on the meta device unless it names another, and dropped.
         """
-        if not self._meta_parameters:
-            for i in range(self.count):
-                with torch.device("meta"):
-                    (part,) = _build_layer(self, i).parts
-                for name, p in part.module.to("meta").named_parameters(part.name):
-                    self._meta_parameters[name] = p
-        yield from self._meta_parameters.items()
+        yield from self.survey().parameters.items()
+
+    def survey(self) -> Survey:
+        """What the layers have and share, on the meta device; made at the first call."""
+        if not self._surveys:
+            make = partial(_call_factory, self)
+            self._surveys.append(survey_layers(make, self.meta_factory(), self.count, self.name))
+        return self._surveys[0]
+
+    def ties(self) -> Survey:
+        """The survey; an empty one, with a warning, if layers cannot be made on the meta device."""
+        if not self._ties:
+            try:
+                self._ties.append(self.survey())
+            except TypeError:
+                raise
+            except Exception as error:  # whatever a factory says that needs values
+                warn_caller(
+                    f"layers of this Builder cannot be made on the meta device ({type(error).__name__}: "
+                    f"{error}), so hpnb cannot see whether they share parameters; if layers of two stages "
+                    "do, each stage trains a copy: let layer(i) make modules under torch.device('meta')"
+                )
+                self._ties.append(Survey({}, {}, {}, [frozenset()] * self.count, []))
+        return self._ties[0]
+
+    def meta_factory(self) -> Factory:
+        """A copy of `layer` that makes all layers of the meta device, so that none of these is kept in it."""
+        if not self._copies:
+            self._copies.append(copy_factory(self.layer))
+        return self._copies[0]
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The same without names, for an optimizer."""
@@ -121,10 +155,7 @@ def layers(model: nn.Module | Builder) -> tuple[Layer, ...]:
     Hooks of the model itself do not run, those of its layers do.
     """
     if isinstance(model, Builder):
-        return tuple(
-            Layer((), partial(_run_unbuilt, i), build=partial(_build_layer, model, i))
-            for i in range(model.count)
-        )
+        return tuple(_unbuilt_layer(model, i) for i in range(model.count))
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
         # not named_children, which leaves out a module that is there a second time
         items = [Part(name, item) for name, item in model._modules.items() if item is not None]
@@ -177,13 +208,16 @@ def _has_rows(value: Any) -> bool:
 def shared_parameters(stages: Sequence[Sequence[Layer]]) -> dict[tuple[str, ...], tuple[int, ...]]:
     """Parameters that have several names: {their names: the stage of each name}.
 
-    Names are those of the model, in its order. Layers that are not built share nothing.
+    Names are those of the model, in its order.
     """
-    places: dict[nn.Parameter, list[tuple[str, int]]] = {}  # (name, stage)
+    places: dict[nn.Parameter | str, list[tuple[str, int]]] = {}  # (name, stage)
     for stage, stage_layers in enumerate(stages):
-        for part in (part for layer in stage_layers for part in layer.parts):
-            for name, p in part.module.named_parameters(part.name, remove_duplicate=False):
-                places.setdefault(p, []).append((name, stage))
+        for layer in stage_layers:
+            for name, first in layer.tied.items():
+                places.setdefault(first, []).append((name, stage))
+            for part in layer.parts:
+                for name, p in part.module.named_parameters(part.name, remove_duplicate=False):
+                    places.setdefault(p, []).append((name, stage))
     return {
         tuple(name for name, _ in of_one): tuple(stage for _, stage in of_one)
         for of_one in places.values()
@@ -221,14 +255,36 @@ def _run_next(module: nn.Module, hidden: Any, inputs: Inputs) -> Any:
     return module(hidden)
 
 
+def _unbuilt_layer(builder: Builder, i: int) -> Layer:
+    ties, prefix = builder.ties(), f"{builder.name}.{i}."
+    tied, buffers = (
+        {name: first for name, first in names.items() if name.startswith(prefix)}
+        for names in (ties.tied, ties.tied_buffers)
+    )
+    build = partial(_build_layer, builder, i)
+    return Layer((), partial(_run_unbuilt, i), build=build, tied=tied, tied_buffers=buffers)
+
+
 def _build_layer(builder: Builder, i: int) -> Layer:
+    if torch.get_default_device().type == "meta":
+        module = _call_factory(builder, builder.meta_factory(), i)
+    else:
+        # What the layer shares is drawn where it would be if one process made all layers in turn.
+        drawn = [_call_factory(builder, builder.layer, j) for j in sorted(builder.ties().needs[i])]
+        module = _call_factory(builder, builder.layer, i)
+        del drawn  # until now the factory may have it by a weak reference
+        builder.ties().check_made(module, i)
+    return _layer_of_module(Part(f"{builder.name}.{i}", module), first=i == 0)
+
+
+def _call_factory(builder: Builder, factory: Factory, i: int) -> nn.Module:
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=gpus):
         torch.manual_seed(builder.seed + i)
-        module = builder.layer(i)
+        module = factory(i)
     if not isinstance(module, nn.Module):
         raise TypeError(f"layer({i}) of the Builder gave a {type(module).__name__}, not an nn.Module")
-    return _layer_of_module(Part(f"{builder.name}.{i}", module), first=i == 0)
+    return module
 
 
 def _run_unbuilt(i: int, hidden: Any, inputs: Inputs) -> Any:

@@ -315,16 +315,23 @@ def _add_submodule(root: nn.Module, name: str, module: nn.Module) -> None:
 
 def _check_buffers(stage_layers: Sequence[Sequence[Layer]]) -> None:
     """A buffer in the state dict is state: if two stages changed it, their values would diverge."""
-    first_use: dict[torch.Tensor, tuple[str, int]] = {}
-    stages = enumerate(stage_layers)
-    parts = [(stage, part) for stage, of_stage in stages for layer in of_stage for part in layer.parts]
-    for stage, part in parts:
-        for name, value in part.module.state_dict(keep_vars=True).items():
-            if isinstance(value, nn.Parameter) or not isinstance(value, torch.Tensor):
-                continue
-            first, at = first_use.setdefault(value, (part.full_name(name), stage))
+    first_use: dict[torch.Tensor | str, tuple[str, int]] = {}
+    numbered = [(stage, layer) for stage, of_stage in enumerate(stage_layers) for layer in of_stage]
+    for stage, layer in numbered:
+        named: list[tuple[str, torch.Tensor | str]] = [
+            *layer.tied_buffers.items()
+        ]  # of one that is not built
+        for part in layer.parts:
+            values = part.module.state_dict(keep_vars=True).items()
+            named += [
+                (part.full_name(name), value)
+                for name, value in values
+                if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+            ]
+        for name, value in named:
+            first, at = first_use.setdefault(value, (name, stage))
             if at != stage:
                 raise ValueError(
-                    f"buffer {first} of stage {at} is also {part.full_name(name)} of stage {stage}, and "
-                    "would have two values: cut so that one stage has both"
+                    f"buffer {first} of stage {at} is also {name} of stage {stage}, and would have two "
+                    "values: cut so that one stage has both, or use persistent=False if none changes it"
                 )

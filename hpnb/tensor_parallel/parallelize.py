@@ -9,7 +9,8 @@
 The model's class and its forward stay unchanged. What changes is read off one table, the role of each weight
 (`hpnb.models.roles`): a weight keeps this rank's shard under its old name, a linear layer is replaced by one
 that computes with shards. On a grid, and with sequence parallelism, hooks also shard the hidden states before
-the first block and gather them at the head. The same table serves every mode.
+the first block and gather them at the head. The same table serves every mode; a grid takes no other norm than
+nn.LayerNorm.
 """
 
 from __future__ import annotations

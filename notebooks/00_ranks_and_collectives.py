@@ -537,7 +537,7 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 #
 # On average each of the hundred took <data value="00.off.call">46.6 µs</data>, bytes included. That is <data value="00.off.than">shorter than</data> the <data value="00.off.latency">154 µs</data>
 # of latency that the formula charges each call. On a GPU the fit times one call from start to end: the process starts it, then its bytes move. When many calls follow, the process starts the
-# next one while earlier bytes still move, so each costs about the longer of the two.
+# next one while earlier bytes still move, so each costs about the longer of start and move.
 # <data value="00.off.started">The process needed 4.59 ms only to start the hundred, so here starting calls, not the link, sets the time</data>.
 #
 # <details><summary>On a laptop</summary>

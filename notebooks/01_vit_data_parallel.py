@@ -403,7 +403,7 @@ lesson.record("01.versions", figures.describe_versions(rounds))
 # times may be further from the medians.
 #
 # The thin lane `dp` under a rank has its messages. Dark grey is the work for them: starting them, copying gradients into
-# buckets (C does both inside the backward), and unpacking at the end. It counts as computing, so a message beside it is not exposed. A
+# buckets (C does both inside the backward), and what the reducer does at the end. It counts as computing, so a message beside it is not exposed. A
 # message of an early rank includes the wait for the last one, as in notebook 00. The prediction has neither this work
 # nor these waits. Ranks that share a GPU compute by turns and send through its memory, so their exposed times say
 # nothing about a link.

@@ -812,7 +812,7 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)  # for 08'
 
 # %% [markdown]
 # With <data value="03.tokens.few">6,304</data> tokens, 1D took <data value="03.few.1d">6.39 ms</data> and 2D <data value="03.few.2d">25.1 ms</data>. That is <data value="03.too-low.1d">1.55</data> and <data value="03.too-low.2d">3.38</data> times as long as
-# predicted. Predictions count what norms send, but leave out their computing, launches and waiting. Sequence parallelism took
+# predicted. Predictions count what norms send, but leave out the norms' computing, launches and waiting. Sequence parallelism took
 # <data value="03.sp-longer.few">2.24 ms more</data> than 1D.
 #
 # <details><summary>Which rates do we predict with?</summary>

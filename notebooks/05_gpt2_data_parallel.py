@@ -479,7 +479,7 @@ words.record_shape(SIZE, DTYPE)
 
 # %% [markdown]
 # Launching takes equally long for any number of tokens. We take the lowest point, a median of five rounds: <data value="05.floor.launch">85.1 ms</data>. Single rounds can be
-# faster; medians with few tokens lie above that line. Without messages, forward and backward of this page's <data value="05.tokens.page:,.0f">4,096</data> tokens
+# faster; medians with few tokens lie above the launching line. Without messages, forward and backward of this page's <data value="05.tokens.page:,.0f">4,096</data> tokens
 # take <data value="05.floor.step">153 ms</data>. The computing line counts all of that, so it is an upper limit. So launching takes longer than computing at
 # least up to the crossing, <data value="05.tokens.equal:,.0f">2,284</data> tokens. Points near the crossing can lie above both.
 #
@@ -544,7 +544,7 @@ lesson.record("05.alone", {"forward": alone[0]}, "s")
 # It leaves out copies to and from flat buckets, launching the hooks that shard and gather, and waiting for the slowest rank. Without
 # messages, forward and backward take less than twice as long as launching alone, so more launches can lengthen them.
 #
-# With recomputation, <data value="05.after.zero-1-+-recompute">1.29 ms</data> follow the update in ZeRO-1 and <data value="05.after.zero-2-+-recompute">2.25 ms</data> in ZeRO-2. All four gathers, here and in the table, took less than predicted. Part of them may be in the
+# With recomputation, <data value="05.after.zero-1-+-recompute">1.29 ms</data> follow the update in ZeRO-1 and <data value="05.after.zero-2-+-recompute">2.25 ms</data> in ZeRO-2. All four gathers of ZeRO-1 and 2 took less than predicted. Part of them may be in the
 # update. ZeRO-1 and 2 update equal shards, so the longer of their updates may contain waiting, too. Recomputation launches a forward again, with its
 # hooks. Messages also take time from cores or a GPU that compute. For offloading, the prediction assumes rates.
 #

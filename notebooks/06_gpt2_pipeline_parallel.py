@@ -387,7 +387,7 @@ lesson.show(figures.skyline(times.smooth, shown, times.kinds, times.loss))
 #
 # ### Slide the last cut
 #
-# For 2 to 8 ranks, the table adds up the layers, as measured alone, of both cuts' slowest stages. The figure slides
+# For 2 to 8 ranks, the table adds up the layers, as measured alone, of the slowest stages cut by FLOPs and by time. The figure slides
 # our last cut: it has steps with other numbers of blocks beside the head, the rest spread evenly.
 
 # %%

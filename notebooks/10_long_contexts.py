@@ -496,7 +496,7 @@ lesson.claim("The formula counts every byte", counted == predicted)
 # </details>
 #
 # Grouped queries help the ring: with 1 kv head instead of 8 it sends <data value="10.sent.ring-1-kv-head.counted">36.9 kB</data> instead of
-# <data value="10.sent.ring-8-kv-heads.counted">295 kB</data>. Ulysses sends less with 4 kv heads too, but it needs one for every rank. So our code copies a
+# <data value="10.sent.ring-8-kv-heads.counted">295 kB</data>. With 4 kv heads Ulysses sends less, too, but it needs one for every rank. So our code copies a
 # single kv head for each rank, and sends as much as with one kv head a rank.
 #
 # In a model, notebook 04's `HybridParallelPlugin` shards each sequence, gives tokens their positions, and sums gradients over

@@ -421,6 +421,39 @@ def test_evaluate_leaves_everything_as_it_was(alone: hpnb.Ranks) -> None:
     assert len({row["loss"] for row in seen}) == 12
 
 
+def test_evaluate_leaves_the_root_of_a_boosted_model_in_training(alone: hpnb.Ranks) -> None:
+    """Which is no child of the boosted model: its dropout was off for the rest of the epoch."""
+
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, CLASSES)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.dropout(self.linear(x), 0.5, self.training)
+
+    class EvaluateOnce(Hook):
+        def before_step(self, trainer: TrainingState) -> None:
+            modes.append((trainer.model.training, trainer.model.unwrap().training))
+
+        def after_step(self, trainer: TrainingState) -> None:
+            if trainer.step == 1:
+                trainer.evaluate(batches)
+
+    batches = [(torch.ones(2, 6), torch.zeros(2, dtype=torch.long))] * 3
+    modes: list[tuple[bool, bool]] = []
+
+    def fit() -> list[tuple[bool, bool]]:
+        booster = hpnb.Booster(plugin=hpnb.TorchDDPPlugin("fp32"))
+        net = Dropped()
+        model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        mean = lambda outputs, inputs: F.cross_entropy(outputs, inputs[1])  # noqa: E731
+        Trainer(booster, model, optimizer, mean, hooks=EvaluateOnce(), display_progress=False).fit(batches, 1)
+        return modes
+
+    assert alone.run(fit) == [[(True, True)] * 3]
+
+
 def test_what_is_evaluated_every_so_often(alone: hpnb.Ranks) -> None:
     def fit() -> list[dict[str, Any]]:
         train, test = loaders()
@@ -688,6 +721,32 @@ def test_a_run_goes_on_bit_for_bit(
     assert resumed[1] == whole[1][-len(resumed[1]) :]
     for ours, theirs in zip((*resumed[2], *resumed[3]), (*whole[2], *whole[3]), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("mistake", ["loader", "best"])
+def test_a_fit_that_was_refused_leaves_the_resumed_place_to_the_next(
+    alone: hpnb.Ranks, whole: Any, tmp_path: Path, mistake: str
+) -> None:
+    """The corrected fit trained the epoch from its start, with other figures."""
+
+    def resumed() -> Any:
+        loss = hpnb.LossHook()
+        best = "eval_f1" if mistake == "best" else None  # which no hook computes
+        saves = hooks.CheckpointHook(tmp_path, 4, best=best)
+        trainer = make(loss, saves, dropout=0.5, accumulation=2)
+        trainer.resume(tmp_path)
+        train, test = loaders(batch=2)
+        with pytest.raises(ValueError, match="cannot go on from there" if best is None else "eval_f1"):
+            trainer.fit(list(train) if best is None else train, 3, evaluate=test)
+        saves.best = None
+        rows = trainer.fit(train, 3, evaluate=test)
+        return [row["loss"] for row in rows], loss.curve, [p.detach() for p in trainer.model.parameters()]
+
+    alone.run(run, tmp_path, 5, every=4)
+    ((losses, curve, weights),) = alone.run(resumed)
+    assert losses == pytest.approx([row["loss"] for row in whole[0]], rel=1e-14)
+    assert curve == whole[1][-len(curve) :]
+    assert all(map(torch.equal, weights, whole[2]))
 
 
 def test_a_schedule_by_epoch_goes_on_too(alone: hpnb.Ranks, tmp_path: Path) -> None:

@@ -133,8 +133,9 @@ def load(trainer: TrainingState, folder: Path, restore_data: bool = True) -> Non
 
 
 def take_up(trainer: TrainingState) -> None:
-    """At the start of a fit: go to where the run was when it was saved, if it was resumed."""
-    state, trainer.loaded_state = trainer.loaded_state, None
+    """At the start of a fit: go to where the run was when it was saved, if it was resumed. The fit drops the
+    loaded state once nothing can refuse to begin any more."""
+    state = trainer.loaded_state
     trainer.steps_in_epoch, trainer.sums_before_resume = 0, {}
     if ended_epoch({"history": trainer.history, "epoch": trainer.epoch}):  # also if a fit was stopped there
         trainer.epoch += 1

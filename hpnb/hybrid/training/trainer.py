@@ -170,6 +170,7 @@ class Trainer(TrainingState):
 
     def _fit(self, epochs: int, evaluate: Any, evaluate_every: int) -> None:
         self._call_hooks("before_fit")
+        self.loaded_state = None  # until here the fit may be refused, and a corrected one takes it up
         self.should_stop = self._vote.now(self.should_stop)
         while self.epoch < epochs and not self.should_stop:
             began, first, resumed = time.perf_counter(), self.step, self.steps_in_epoch > 0
@@ -259,7 +260,8 @@ class Trainer(TrainingState):
         """
         metrics = [metric for metric in self.metrics if metric.counts]
         before = [metric.totals for metric in metrics], self.sums_before_resume
-        modes = [(module, module.training) for module in self.model.modules()]
+        modules = {*self.model.modules(), self.model.unwrap()}  # a boosted model's root is no child of it
+        modes = [(module, module.training) for module in modules]
         self.sums_before_resume = {}
         self._criterion.forget_step()
         self._call_hooks("before_evaluate")

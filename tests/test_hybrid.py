@@ -1632,6 +1632,17 @@ def test_methods_that_need_the_full_model_name_what_works(pools: dict[int, hpnb.
         assert all(word in found[key] for word in words), (key, found[key])
 
 
+@pytest.mark.parametrize("cut", ["flops", "time"])
+def test_one_stage_needs_no_batch_to_measure_layers(pools: dict[int, hpnb.Ranks], cut: str) -> None:
+    def boost() -> int:
+        booster = hpnb.Booster(HybridParallelPlugin(precision="fp64", cut=cut))
+        booster.boost(build("vit"))
+        model, *_ = booster.boost(Builder(residual_layer, 4))
+        return len(list(model.parameters()))
+
+    assert on(pools, 1).run(boost) == [16]
+
+
 def plain_loader() -> tuple[list[str], float]:
     plugin = HybridParallelPlugin(precision="fp64", pp_size=2, num_microbatches=2, cut="flops")
     dataset = [{name: t[i] for name, t in batch("vit", 0, 8).items()} for i in range(8)]

@@ -144,7 +144,8 @@ class Booster(BoosterFiles):
             check_same_groups(optimizer)
         if optimizer is not None:
             self._warn_of_batch_statistics(model)
-        example = _example(dataloader) if self.plugin.cut in ("flops", "time") else None
+        measures = self.plugin.cut in ("flops", "time") and self.plugin.pp_size > 1
+        example = _example(dataloader) if measures else None
         boosted = parallelize_model(self.plugin, model, optimizer, example)
         boosted.packing_warning.enabled = verbose
         if verbose:

@@ -1,8 +1,8 @@
 """A schedule as text: a row a rank, a column a step.
 
-    step    0   1   2   3   4   5   6   7
-    rank 0 0F0 0F1  .  0B0 0F2 0B1  .  0B2
-    rank 1  .  1F0 1B0 1F1 1B1 1F2 1B2  .
+step    0   1   2   3   4   5   6   7
+rank 0 0F0 0F1  .  0B0 0F2 0B1  .  0B2
+rank 1  .  1F0 1B0 1F1 1B1 1F2 1B2  .
 """
 
 from __future__ import annotations

@@ -77,6 +77,8 @@ def _choose_counts(
             f"how={how!r} is no way to cut; use 'uniform', 'parameters', 'flops', 'time' or a list of layers "
             "per stage"
         )
+    if stages == 1:  # whatever the layers cost
+        return (len(layers),)
     if example is None:
         raise ValueError(f"to cut by {how!r} takes an example: pass a microbatch")
     check_count(len(layers), stages, "layers")  # before anything is run

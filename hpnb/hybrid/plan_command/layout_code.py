@@ -37,9 +37,7 @@ def parse_layout_code(code: str) -> ParallelLayout:
 
     def add(name: str, value: object, word: str) -> None:
         if name in sizes:
-            raise ValueError(
-                f"{code!r} says {name.replace('_', ' ')} twice; leave one out, as {word}"
-            )
+            raise ValueError(f"{code!r} says {name.replace('_', ' ')} twice; leave one out, as {word}")
         sizes[name] = value
 
     rest = code.strip().lower()

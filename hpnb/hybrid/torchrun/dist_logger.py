@@ -1,9 +1,9 @@
 """Log lines that say which rank they are from, or come from chosen ranks only.
 
-    hpnb.disable_existing_loggers()                   # libraries keep their warnings to say
-    logger = hpnb.get_dist_logger()
-    logger.info("the model is built", ranks=[0])      # 12:00:00 INFO rank 0: the model is built
-    logger.warning("this batch is empty")             # from every rank that has one
+hpnb.disable_existing_loggers()                   # libraries keep their warnings to say
+logger = hpnb.get_dist_logger()
+logger.info("the model is built", ranks=[0])      # 12:00:00 INFO rank 0: the model is built
+logger.warning("this batch is empty")             # from every rank that has one
 """
 
 from __future__ import annotations

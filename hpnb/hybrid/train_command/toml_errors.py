@@ -1,8 +1,8 @@
 """What pydantic finds wrong with a table of a TOML file, in one sentence that names key, value and remedy.
 
-    describe(error, known)    "[training] has no epoch; did you mean epochs?"
-                              "[layout] tp_size = 2.0 should be a valid integer"
-                              "[data] batch_size = 0 should be greater than or equal to 1"
+describe(error, known)    "[training] has no epoch; did you mean epochs?"
+                          "[layout] tp_size = 2.0 should be a valid integer"
+                          "[data] batch_size = 0 should be greater than or equal to 1"
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 from collections import defaultdict
@@ -33,6 +34,13 @@ def one_thread() -> None:
     """Ranks and other tests want the cores, and two threads that share theirs wait for each other."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_interrupts() -> None:
+    """The shell lets what it starts in the background ignore Ctrl-C, and tests wait for what it does."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -304,6 +304,7 @@ def test_a_model_holds_within_a_quarter(
         ),
         (4.3, 4.6, ("above the range (ratio 0.93).", "above the range (ratio 0.87).")),
         (3.8, 4.2, ("within the range (ratio 1.05).", "within the range (ratio 0.95).")),
+        (3.799, 4.203, ("at the end of the range (ratio 1.05).", "at the end of the range (ratio 0.95).")),
     ],
 )
 def test_answers_are_read_against_a_range(

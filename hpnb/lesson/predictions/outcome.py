@@ -152,7 +152,10 @@ def _read(outcome: Outcome, value: Answer, who: str) -> str:
         return f"{who} is off by {gap}, and this question has one exact answer"
     if outcome.truth_range is not None:
         low, high = outcome.truth_range
-        side = "below" if cast(float, value) < low else "above" if cast(float, value) > high else "within"
+        answer = cast(float, value)
+        side = "below" if answer < low else "above" if answer > high else "within"
+        if side != "within" and number(answer) in (number(low), number(high)):  # as printed beside it
+            side = "at the end of"
         advice = f", so {MISSING}" if who == "the prediction" and side == "below" else ""
         return f"{who} lies {side} the range (ratio {ratio_text(ratio)}){advice}"
     if right:

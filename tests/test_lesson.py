@@ -778,6 +778,7 @@ def test_a_title_says_which_losses_fall() -> None:
     assert step_timing.fall_in_words({"a": falling, "b": falling}) == "Both losses fall"
     assert step_timing.fall_in_words({"a": falling, "b": rising}) == "Only the loss of a falls"
     assert step_timing.fall_in_words({"a": [1.0, 1.0], "b": rising}) == "No loss falls"
+    assert step_timing.fall_in_words({"a": [1.0, 1.0 - 1e-7], "b": rising}) == "No loss falls"
     assert step_timing.fall_in_words(dict.fromkeys("abc", falling)) == "All losses fall"
 
 

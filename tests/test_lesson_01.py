@@ -82,6 +82,8 @@ def test_page_01_puts_its_results_into_words() -> None:
     open_range = figures.explain_step(causes, 0.0, step_timing.Spread(1.2, 0.9, 1.3))
     wanted_words = "The sum lies within this range, which includes 1, so this run cannot decide"
     assert open_range["lies"] == wanted_words
+    below_one = figures.explain_step(causes, 0.0, step_timing.Spread(0.9, 0.85, 0.95))
+    assert below_one["lies"] == "The sum lies above this range, so these costs do not simply add up"
     sides = ((1.5, 0.1, "below", "upper"), (0.5, 0.55, "above", "lower"))  # 1.0, in a range up or down
     for at_times, last, side, ends in sides:
         busy = {figures.ALONE: [1.0] * 9, "sharing": [1.0] * 5 + [at_times] * 4}

@@ -15,7 +15,7 @@ from replayed_graphs import with_graphs
 import hpnb
 from hpnb.lesson.exercises import vit_pipeline_parallel as exercises
 from hpnb.lesson.figures.vit_pipeline import u_curve, without_numbers
-from hpnb.lesson.programs import vit_pipeline, vit_pipeline_words
+from hpnb.lesson.programs import gpt2_pipeline, vit_pipeline, vit_pipeline_words
 from hpnb.models import ViTSize
 from hpnb.pipeline_parallel import Costs, schedules
 from hpnb.record import Timeline
@@ -115,11 +115,19 @@ def test_a_balanced_partition_is_faster_only_if_all_of_its_steps_are() -> None:
     assert say(3, 4) == "this is the uniform partition"
 
 
-def test_the_ranges_of_what_is_compared_are_printed_with_units(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_ranges_of_what_is_compared_are_printed_with_units(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: dict[str, str] = {}
+    monkeypatch.setattr(gpt2_pipeline, "record", lambda key, value: recorded.update({key: value}))
     steps = {"fast": steps_of(1, 4, 2), "slow": steps_of(3)}
     vit_pipeline_words.claim_faster(steps, "fast", "slow")
     bubbles = {"less": bubbles_of(32, 16), "more": bubbles_of(4, 8)}
     vit_pipeline_words.claim_less_idle(bubbles, "less", "more")
+    assert recorded == {
+        "02.order.fast-faster-than-slow": "the repeats overlap, so this run doesn't decide that",
+        "02.order.less-less-idle-than-more": "all repeats agree",
+    }
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == 'Not decided whether every repeat of "fast" is faster than "slow": the repeats overlap'
     assert lines[1] == "Range of steps: fast 1.00 s to 4.00 s, slow 3.00 s."
@@ -314,7 +322,9 @@ def test_the_sweep_says_how_far_the_formula_is_off_and_how_long_bubbles_are(
     rounds[4].append(steps[1])
     rounds[1].append(steps[4])
     vit_pipeline_words.record_sweep(*sweep)
-    assert recorded["02.sweep.verdict"] == "m = 1 took less in some of 3 rounds and may be as good"
+    assert (
+        recorded["02.sweep.verdict"] == "m = 1 took no longer in at least one of 3 rounds and may be as good"
+    )
     assert recorded["02.sweep-bubble"] == {"best": 1.0, "most": 1.0}
     assert recorded["02.sweep-share"] == 62.5
     assert recorded["02.sweep.changes"].startswith("nothing changes, because the largest m is the best")
@@ -341,6 +351,8 @@ def test_the_sweep_says_why_a_bubble_grows(
     words = vit_pipeline_words.sweep_words([1, 4, 8], 4, parts, graph_parts)
     assert words.startswith("the time of launches and small kernels grows by 2.00 s and the bubble ")
     assert words.endswith(ending)
+    same = {part: [1.0, 1.0, 1.0] for part in parts}
+    assert vit_pipeline_words.sweep_words([1, 4, 8], 4, same) == "no part changes by more than 1 µs"
 
 
 @pytest.mark.parametrize(

@@ -414,7 +414,9 @@ def _train_on(first: float, second: float) -> tuple[list[int], list[float], list
         calls.append(len(taken) - before)
         models.append(run.model)
     before = len(taken)
-    said.append(gradient_noise.steps_to_loss(SIZE, rows, rows[:2], 4, second, 1))
+    mean, reached = gradient_noise.steps_to_loss(SIZE, rows, rows[:2], 4, second, 1)
+    assert reached == 1
+    said.append(mean)
     calls.append(len(taken) - before)
     other = gradient_noise.train_to_loss(SIZE, rows.flip(0) + 1, rows[:2] + 1, 4, first)  # other rows: afresh
     at_once = gradient_noise.train_to_loss(SIZE, rows, rows[:2], 4, second)
@@ -489,6 +491,38 @@ def test_rounds_are_joined_and_the_median_counts() -> None:
     assert run.profile.peak == 100
 
 
+def test_configurations_are_timed_in_an_odd_number_of_steps() -> None:
+    class Pool:
+        """A pool that notes how many steps it is asked for."""
+
+        def __init__(self, device: str, shares_gpus: bool = False) -> None:
+            self.choice, self.asked = SimpleNamespace(device=device, shares_gpus=shares_gpus), Counter[str]()
+
+        def run(self, program: Any, *args: Any) -> list[Any]:
+            if program is gpt2_zero.time_serial_step:
+                return [(1.0, 2.0, 3.0)]
+            config, steps = args[3], args[5]
+            self.asked[str(config)] += steps
+            return [gpt2_zero.StepMeasurement(({"forward": 1.0},) * steps, MemoryProfile(()))]
+
+    configs, counts = [ZeroConfig(1), ZeroConfig(3, offload=True)], []
+    for pool in (Pool("cpu"), Pool("cuda", True), Pool("cuda")):
+        runs, _ = gpt2_zero.measure_in_turn(pool, SIZE, 2, torch.float32, configs, 1.0)  # type: ignore[arg-type]
+        counts.append([*pool.asked.values()])
+        assert [len(run.steps) for run in runs.values()] == counts[-1]
+    assert counts == [[3, 3], [3, 3], [5, 3]]
+
+
+def test_runs_that_do_not_reach_the_loss_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = iter([(400.0, 1), (30.0, 2)])
+    pool: Any = SimpleNamespace(run=lambda *args: [next(runs)])
+    rows = torch.zeros(1, 1)
+    assert gradient_noise.mean_steps(pool, SIZE, rows, rows, {4: 2, 8: 2}, 5) == {4: 400.0, 8: 30.0}
+    said = capsys.readouterr().out
+    assert said.startswith("✗ Not in this run: All runs reach a loss of 5 within 400 steps.")
+    assert "Not reached with batches of 4; such a run counts as 400 steps." in said
+
+
 def test_step_parts() -> None:
     parts = {"forward": 0.2, "backward": 0.4, "update": 0.0, "exposed after the update": 0.1}
     fig = figures.step_parts({ZeroConfig(2): parts}, {ZeroConfig(2): parts}, "replayed")
@@ -531,7 +565,7 @@ def test_what_the_page_says_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> Non
     assert recorded["05.recompute"] == pytest.approx({"least": 0.2, "most": 3.2})
     assert recorded["05.ranges"].startswith("overlap")
     assert (recorded["05.off"]["hold"], recorded["05.off"]["highest"]) == (4, "ZeRO-3 + recompute")
-    assert recorded["05.changed"]["zero-1"] == "0 s longer"
+    assert recorded["05.changed"]["zero-1"] == "no longer"
     assert recorded["05.offload"] == "This run does not offload."
     offloaded = ZeroConfig(3, -1, offload=True)
     runs |= {offloaded: run(5.0, 6.3, 7.0), ZeroConfig(3): run(1.3, 1.4, 1.5)}
@@ -707,6 +741,9 @@ def test_price_of_bytes() -> None:
     assert (saved, added) == ([1e9, 2e9, 1e9], [1.5, 3.0, 2.0])
     assert price == [1.5, 1.5, 2.0]
     assert overlap == [True, False, True]
+    peaks = {ZeroConfig(0): 5e9, ZeroConfig(1): 4e9}
+    columns = gpt2_zero.price_of_bytes(peaks, dict(zip(peaks, (times[1], times[0]), strict=True)))
+    assert [*columns["ranges overlap"].values()] == [False]  # every step of the one that saves is faster
 
 
 def test_prefetch_steps() -> None:

@@ -183,7 +183,11 @@ def test_the_best_number_beside_the_head_is_compared_with_the_cut_by_time() -> N
     assert words["by-time"] == "The cut by time leaves the same number"
 
 
-def test_an_order_is_claimed_only_where_repeats_decide_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_order_is_claimed_only_where_repeats_decide_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: dict[str, str] = {}
+    monkeypatch.setattr(gpt2_pipeline, "record", lambda key, value: recorded.update({key: value}))
     gpt2_pipeline.claim_order("a is faster", [1, 2], [3, 4])
     gpt2_pipeline.claim_order("b is faster", [3, 4], [1, 2])
     gpt2_pipeline.claim_order("c is faster", [1, 3], [2, 4])
@@ -196,10 +200,17 @@ def test_an_order_is_claimed_only_where_repeats_decide_it(capsys: pytest.Capture
     gpt2_pipeline.claim_faster(runs, "fast", "slow")
     gpt2_pipeline.claim_less_idle(runs, "fast", "slow")  # scaled steps have one bubble
     gpt2_pipeline.claim_faster(runs, "fast", "close")
+    gpt2_pipeline.claim_order("c is less", [3], [1], key="06.order.c")
+    assert recorded == {
+        "06.order.fast-faster-than-slow": "all repeats agree",
+        "06.order.fast-less-idle-than-slow": "the repeats overlap, so this run doesn't decide that",
+        "06.order.fast-faster-than-close": "the repeats overlap, so this run doesn't decide that",
+        "06.order.c": "all repeats say the opposite",
+    }
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == '✓ every repeat of "fast" is faster than "slow" (3.00 s < 7.00 s)'
     undecided = 'Not decided whether every repeat of "fast" {} "{}": the repeats overlap'
-    assert lines[1:] == [
+    assert lines[1:3] == [
         undecided.format("has a smaller bubble than", "slow"),
         undecided.format("is faster than", "close"),
     ]
@@ -222,6 +233,8 @@ def test_bubbles_have_a_column_for_the_lowest_and_the_highest_repeat() -> None:
 
 def test_values_beside_a_base_are_lower_or_higher() -> None:
     assert gpt2_pipeline.beside(5.28, a=5.1, b=5.3) == {"a": "0.18 lower", "b": "0.02 higher"}
+    close = {"a": "less than 0.01 lower", "b": "less than 0.01 higher", "c": "no higher"}
+    assert gpt2_pipeline.beside(5.28, a=5.279, b=5.281, c=5.28) == close
 
 
 def test_unequal_ranks_leave_a_bubble_with_endless_microbatches() -> None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,12 @@ def test_layouts_with_cp_have_the_losses_bytes_and_messages_that_are_predicted()
             for plan in (ParallelLayout(4), *CONTEXT_PLANS)
         }
     apart, _, tolerance = gpt2_hybrid_words.losses_apart(runs, torch.float32)
+    for losses in ([math.nan, 1.0, 1.0], [1.0, math.nan, 1.0]):
+        strange: Any = {
+            name: SimpleNamespace(losses=[2.0, loss]) for name, loss in zip("abc", losses, strict=True)
+        }
+        far, _, limit = gpt2_hybrid_words.losses_apart(strange, torch.float32)
+        assert not far < limit
     assert apart < tolerance
     assert gpt2_hybrid_words.exposed_cp(runs).keys() == {"ring", "ulysses"}
     for name, ran in runs.items():
@@ -223,7 +230,7 @@ def test_launches_hardly_count_in_what_tp_does_not_divide(monkeypatch: pytest.Mo
             counted[name] = [work.seconds]
         return counted
 
-    monkeypatch.setattr(rank_rates, "time_in_turn", count)
+    monkeypatch.setattr(rank_rates, "seconds_in_turn", count)
     plan = ParallelLayout(2, 1, 2)  # four samples and four blocks a rank, two norms in a block
     pool: Any = OneRank()
     took = rank_rates.time_undivided(pool, SMALL, 8, torch.float32, plan)
@@ -308,7 +315,7 @@ def test_layouts_that_differ_by_less_than_repeats_are_tied() -> None:
         return gpt2_hybrid.LayoutRun(layout, [record], schedule, FREE, 0.0, 0.0)
 
     runs = {"a": run(9.5, 10.5), "b": run(11.0, 11.0), "c": run(20.0, 20.0)}
-    assert runs["a"].repeats == pytest.approx([9.5, 10.5])
+    assert runs["a"].seconds_of_repeats == pytest.approx([9.5, 10.5])
     took = {name: one.seconds for name, one in runs.items()}
     judged = gpt2_hybrid_words.ties(runs, took, ["b", "c", "a"])
     assert judged["spread"] == (pytest.approx(100 / 9.5), "%")

@@ -77,10 +77,15 @@ def test_page_11_follows_loads_and_gradients() -> None:
     chosen = [[[2], [2]], [[2], [0]]]
     assert experts_words.dispatch_title(chosen, 4, popular=2).endswith("a popular expert loads it")
     assert experts_words.dispatch_title(chosen, 4, popular=0).endswith("here rank 1 gets most")
+    even = [[[2], [2]], [[0], [0]]]
+    assert experts_words.dispatch_title(even, 4, popular=2).endswith("here ranks 0 and 1 get most")
     loads = {"no balancing": [1.0, 3.0], "loss": [3.0, 1.0], "bias": [3.0, 1.0]}
     assert experts_words.loads_title(loads, 1).endswith("in each run; balancing ends that")
     assert experts_words.loads_title({**loads, "bias": [1.5, 1.0]}, 1).endswith("loads end more even")
     assert "with bias, loads end no more even" in experts_words.loads_title({**loads, "bias": [3.0, 4.0]}, 1)
+    hardly = {"no balancing": [1.0, 3.0], "loss": [3.0, 2.99]}
+    assert experts_words.loads_title(hardly, 1).endswith("with loss, loads end no more even than without")
+    assert experts_words.loads_title({**hardly, "loss": [3.0, 2.5]}, 1).endswith("loads end more even")
     fewer = experts_words.capacity_title
     assert "drops fewer rows at 1.25" in fewer({"free": [0.4], "bias": [0.1]}, 0, 1.25)
     assert "drops no fewer rows at 1.25" in fewer({"free": [0.1], "bias": [0.1]}, 0, 1.25)

@@ -897,6 +897,13 @@ def test_waits_split_a_collective_where_the_last_rank_arrives() -> None:
     twice = Timeline((*straggling().events, *straggling().shifted(1.0).events))  # the k-th meets the k-th
     assert time_by_part(twice.split_waits("all_reduce"))[0]["wait"] == pytest.approx(16 * MS)
     assert time_by_part(twice.split_waits("all_reduce"), 2)[0]["wait"] == pytest.approx(8 * MS)
+    uneven = [(0.0, 1.0, "F"), (1.0, 4.0, "B"), (4.0, 5.0, "all_reduce"), (5.0, 7.0, "F"), (7.0, 13.0, "B"),
+              (13.0, 14.0, "all_reduce")]  # fmt: skip
+    events = (
+        Event(rank, -1, op, -1, a, b, "dp" * (op == "all_reduce")) for a, b, op in uneven for rank in (0, 1)
+    )
+    of_steps = time_by_part(Timeline(tuple(events)).split_waits("all_reduce"), 2)
+    assert of_steps[0] == pytest.approx({"compute": 6.0, "wait": 0.0, "move": 1.0})  # of 4 and 8
 
 
 def test_waits_name_the_rank_that_waits_least() -> None:
@@ -931,6 +938,8 @@ def test_moves_after_a_pause_are_compared_step_by_step() -> None:
     }
     assert compare_moves(once, moving(6, 7, 8, 3.5, 9))["words"].endswith("the pause are longer")  # type: ignore[union-attr]
     assert compare_moves(moving(6, 7, 8, 3.5, 9), once)["words"].endswith("shorter")  # type: ignore[union-attr]
+    same = moving(2, 2, 2, 2, 2)
+    assert "cannot tell" in str(compare_moves(same, same)["words"])  # a tie is neither longer nor shorter
 
 
 def test_a_number_keeps_its_colour_across_a_collective() -> None:

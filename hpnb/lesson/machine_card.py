@@ -42,8 +42,8 @@ _PASSES = 3  # over all sizes, so that a busy moment does not fall on one size
 class MachineCard:
     """What one machine can do with a number of ranks. Seconds, bytes/s, FLOP/s.
 
-    `sizes` and `seconds` are the all-reduces that latency and bandwidth were fitted to: bytes, and the
-    median time until the last rank was done.
+    `sizes` and `seconds` are the all-reduces that latency and bandwidth were fitted to: bytes, and the median
+    time of the rank whose median is longest. `matmul` is a median, too, of the slowest rank.
     """
 
     hardware: str

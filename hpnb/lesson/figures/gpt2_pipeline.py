@@ -9,7 +9,7 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hpnb.lesson.programs.step_timing import median_by
+from hpnb.lesson.programs.step_timing import falls, median_by
 from hpnb.plot.canvas import SMALL, TEXT, Box, Key, boxes, new_figure, panel_title, text_inches
 from hpnb.plot.curves import CurvePanel, Look, Series, curves, note
 from hpnb.plot.grammar import AXIS, INK, SERIES, SOFT, STYLE, OpStyle, mix
@@ -146,7 +146,7 @@ def copies_of_a_tied_weight(
         losses, distances: {"summed" or "never summed": the loss and the distance between both copies of each
             step}. The title says that losses fall and copies diverge only if they do.
     """
-    fall = all(loss[-1] < loss[0] for loss in losses.values())
+    fall = all(map(falls, losses.values()))
     apart = distances["never summed"]
     diverge = max(distances["summed"]) == 0 and apart[-1] > max(apart[0], 0.01)
     title = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from statistics import median
 
@@ -110,18 +111,20 @@ def waits(tl: Timeline, title: str = "", steps: int = 1) -> Figure:
 
 
 def time_by_part(tl: Timeline, steps: int = 1) -> dict[int, dict[str, float]]:
-    """{rank: seconds of "compute", "wait" and "move"}; of several equal steps, the median of each part."""
-    times: dict[int, dict[str, list[float]]] = {rank: {part: [] for part in PARTS} for rank in tl.ranks}
-    for e in tl.events:
-        part = "compute" if e.is_compute else e.op
-        if part in PARTS:
-            times[e.rank][part].append(e.duration)
-    if steps == 1:
-        return {rank: {part: sum(t) for part, t in parts.items()} for rank, parts in times.items()}
-    return {
-        rank: {part: median([*t, *[0.0] * (steps - len(t))]) for part, t in parts.items()}
-        for rank, parts in times.items()
-    }
+    """{rank: seconds of "compute", "wait" and "move"}; of several equal steps, each part's sum in a step, and
+    the median of these sums. A step ends with a move, and all have equally many.
+    """
+    spent = {}
+    for rank, events in tl.by_rank.items():
+        moves = sorted(e.end for e in events if e.op == "move")
+        ends = moves[len(moves) // steps - 1 :: max(1, len(moves) // steps)] if steps > 1 else []
+        sums = {part: [0.0] * steps for part in PARTS}
+        for e in events:
+            part = "compute" if e.is_compute else e.op
+            if part in PARTS:
+                sums[part][min(bisect_left(ends, e.end), steps - 1)] += e.duration
+        spent[rank] = {part: median(of_steps) for part, of_steps in sums.items()}
+    return spent
 
 
 def compare_moves(steps: Timeline, others: Timeline, cause: str = "the pause") -> dict[str, float | str]:
@@ -132,9 +135,10 @@ def compare_moves(steps: Timeline, others: Timeline, cause: str = "the pause") -
     """
     early, late = (_moves(tl) for tl in (steps, others))
     longer, pairs = sum(a < b for a in early for b in late), len(early) * len(late)
+    shorter = sum(a > b for a in early for b in late)
     words = f"noise could explain that, so this run cannot tell whether {cause} matters"
-    if max(longer, pairs - longer) >= _CLEAR * pairs:
-        words = f"in this run moves after {cause} are {'longer' if 2 * longer > pairs else 'shorter'}"
+    if max(longer, shorter) >= _CLEAR * pairs:
+        words = f"in this run moves after {cause} are {'longer' if longer > shorter else 'shorter'}"
     return {"longer": longer, "pairs": pairs, "words": words}
 
 

@@ -183,7 +183,7 @@ def explain_step(
     elif ratio > measured.high >= factors.low + share:
         place += ", but with the lower ends of the factors' ranges it would reach it"
         meaning = "this run cannot decide"
-    elif measured.low <= 1:
+    elif measured.low <= 1 <= measured.high:
         place += ", which includes 1"
         meaning = "this run cannot decide"
     else:

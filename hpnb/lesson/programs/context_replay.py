@@ -19,7 +19,7 @@ from hpnb.context_parallel import BlockAttention, Ring, Visibility
 from hpnb.context_parallel.ring import add_gradients, merge_pair
 from hpnb.context_parallel.visibility import Pair
 from hpnb.lesson.machine_card import MachineCard
-from hpnb.lesson.programs.layer_times import time_in_turn
+from hpnb.lesson.programs.layer_times import seconds_in_turn
 from hpnb.lesson.programs.step_timing import rounds_in_turn
 from hpnb.mesh import Axis
 from hpnb.ranks import choose_device
@@ -91,7 +91,7 @@ def replay_exposed(shapes: Sequence[Attention], dtype: torch.dtype, link: theory
     assumed = choose_device("auto", axis.size).shares_gpus
     calls = {(i, way): call for i, shape in enumerate(shapes)
              for way, call in _step_calls(shape, axis, dtype).items()}  # fmt: skip
-    computing = time_in_turn(calls, repeats=_ROUNDS)
+    computing = seconds_in_turn(calls, repeats=_ROUNDS)
     sending = {} if assumed else rounds_in_turn(
         {f"{i} {way}": call for i, shape in enumerate(shapes)
          for way, call in _message_calls(shape, axis, dtype).items()}, repeats=_ROUNDS
@@ -112,7 +112,7 @@ def replay_exposed(shapes: Sequence[Attention], dtype: torch.dtype, link: theory
             links = [theory.Link(0.0, block / took) for took in _quartiles(sending[f"{i} ring"])]
             ulysses, packed = (
                 [2 * took for took in _quartiles(sending[f"{i} {way}"])] for way in ("ulysses", "packed")
-            )  # the backward sends the same
+            )  # twice: the backward sends messages of the same sizes
         low, ring, high = (
             theory.context.ring_exposed(shape, axis.size, over, step).total
             for over, step in zip(links, reversed(steps), strict=True)

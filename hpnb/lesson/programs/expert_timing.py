@@ -12,7 +12,7 @@ import torch
 
 import hpnb
 from hpnb import comm
-from hpnb.lesson.programs.layer_times import time_in_turn
+from hpnb.lesson.programs.layer_times import seconds_in_turn
 from hpnb.mesh import Axis
 from hpnb.record import Event, Timeline
 
@@ -74,7 +74,7 @@ def seconds_of_ranks(rows_of_ranks: Mapping[str, Sequence[float]], local: int) -
     calls = {name: experts_call(round(rows[axis.rank] * mean * axis.size / sum(rows)), local)
              for name, rows in rows_of_ranks.items()}  # fmt: skip
     with torch.no_grad():
-        took = time_in_turn(calls, repeats=15)
+        took = seconds_in_turn(calls, repeats=15)
     least = torch.tensor([[min(took[name]) for name in calls]], dtype=torch.float64, device=device)
     of_ranks = comm.gather(least, axis, 0).T.tolist()  # (names, ranks)
     return dict(zip(calls, of_ranks, strict=True))

@@ -22,7 +22,7 @@ from hpnb.lesson.programs.expert_timing import routed_rows as routed_rows
 from hpnb.lesson.programs.expert_timing import seconds_of_ranks as seconds_of_ranks
 from hpnb.lesson.programs.expert_timing import sorted_rows as sorted_rows
 from hpnb.lesson.programs.gpt2_tensor import random_values
-from hpnb.lesson.programs.step_timing import relative_distance
+from hpnb.lesson.programs.step_timing import largest_over_ranks, relative_distance
 from hpnb.mesh import Axis
 
 _STEPS = {"cpu": (40, 16), "cuda": (60, 30)}
@@ -103,12 +103,10 @@ def compare_layer(layer: ExpertLayer, num_experts: int, k: int, tokens: int = 16
     }
     distances = {what: relative_distance([ours], [right]) if ours is not None and right is not None else 1.0
                  for what, (ours, right) in pairs.items()}  # fmt: skip
-    worst = torch.tensor([list(distances.values())], dtype=torch.float64, device=device)
-    of_all = comm.gather(worst, axis, 0).amax(0).tolist()
     to_rank = [[int((rows // count == to).sum()) for to in range(axis.size)] for rows in chosen]
     there = sum(rows for to, rows in enumerate(to_rank[here]) if to != here)
     back = sum(row[here] for source, row in enumerate(to_rank) if source != here)
-    return ComparedLayer(dict(zip(distances, of_all, strict=True)), float(traffic.total), there, back)
+    return ComparedLayer(largest_over_ranks(distances, axis), float(traffic.total), there, back)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from hpnb.lesson.programs.step_timing import fall_in_words
+from hpnb.lesson.programs.vit_pipeline_words import listed
+
+_POPULAR, _MORE_EVEN = 2.0, 0.95  # loads over the mean load, and over the load without balancing
 
 
 def used_title(used: int, weights: int) -> str:
@@ -19,10 +22,12 @@ def dispatch_title(chosen: Sequence[Sequence[Sequence[int]]], num_experts: int, 
     loads = [0] * len(chosen)
     for expert in (expert for rows in chosen for experts in rows for expert in experts):
         loads[expert // local] += 1
-    busiest = max(range(len(loads)), key=loads.__getitem__)
-    if busiest == popular // local:
+    busiest = [rank for rank, load in enumerate(loads) if load == max(loads)]
+    if busiest == [popular // local]:
         return "counted · rows go to their expert's rank, and a popular expert loads it"
-    return f"counted · rows go to their expert's rank; here rank {busiest} gets most"
+    if len(busiest) > 1:
+        return f"counted · rows go to their expert's rank; here ranks {listed(busiest)} get most"
+    return f"counted · rows go to their expert's rank; here rank {busiest[0]} gets most"
 
 
 def waiting_title(seconds: Sequence[float], popular: int) -> str:
@@ -33,13 +38,17 @@ def waiting_title(seconds: Sequence[float], popular: int) -> str:
 
 
 def loads_title(imbalances: Mapping[str, Sequence[float]], last: int = 10) -> str:
-    """What {way of balancing: busiest expert / mean in each step} says; "no balancing" is the first."""
+    """What {way of balancing: busiest expert / mean in each step} says; "no balancing" is the first.
+
+    An expert is popular with more than twice the mean load, and loads are more even if they are a twentieth
+    lower.
+    """
     late = {way: fmean(run[-last:]) for way, run in imbalances.items()}
     free = late.pop("no balancing")
-    popular = all(max(run) > 2 for run in imbalances.values())
-    if popular and max(late.values()) < free:
+    popular = all(max(run) > _POPULAR for run in imbalances.values())
+    if popular and max(late.values()) <= _POPULAR < free:
         return "counted · an expert becomes popular in each run; balancing ends that"
-    more = [way for way, load in late.items() if load >= free]
+    more = [way for way, load in late.items() if load > _MORE_EVEN * free]
     if more:
         return f"counted · with {' and '.join(more)}, loads end no more even than without"
     return "counted · with balancing, loads end more even"

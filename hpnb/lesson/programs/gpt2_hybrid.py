@@ -45,7 +45,7 @@ from hpnb.lesson.programs.rank_rates import layout_task as layout_task
 from hpnb.lesson.programs.rank_rates import measure_rates as measure_rates
 from hpnb.lesson.programs.rank_rates import time_undivided as time_undivided
 from hpnb.lesson.programs.step_breakdown import RankRecord, replay_step, split_step
-from hpnb.lesson.programs.step_timing import relative_distance
+from hpnb.lesson.programs.step_timing import median_by, relative_distance
 from hpnb.lesson.programs.vit_tensor import ExclusiveRecorder
 from hpnb.mesh import Axis, ParallelLayout
 from hpnb.models import GPT2Size
@@ -90,7 +90,7 @@ class LayoutRun:
 
     @property
     def losses(self) -> list[float]:
-        """Of all steps, those that are not timed included."""
+        """The loss of each step: of the steps that warm up, too."""
         return max((record.losses for record in self.records), key=len)
 
     @property
@@ -98,7 +98,7 @@ class LayoutRun:
         return sum(self.parts.values())
 
     @property
-    def repeats(self) -> list[float]:
+    def seconds_of_repeats(self) -> list[float]:
         """Seconds of each timed step: recorded, or replayed from that step's actions alone."""
         if timelines := self.records[0].timelines:
             return [sum(split_step(tl).values()) for tl in timelines]
@@ -111,9 +111,10 @@ class LayoutRun:
 
     @property
     def timeline(self) -> Timeline:
-        """The computing of a step: of the median repeat, or replayed."""
+        """The step with the median makespan, as it was recorded; or the computing of one pipeline, replayed
+        from the median of each action."""
         if timelines := self.records[0].timelines:
-            return sorted(timelines, key=lambda tl: tl.makespan)[(len(timelines) - 1) // 2]
+            return median_by(timelines, lambda tl: tl.makespan)
         return replay_step(self.records, self.layout, self.schedule, self.link)[1]
 
     @property
@@ -189,7 +190,7 @@ def _record_rank(
     on_cpu = hpnb.device().type == "cpu"
     occupied = bytes_kept_for_timing(size, dtype) if on_cpu else torch.cuda.memory_allocated()
     record = RankRecord({})
-    alone = contended() or gpu_turns() is not None  # actions are measured one by one, and then replayed
+    by_action = contended() or gpu_turns() is not None  # actions are measured one by one, and then replayed
 
     def train_step(recorder: Any = None) -> None:
         optimizer.zero_grad()
@@ -197,7 +198,7 @@ def _record_rank(
         record.losses += [] if result["loss"] is None else [float(result["loss"])]
         if recorder is None:
             optimizer.step()
-        elif alone:
+        elif by_action:
             record.optimizer.append(_seconds_of_turn(optimizer.step))
         else:
             with recorder.span("optimizer"):
@@ -235,7 +236,7 @@ def _record_rank(
             train_step(recorder)
         if contended():
             record.collectives.append(sum(spent))
-        if alone:
+        if by_action:
             events = boosted.last_step.replayed(_FREE).events
             record.actions.append({Action(e.stage, e.op, e.microbatch): e.duration for e in events})
         else:
@@ -283,7 +284,7 @@ def run_layout(
     layout: ParallelLayout,
     link: Link,
     schedule: Schedule | None = None,
-    repeats: int = 2,
+    repeats: int = 3,
     batches: Sequence[Batch] = (),
 ) -> LayoutRun:
     """Train a few steps of `samples` samples on one layout.
@@ -334,13 +335,13 @@ def compare_with_library(
             sgd.step()
         return dict(serial.state_dict())
 
-    alone = on_busy_cores(train_alone)
+    serial_weights = on_busy_cores(train_alone)
     by_hand, weights = dict(model.named_parameters(remove_duplicate=False)), {}
     for way in ("by Booster", "by hand"):
         if way == "by hand":
             for name, p in boosted.named_parameters():
                 p.data.copy_(by_hand[name])
         full = full_state_dict(boosted.unwrap(), mesh.pp, [mesh.dp, mesh.tp])
-        expected = [alone[name] for name in full]
+        expected = [serial_weights[name] for name in full]
         weights[way] = relative_distance(full.values(), expected)
     return {way: {"weights": weights[way]} for way in ("by hand", "by Booster")}

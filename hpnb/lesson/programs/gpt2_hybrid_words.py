@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -39,7 +40,7 @@ def ties(
     of the pairs that are not tied, "decided", the ranking has "order" in the predicted order. "alone" says in
     words whether its first choice is right.
     """
-    spread = max(max(run.repeats) / min(run.repeats) - 1 for run in runs.values())
+    spread = max(max(run.seconds_of_repeats) / min(run.seconds_of_repeats) - 1 for run in runs.values())
     first = sum(seconds <= (1 + spread) * min(took.values()) for seconds in took.values())
     gaps = [took[late] / took[early] for early, late in combinations(ranking, 2)]
     decided = [gap for gap in gaps if max(gap, 1 / gap) > 1 + spread]
@@ -69,6 +70,8 @@ def losses_apart(runs: Mapping[str, LayoutRun], dtype: torch.dtype) -> tuple[flo
     """By what share of it the layouts' largest loss after one update is above the smallest; "<"; and what
     this may be, because layouts add in another order and in `dtype`."""
     losses = [run.losses[1] for run in runs.values()]
+    if not all(map(math.isfinite, losses)):  # `max` and `min` pass over a NaN
+        return math.inf, "<", 0.0
     return max(losses) / min(losses) - 1, "<", 1e-2 if dtype.itemsize == 2 else 1e-5
 
 

@@ -17,12 +17,18 @@ import torch
 import hpnb
 from hpnb.lesson.programs import layer_times, vit_pipeline
 from hpnb.lesson.programs.device_timing import all_ranks, random_tokens, timing_gpt2
-from hpnb.lesson.programs.layer_times import LayerTimes, on_busy_cores, overlap, spread_words, token_loss
+from hpnb.lesson.programs.layer_times import (
+    LayerTimes,
+    on_busy_cores,
+    ranges_overlap,
+    spread_words,
+    token_loss,
+)
 from hpnb.lesson.programs.layer_times import time_layers as time_layers  # notebook 06 finds it here
 from hpnb.lesson.programs.step_timing import median_by
 from hpnb.lesson.programs.vit_tensor import mean_seconds
 from hpnb.lesson.tables import present
-from hpnb.lesson.values import claim
+from hpnb.lesson.values import claim, record, slug
 from hpnb.models import GPT2Size
 from hpnb.pipeline_parallel import Schedule
 from hpnb.pipeline_parallel.partition import balanced
@@ -67,12 +73,12 @@ class StepRepeats:
 
     def overlaps(self, other: StepRepeats) -> bool:
         """Whether the ranges of both overlap, so that their difference is no finding."""
-        return overlap(self.seconds, other.seconds)
+        return ranges_overlap(self.seconds, other.seconds)
 
 
-def step_repeats() -> int:
-    """How often a rank times a step: 5 times, on a CPU 3 times."""
-    return 3 if hpnb.device().type == "cpu" else 5
+def step_repeats(device: str | None = None) -> int:
+    """How often a step is timed: 5 times, on a CPU 3 times. `device` is by default this rank's."""
+    return 3 if (device or hpnb.device().type) == "cpu" else 5
 
 
 def fastest_of(runs: Mapping[Any, StepRepeats]) -> list[Any]:
@@ -89,30 +95,41 @@ def fastest_in_words(runs: Mapping[str, StepRepeats]) -> dict[str, str]:
 
 
 def claim_order(
-    statement: str, less: Sequence[float], more: Sequence[float], otherwise: str = "", unit: str = ""
+    statement: str,
+    less: Sequence[float],
+    more: Sequence[float],
+    otherwise: str = "",
+    unit: str = "",
+    key: str = "",
 ) -> None:
     """Claim that all repeats of `less` are below all of `more`. If they overlap, say "not decided".
 
-    `unit` is that of the numbers.
+    `unit` is that of the numbers, and `key` records for the prose, in words, whether all repeats agree.
     """
-    if overlap(less, more):
+    if key:
+        words = "all repeats agree" if max(less) < min(more) else "all repeats say the opposite"
+        undecided = "the repeats overlap, so this run doesn't decide that"
+        record(key, undecided if ranges_overlap(less, more) else words)
+    if ranges_overlap(less, more):
         text = f"Not decided whether {statement}: the repeats overlap"
         present(f"<p>{text}</p>", text)
     else:
         claim(statement, (max(less), "<", min(more)), otherwise, unit)
 
 
-def claim_faster(runs: Mapping[str, StepRepeats], fast: str, slow: str) -> None:
-    """`claim_order` of the seconds of two runs."""
+def claim_faster(runs: Mapping[str, StepRepeats], fast: str, slow: str, page: str = "06") -> None:
+    """`claim_order` of the seconds of two runs, recorded as "06.order.zb-h1-faster-than-1f1b"."""
     statement = f'every repeat of "{fast}" is faster than "{slow}"'
-    claim_order(statement, runs[fast].seconds, runs[slow].seconds, FEW_TOKENS, "s")
+    key = f"{page}.order.{slug(f'{fast} faster than {slow}')}"
+    claim_order(statement, runs[fast].seconds, runs[slow].seconds, FEW_TOKENS, "s", key)
 
 
-def claim_less_idle(runs: Mapping[str, StepRepeats], less: str, more: str) -> None:
-    """`claim_order` of the bubbles of two runs."""
+def claim_less_idle(runs: Mapping[str, StepRepeats], less: str, more: str, page: str = "06") -> None:
+    """`claim_order` of the bubbles of two runs, recorded as "06.order.zb-h1-less-idle-than-1f1b"."""
     bubbles = bubble_percents(runs)
     statement = f'every repeat of "{less}" has a smaller bubble than "{more}"'
-    claim_order(statement, bubbles[less], bubbles[more], unit="%")
+    key = f"{page}.order.{slug(f'{less} less idle than {more}')}"
+    claim_order(statement, bubbles[less], bubbles[more], unit="%", key=key)
 
 
 def faster(runs: Mapping[str, StepRepeats], fast: str, slow: str) -> dict[str, float | str]:
@@ -154,27 +171,31 @@ def unequal_ranks(source: str, busy: Mapping[str, float]) -> dict[str, Any]:
 
 def beside(base: float, **values: float) -> dict[str, str]:
     """For prose: {name: "0.18 lower"}, how far each value is below or above `base`."""
-    return {
-        name: f"{abs(value - base):.2f} {'lower' if value < base else 'higher'}"
-        for name, value in values.items()
-    }
+
+    def compared(value: float) -> str:
+        if value == base:
+            return "no higher"
+        gap = f"{abs(value - base):.2f}"
+        return f"{'less than 0.01' if gap == '0.00' else gap} {'lower' if value < base else 'higher'}"
+
+    return {name: compared(value) for name, value in values.items()}
 
 
-def last_cut_in_words(positions: Mapping[int, StepRepeats], beside: int) -> dict[str, Any]:
+def last_cut_in_words(positions: Mapping[int, StepRepeats], by_time: int) -> dict[str, Any]:
     """For prose: how many blocks beside the head are fastest by the median ("first"), how the cut by time,
-    which leaves `beside` there, compares with that ("by-time"), the "most" blocks, and how many times as long
-    their fastest repeat takes as the slowest one of "first" ("by").
+    which leaves `by_time` there, compares with that ("by-time"), the "most" blocks, and how many times as
+    long their fastest repeat takes as the slowest one of "first" ("by").
     """
     first, most = fastest_of(positions)[0], max(positions)
-    ratio = positions[beside].median.makespan / positions[first].median.makespan
-    spread = spread_words(positions[beside].seconds, positions[first].seconds)
-    by_time = f"The cut by time leaves {beside}, and its step takes {ratio:.2f} times as long"
-    by_time = f"{by_time}, a difference {spread}"
-    if beside == first:
-        by_time = "The cut by time leaves the same number"
+    ratio = positions[by_time].median.makespan / positions[first].median.makespan
+    spread = spread_words(positions[by_time].seconds, positions[first].seconds)
+    words = f"The cut by time leaves {by_time}, and its step takes {ratio:.2f} times as long"
+    words = f"{words}, a difference {spread}"
+    if by_time == first:
+        words = "The cut by time leaves the same number"
     edge = ", the fewest that ran" if first == min(positions) > 0 else ""
     by = positions[most].fastest / positions[first].slowest
-    return {"first": f"{first}{edge}", "by-time": by_time, "most": most, "by": by}
+    return {"first": f"{first}{edge}", "by-time": words, "most": most, "by": by}
 
 
 def cuts_in_words(same: bool, versus: Mapping[str, Any]) -> str:
@@ -239,16 +260,16 @@ def slide_last_cut(
     blocks, stages = times.kinds.count("block"), schedule.stages
     low, near, last = max(0, min(marked) - 3), min(marked) + 1, blocks - stages + 1
 
-    def seconds(beside: int) -> float:
-        return times.step(schedule, cut_by_last(blocks, stages, beside)).makespan
+    def seconds(number: int) -> float:
+        return times.step(schedule, cut_by_last(blocks, stages, number)).makespan
 
-    shortest = min(seconds(beside) for beside in range(low, max(marked) + 1))
+    shortest = min(seconds(number) for number in range(low, max(marked) + 1))
     above = range(max(marked) + 1, last + 1)
-    high = next((beside for beside in above if seconds(beside) >= 1.6 * shortest), last)
+    high = next((number for number in above if seconds(number) >= 1.6 * shortest), last)
     stride = max(1, -(-(high - near) // (4 if blocks > 16 else 2)))
     numbers = (*range(low, near), *range(near, high, stride), high)
-    slid = {beside: cut_by_last(blocks, stages, beside) for beside in numbers}
-    return dict(sorted((slid | {beside: tuple(counts) for beside, counts in marked.items()}).items()))
+    slid = {number: cut_by_last(blocks, stages, number) for number in numbers}
+    return dict(sorted((slid | {number: tuple(counts) for number, counts in marked.items()}).items()))
 
 
 def error_in_blocks(flops: Sequence[float], times: LayerTimes) -> dict[str, float | str]:
@@ -331,10 +352,10 @@ def peaks_by_run(
 
 
 def time_in_turn(calls: Mapping[Any, Callable[[], object]], repeats: int = 7) -> dict[Any, list[float]]:
-    """`layer_times.time_in_turn` of calls that communicate nothing and are the same on every rank, so that
+    """`layer_times.seconds_in_turn` of calls that communicate nothing and are the same on every rank, so that
     `on_busy_cores` can leave them to some of the ranks.
     """
-    return on_busy_cores(lambda: layer_times.time_in_turn(calls, repeats))
+    return on_busy_cores(lambda: layer_times.seconds_in_turn(calls, repeats))
 
 
 def share_weights(model: torch.nn.Module) -> torch.nn.Module:

@@ -16,7 +16,7 @@ from hpnb import comm, theory
 from hpnb.hybrid import recompute
 from hpnb.lesson.programs import vit_tensor
 from hpnb.lesson.programs.device_timing import all_ranks, random_tokens, timing_gpt2
-from hpnb.lesson.programs.layer_times import overlap
+from hpnb.lesson.programs.layer_times import ranges_overlap
 from hpnb.lesson.programs.step_timing import relative_distance
 from hpnb.mesh import Axis
 from hpnb.models import GPT2Size
@@ -36,7 +36,7 @@ def nearer_in_words(fullest: float, formula: float, repeats: Mapping[str, Sequen
     """For prose: whether the fullest rank over the mean is nearer to the formula or to 1; where the repeats
     overlap, {heads: seconds}, the run decides neither.
     """
-    if any(overlap(a, b) for a, b in combinations(repeats.values(), 2)):
+    if any(ranges_overlap(a, b) for a, b in combinations(repeats.values(), 2)):
         return "Here the repeats overlap, so this run doesn't decide whether one more head costs time"
     if abs(fullest - formula) <= abs(fullest - 1):
         return "This run is nearer to the formula than to 1"

@@ -42,6 +42,7 @@ from hpnb.lesson.programs.gpt2_zero_predictions import predict_parts as predict_
 from hpnb.lesson.programs.gpt2_zero_predictions import price_of_bytes as price_of_bytes
 from hpnb.lesson.programs.gpt2_zero_predictions import record_links as record_links
 from hpnb.lesson.programs.gpt2_zero_predictions import record_prices as record_prices
+from hpnb.lesson.programs.step_timing import median_by
 from hpnb.mesh import Axis
 from hpnb.models import GPT2Size
 from hpnb.record import MemoryProfile, MemoryRecorder, Timeline
@@ -67,8 +68,8 @@ class StepMeasurement:
 
     @property
     def parts(self) -> Mapping[str, float]:
-        """Of the median step; of an even number, the faster of the middle two."""
-        return self.steps[(len(self.steps) - 1) // 2]
+        """Of the median step."""
+        return median_by(self.steps, lambda parts: sum(parts.values()))
 
     @property
     def seconds(self) -> tuple[float, float, float]:
@@ -191,7 +192,7 @@ def measure_step(
     dtype: torch.dtype,
     config: ZeroConfig,
     bucket_mb: float,
-    repeats: int = 2,
+    repeats: int = 3,
     memory: bool = True,
 ) -> StepMeasurement:
     """Seconds of `repeats` steps after the warm-up, and the memory of another. Every rank calls it."""
@@ -205,10 +206,10 @@ def measure_step(
     source = "replayed" if steps[0].source == "measured by turns" else "measured"
     parts = [step_parts(tl) for tl in steps]
     if source == "replayed":
-        for step in parts:  # computing alone was measured
-            alone = step["forward"], step["backward"]
+        for step in parts:  # only computing was measured
+            computing = step["forward"], step["backward"]
             ranks = hpnb.world_size()
-            step |= communication_parts(size, dtype, config, alone, ranks, REPLAY_LINK, bucket_mb)
+            step |= communication_parts(size, dtype, config, computing, ranks, REPLAY_LINK, bucket_mb)
     return StepMeasurement(_fastest_first(parts), profile, source)
 
 
@@ -220,32 +221,28 @@ def measure_in_turn(
     configs: Sequence[ZeroConfig],
     bucket_mb: float,
 ) -> tuple[dict[ZeroConfig, StepMeasurement], tuple[float, float, float]]:
-    """Measure four steps of each configuration; on a CPU in two rounds, so that a busy moment hits several.
+    """Measure five steps of each configuration; on a CPU three, in two rounds, so that a busy moment hits
+    several configurations.
 
     Memory is recorded in the first round. Each round also has a step that sends nothing: a machine's speed
     changes in minutes, and predictions are made of that step. On GPUs, where it takes long to build the
-    models again, one round has four steps; two where an optimizer is offloaded, whose steps are the slowest,
-    and where ranks share a GPU and compute by turns, which nothing disturbs.
+    models again, one round has five steps; three where an optimizer is offloaded, whose steps are the
+    slowest, and where ranks share a GPU and compute by turns, which nothing disturbs.
 
     Returns:
         ({configuration: its steps}, seconds of forward, backward and update without messages).
     """
     choice = pool.choice
-    rounds = 2 if choice.device == "cpu" else 1
-    most = 2 if choice.device == "cpu" or choice.shares_gpus else 4
-
-    def measure(config: ZeroConfig, first: bool) -> StepMeasurement:
-        repeats = 2 if config.offload else most
-        return pool.run(measure_step, size, rows, dtype, config, bucket_mb, repeats, first)[0]
-
+    steps_of_rounds = (2, 1) if choice.device == "cpu" else (3,) if choice.shares_gpus else (5,)
     runs: dict[ZeroConfig, StepMeasurement] = {}
-    alone: list[tuple[float, float, float]] = []
-    for k in range(rounds):
+    without_messages: list[tuple[float, float, float]] = []
+    for k, steps in enumerate(steps_of_rounds):
         for config in configs:
-            run = measure(config, k == 0)
+            repeats = min(3, steps) if config.offload else steps
+            run = pool.run(measure_step, size, rows, dtype, config, bucket_mb, repeats, k == 0)[0]
             runs[config] = runs[config].joined(run) if k else run
-        alone.append(pool.run(time_serial_step, size, rows, dtype, 3)[0])
-    forward, backward, update = (mean(values) for values in zip(*alone, strict=True))
+        without_messages.append(pool.run(time_serial_step, size, rows, dtype, 3)[0])
+    forward, backward, update = (mean(values) for values in zip(*without_messages, strict=True))
     return runs, (forward, backward, update)
 
 

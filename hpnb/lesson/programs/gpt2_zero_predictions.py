@@ -9,6 +9,7 @@ import torch
 
 from hpnb import theory
 from hpnb.lesson.machine_card import MachineCard
+from hpnb.lesson.programs.layer_times import ranges_overlap
 from hpnb.lesson.values import record
 from hpnb.models import GPT2Size
 from hpnb.record import Event, Timeline
@@ -78,7 +79,7 @@ def communication_parts(
     size: GPT2Size,
     dtype: torch.dtype,
     config: ZeroConfig,
-    alone: tuple[float, float],
+    without_messages: tuple[float, float],
     ranks: int,
     link: Link,
     bucket_mb: float,
@@ -86,12 +87,13 @@ def communication_parts(
 ) -> dict[str, float]:
     """{"exposed": .., "exposed after the update": ..} of a step, predicted for `link`.
 
-    `alone` has seconds of forward and backward, recomputation included.
+    `without_messages` has seconds of forward and backward, recomputation included.
     """
     block, nbytes = dtype.itemsize * size.block().parameters, dtype.itemsize * size.parameters()
     seconds = theory.zero_step_seconds(
-        *alone, 0.0, block_bytes=block, root_bytes=nbytes - size.layers * block, layers=size.layers,
-        ranks=ranks, stage=config.stage, link=link, bucket_bytes=bucket_mb * 2**20, overlap=overlap,
+        *without_messages, 0.0, block_bytes=block, root_bytes=nbytes - size.layers * block,
+        layers=size.layers, ranks=ranks, stage=config.stage, link=link, bucket_bytes=bucket_mb * 2**20,
+        overlap=overlap,
     )  # fmt: skip
     after = theory.seconds("all_gather", nbytes, ranks, link) if config.stage in (1, 2) else 0.0
     return {"exposed": max(0.0, seconds["exposed"] - after), "exposed after the update": after}
@@ -102,11 +104,13 @@ def predict_parts(
     dtype: torch.dtype,
     config: ZeroConfig,
     card: MachineCard,
-    alone: tuple[float, float, float],
+    without_messages: tuple[float, float, float],
     bucket_mb: float,
 ) -> dict[str, float]:
-    """The parts of a `StepMeasurement` from the card's link and `alone`, what `time_serial_step` returned."""
-    forward, backward, update = alone
+    """The parts of a `StepMeasurement` from the card's link and from `without_messages`, which
+    `time_serial_step` returned.
+    """
+    forward, backward, update = without_messages
     backward += forward * config.recomputed_blocks(size) / size.layers
     share = 1 / card.ranks if config.stage else 1.0
     exposed = communication_parts(
@@ -138,28 +142,28 @@ def price_of_bytes(
 ) -> dict[str, Mapping[str, float]]:
     """Columns of a table, a row such as "ZeRO-0 to ZeRO-3": bytes that a change saves, seconds that it adds.
 
-    Seconds are differences of medians. Ranges of two configurations overlap if some step of the one that
-    saves was as fast as one of the other. `spread` has the fastest, the median and the slowest step.
+    Seconds are differences of medians. Ranges of two configurations overlap if each has a step that was as
+    fast as one of the other. `spread` has the fastest, the median and the slowest step.
     """
     sharded = [(ZeroConfig(0), ZeroConfig(stage)) for stage in (1, 2, 3)]
     recomputed = [(ZeroConfig(stage), ZeroConfig(stage, -1)) for stage in (0, 3)]
     offloaded = [(ZeroConfig(3, -1), ZeroConfig(3, -1, offload=True))]
-    saved, added, price, overlap = {}, {}, {}, {}
+    saved, added, price, overlaps = {}, {}, {}, {}
     for before, after in (*sharded, *recomputed, *offloaded):
         if after in peaks:
             name = f"{before} to {after}"
             saved[name] = peaks[before] - peaks[after]
             added[name] = spread[after][1] - spread[before][1]
             price[name] = added[name] / (saved[name] / 1e9)
-            overlap[name] = spread[after][0] <= spread[before][2]
-    return {"saved (B)": saved, "added (s)": added, "added a saved GB (s)": price, "ranges overlap": overlap}
+            overlaps[name] = ranges_overlap(spread[after], spread[before])
+    return {"saved (B)": saved, "added (s)": added, "added a saved GB (s)": price, "ranges overlap": overlaps}
 
 
 def exposed_seconds(
     size: GPT2Size,
     dtype: torch.dtype,
     stage: int,
-    alone: tuple[float, float, float],
+    without_messages: tuple[float, float, float],
     ranks: int,
     bandwidth: float,
     bucket_mb: float,
@@ -167,7 +171,9 @@ def exposed_seconds(
     """Exposed communication of a ZeRO stage on a link of `bandwidth` bytes/s, whose latency is left out."""
     link = Link(0.0, bandwidth)
     return sum(
-        communication_parts(size, dtype, ZeroConfig(stage), alone[:2], ranks, link, bucket_mb).values()
+        communication_parts(
+            size, dtype, ZeroConfig(stage), without_messages[:2], ranks, link, bucket_mb
+        ).values()
     )
 
 
@@ -177,8 +183,8 @@ def exposed_by_bandwidth(size: GPT2Size, rows: int, stage: int, ranks: int) -> l
     A backward takes twice its forward, and buckets have 25 MB.
     """
     forward = size.layers * size.block(rows).forward_flops / FLOPS
-    alone = forward, 2 * forward, 0.0
-    return [exposed_seconds(size, torch.bfloat16, stage, alone, ranks, b, 25.0) for b in BANDWIDTHS]
+    step = forward, 2 * forward, 0.0
+    return [exposed_seconds(size, torch.bfloat16, stage, step, ranks, b, 25.0) for b in BANDWIDTHS]
 
 
 def gather_bandwidth(size: GPT2Size, rows: int, ranks: int) -> float:
@@ -204,13 +210,13 @@ def record_prices(size: GPT2Size, rows: int, ranks: int, link: Link) -> None:
     seconds of the "transfers" and the "update" of a step that offloads with ZeRO-3 on four ranks.
     """
     forward = size.layers * size.block(rows).forward_flops / FLOPS
-    alone = forward, 2 * forward, 0.0
+    step = forward, 2 * forward, 0.0
     stored, sharded, recomputed = (
         predict_memory(size, rows, torch.bfloat16, c, ranks).peak
         for c in (ZeroConfig(0), ZeroConfig(3), ZeroConfig(3, -1))
     )
     zero_0, zero_3 = (
-        exposed_seconds(size, torch.bfloat16, z, alone, ranks, link.bandwidth, 25.0) for z in (0, 3)
+        exposed_seconds(size, torch.bfloat16, z, step, ranks, link.bandwidth, 25.0) for z in (0, 3)
     )
     parameters = size.parameters()
     offloaded = 4 * parameters / CPU_LINK + 28 * parameters / CPU_MEMORY_RATE

@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import torch
 
+from hpnb.lesson.predictions.outcome import GOOD
 from hpnb.lesson.programs.gpt2_zero import StepMeasurement
 from hpnb.lesson.programs.gpt2_zero_predictions import ZeroConfig, predict_memory
+from hpnb.lesson.programs.layer_times import ranges_overlap
 from hpnb.lesson.tables import number
 from hpnb.lesson.values import record
 from hpnb.models import GPT2Size
@@ -29,14 +31,12 @@ def record_steps(
     totals = {c: sum(part.values()) for c, part in parts.items()}
     off = {str(c): medians[c] / totals[c] for c in runs}
     low, *_, high = sorted(off, key=off.__getitem__)
-    hold = sum(0.8 <= ratio <= 1.25 for ratio in off.values())
+    hold = sum(GOOD[0] <= ratio <= GOOD[1] for ratio in off.values())
     record("05.off", {"low": off[low], "high": off[high], "highest": high, "of": len(off), "hold": hold})
     added = [medians[ZeroConfig(stage, -1)] - medians[ZeroConfig(stage)] for stage in range(4)]
     record("05.recompute", {"least": min(added), "most": max(added)}, "s")
-    (first, _, last), (fastest, _, slowest) = (runs[ZeroConfig(stage)].seconds for stage in (0, 3))
-    apart = "do not overlap"
-    together = "overlap: either may be faster"
-    record("05.ranges", together if first <= slowest and fastest <= last else apart)
+    together = ranges_overlap(*(runs[ZeroConfig(stage)].seconds for stage in (0, 3)))
+    record("05.ranges", "overlap: either may be faster" if together else "do not overlap")
     base = ZeroConfig(0)
     changed = {f"zero-{z}": _change_in_words(medians[base], medians[ZeroConfig(z)]) for z in (1, 2, 3)}
     predicted_1 = _change_in_words(totals[base], totals[ZeroConfig(1)])
@@ -72,6 +72,8 @@ def _excess_in_words(steps: Sequence[tuple[Mapping[str, float], Mapping[str, flo
 
 def _change_in_words(before: float, after: float) -> str:
     """For prose: how much "shorter" or "longer" a step is, such as "15.7 ms shorter"."""
+    if after == before:
+        return "no longer"
     return f"{number(abs(after - before), 's')} {'shorter' if after < before else 'longer'}"
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import hpnb
 from hpnb.lesson.programs.device_timing import all_ranks
 from hpnb.lesson.programs.gpt2_zero import seeded_gpt2
-from hpnb.lesson.values import record
+from hpnb.lesson.values import claim, record
 from hpnb.models import GPT2Size
 from hpnb.theory import steps_at
 
@@ -123,10 +123,13 @@ def train_to_loss(
 
 def steps_to_loss(
     size: GPT2Size, rows: torch.Tensor, test: torch.Tensor, batch: int, target: float, repeats: int = 2
-) -> float:
-    """The mean steps of runs that draw their rows in different orders. Every rank calls it."""
+) -> tuple[float, int]:
+    """(the mean steps of runs that draw their rows in different orders, how many of them reached the loss).
+
+    A run that does not reach it counts as MAX_STEPS. Every rank calls it.
+    """
     runs = [_train(size, rows, test, batch, target, seed, MAX_STEPS) for seed in range(1, repeats + 1)]
-    return sum(run.steps for run in runs) / repeats
+    return sum(run.steps for run in runs) / repeats, sum(run.reached(target) for run in runs)
 
 
 def mean_steps(
@@ -137,11 +140,21 @@ def mean_steps(
     repeats: Mapping[int, int],
     target: float,
 ) -> dict[int, float]:
-    """{batch: mean steps of its runs to the loss `target`}, for {batch: runs}."""
-    return {
-        batch: pool.run(steps_to_loss, size, rows, test, batch, target, runs)[0]
-        for batch, runs in repeats.items()
+    """{batch: mean steps of its runs to the loss `target`}, for {batch: runs}.
+
+    It claims that all runs reach the loss within MAX_STEPS, because those that do not count as MAX_STEPS.
+    """
+    runs = {
+        batch: pool.run(steps_to_loss, size, rows, test, batch, target, count)[0]
+        for batch, count in repeats.items()
     }
+    short = [str(batch) for batch, (_, reached) in runs.items() if reached < repeats[batch]]
+    claim(
+        f"All runs reach a loss of {target:g} within {MAX_STEPS} steps",
+        not short,
+        f"Not reached with batches of {' and '.join(short)}; such a run counts as {MAX_STEPS} steps.",
+    )
+    return {batch: steps for batch, (steps, _) in runs.items()}
 
 
 def record_doublings(

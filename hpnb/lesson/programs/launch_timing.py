@@ -27,11 +27,12 @@ class Launch(NamedTuple):
 def vit_launches(size: ViTSize, images: int, dtype: torch.dtype, repeats: int = 9) -> list[Launch]:
     """One for each rank: the median of `repeats` forwards and backwards without messages.
 
-    Every rank calls it. All ranks begin a step together, and each stops its own clock. A first step warms up.
+    Every rank calls it. All ranks begin a step together, and each stops its own clock. First steps warm up.
     """
     device, steps = hpnb.device(), []
     model, loss = device_timing.vit_and_loss(size, images, dtype)
-    for _ in range(repeats + 1):
+    warmup = device_timing.warmup_steps()
+    for _ in range(warmup + repeats):
         step_timing.wait_for_device(device)
         dist.barrier()
         begin = time.perf_counter()
@@ -39,7 +40,7 @@ def vit_launches(size: ViTSize, images: int, dtype: torch.dtype, repeats: int = 
         launched = time.perf_counter() - begin
         step_timing.wait_for_device(device)
         steps.append(Launch(launched, time.perf_counter() - begin))
-    middle = step_timing.median_by(steps[1:], lambda step: step.done)
+    middle = step_timing.median_by(steps[warmup:], lambda step: step.done)
     everyone = [middle] * hpnb.world_size()
     dist.all_gather_object(everyone, middle)
     return everyone

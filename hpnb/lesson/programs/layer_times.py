@@ -29,14 +29,14 @@ from hpnb.theory import pipeline_seconds, stage_loads
 T = TypeVar("T")
 
 
-def overlap(a: Sequence[float], b: Sequence[float]) -> bool:
+def ranges_overlap(a: Sequence[float], b: Sequence[float]) -> bool:
     """Whether the ranges of two lists of repeats overlap."""
     return min(a) <= max(b) and min(b) <= max(a)
 
 
 def spread_words(a: Sequence[float], b: Sequence[float]) -> str:
     """For prose: how the difference of two lists of repeats compares with their spread."""
-    return f"{'within' if overlap(a, b) else 'beyond'} the spread of the repeats"
+    return f"{'within' if ranges_overlap(a, b) else 'beyond'} the spread of the repeats"
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def seconds_alone(call: Callable[[], object]) -> float:
     return recorder.events()[0].duration
 
 
-def time_in_turn(calls: Mapping[Any, Callable[[], object]], repeats: int = 7) -> dict[Any, list[float]]:
+def seconds_in_turn(calls: Mapping[Any, Callable[[], object]], repeats: int = 7) -> dict[Any, list[float]]:
     """{name: seconds of each repeat, ascending} of calls that take turns: A B C A B C ..."""
     seconds: dict[Any, list[float]] = {name: [] for name in calls}
     warmup = warmup_steps()

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 import hpnb
-from hpnb import comm
 from hpnb.context_parallel import ContextParallel
 from hpnb.lesson.programs.context_replay import (
     Replayed,
@@ -36,7 +35,7 @@ from hpnb.lesson.programs.long_contexts_words import (
     winners_in_words,
     wins_in_words,
 )
-from hpnb.lesson.programs.step_timing import relative_distance
+from hpnb.lesson.programs.step_timing import largest_over_ranks, relative_distance
 from hpnb.mesh import Axis
 from hpnb.models import GPT2Size
 from hpnb.precision import best_16_bit, policy
@@ -141,9 +140,7 @@ def compare_with_full(
     wanted = [part.grad[:, :, places] for part in full if part.grad is not None]
     distances = {"output": relative_distance([out], [right[:, :, places]]),
                  "gradients of q, k, v": relative_distance(grads, wanted)}  # fmt: skip
-    worst = torch.tensor([list(distances.values())], dtype=torch.float64, device=out.device)
-    of_all = comm.gather(worst, axis, 0).amax(0).tolist()
-    return Compared(dict(zip(distances, of_all, strict=True)), sent)
+    return Compared(largest_over_ranks(distances, axis), sent)
 
 
 def train_alone(batches: Sequence[Batch]) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 import hpnb
 from hpnb.lesson.programs.device_timing import timing_gpt2
-from hpnb.lesson.programs.layer_times import seconds_alone, time_in_turn, time_layers
+from hpnb.lesson.programs.layer_times import seconds_in_turn, time_layers
 from hpnb.mesh import ParallelLayout
 from hpnb.models import GPT2Size
 from hpnb.theory import LayerCost, LayoutTask, Link
@@ -58,15 +58,15 @@ def _optimizer_seconds(size: GPT2Size, dtype: torch.dtype) -> float:
     optimizer = torch.optim.AdamW(block.parameters(), lr=1e-4, fused=True)
     if dtype.itemsize == 2:
         hpnb.precision.Masters(optimizer)
-    took = [seconds_alone(optimizer.step) for _ in range(6)][1:]
+    took = seconds_in_turn({"step": optimizer.step}, repeats=5)["step"]
     return statistics.median(took) / sum(int(p.numel()) for p in block.parameters())
 
 
 def _matmul_rate(size: GPT2Size, samples: int, dtype: torch.dtype) -> float:
     m, k, n = samples * size.length, size.hidden, size.mlp
     a, b = (torch.randn(*shape, device=hpnb.device()).to(dtype) for shape in ((m, k), (k, n)))
-    took = [seconds_alone(lambda: a @ b) for _ in range(12)][2:]
-    return 2 * m * k * n / min(took)
+    took = seconds_in_turn({"matmul": lambda: a @ b}, repeats=9)["matmul"]
+    return 2 * m * k * n / statistics.median(took)  # as in the machine card
 
 
 def time_undivided(
@@ -105,7 +105,7 @@ def _time_undivided(
         for _ in range(_MLP_PRODUCTS):  # in a row: launched while the ones before are computed
             tokens @ weight
 
-    took = time_in_turn({
+    took = seconds_in_turn({
         "norm": lambda: norm(tokens),
         "norm of a share": lambda: norm(tokens[: len(tokens) // shards]),
         "full": lambda: products(full),

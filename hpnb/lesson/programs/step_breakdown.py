@@ -67,7 +67,8 @@ def replay_step(
     p, last = layout.pp, schedule.microbatches - 1
     by_place = [[record for record in records if record.coordinates["pp"] == place] for place in range(p)]
     took: dict[Action, list[float]] = {}
-    for step in (step for record in records for step in record.actions):  # a rank knows its whole pipeline
+    # a rank's steps have the actions of all stages of its pipeline
+    for step in (step for record in records for step in record.actions):
         for action, cost in step.items():
             took.setdefault(action, []).append(cost)
     medians = {action: statistics.median(costs) for action, costs in took.items()}

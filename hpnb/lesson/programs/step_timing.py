@@ -18,9 +18,11 @@ import torch
 import torch.distributed as dist
 
 import hpnb
+from hpnb import comm
 from hpnb.data import Dataset, ImageTransform, Loader
 from hpnb.data_parallel.buckets import assign_buckets
 from hpnb.gradients import hook_gradients
+from hpnb.lesson.programs.device_timing import warmup_steps
 from hpnb.mesh import Axis
 from hpnb.record import Event, MemoryProfile, Timeline
 from hpnb.record.recorder import Recorder
@@ -82,7 +84,8 @@ def time_backward(module: torch.nn.Module, loss: Loss, bucket_mb: float = 25.0, 
     bucket_of = {p: i for i, bucket in enumerate(buckets) for p in bucket.parameters}
     sizes = tuple(float(bucket.nbytes) for bucket in buckets)
     steps: list[Backward] = []
-    for _ in range(repeats + 1):
+    warmup = warmup_steps()
+    for _ in range(warmup + repeats):
         missing = [len(bucket.parameters) for bucket in buckets]
         with hpnb.record.timeline() as recorder:
 
@@ -105,7 +108,7 @@ def time_backward(module: torch.nn.Module, loss: Loss, bucket_mb: float = 25.0, 
         ready = {e.microbatch: e.end - start for e in events if e.op == READY}
         times = tuple(ready[i] for i in range(len(buckets)))
         steps.append(Backward(by_op["F"].end - start, by_op["B"].end - start, times, sizes))
-    return median_by(steps[1:], lambda step: step.end)
+    return median_by(steps[warmup:], lambda step: step.end)
 
 
 def record_step(module: torch.nn.Module, loss: Loss, repeats: int = 5) -> Timeline:
@@ -120,10 +123,10 @@ def record_in_turn(
     steps: Mapping[str, tuple[torch.nn.Module, Loss]], repeats: int = 5
 ) -> dict[str, list[Timeline]]:
     """{name: the Timeline of all ranks in each round}, of steps that take turns: A B C A B C ... Every rank
-    calls it, and all ranks begin a step together. A first round warms up. Gradients are dropped.
+    calls it, and all ranks begin a step together. First rounds warm up. Gradients are dropped.
     """
     timelines: dict[str, list[Timeline]] = {name: [] for name in steps}
-    for module, loss in steps.values():  # not recorded: ranks that share a GPU would take turns
+    for module, loss in [*steps.values()] * warmup_steps():  # not recorded: ranks would take turns on a GPU
         loss().backward()
         module.zero_grad(set_to_none=True)
     for _ in range(repeats):
@@ -148,7 +151,7 @@ def _forward_and_backward(loss: Loss, recorder: Recorder) -> None:
 
 
 def median_by(items: Sequence[T], seconds: Callable[[T], float]) -> T:
-    """The item in the middle; of an even number, the later one of the two."""
+    """The item in the middle of an odd number. An even number has none, and this is the slower of the two."""
     return sorted(items, key=seconds)[len(items) // 2]
 
 
@@ -165,13 +168,14 @@ def compute_seconds(tl: Timeline) -> float:
     return sum(tl.work(rank) for rank in tl.ranks) / len(tl.ranks)
 
 
+def falls(losses: Sequence[float]) -> bool:
+    """Whether losses are lower in their last quarter than in their first, by at least a thousandth."""
+    quarter = max(1, len(losses) // 4)
+    return fmean(losses[-quarter:]) < (1 - 1e-3) * fmean(losses[:quarter])
+
+
 def fall_in_words(losses: Mapping[str, Sequence[float]]) -> str:
-    """Which of these losses are lower in their last quarter than in their first: "Both losses fall"."""
-
-    def falls(run: Sequence[float]) -> bool:
-        quarter = max(1, len(run) // 4)
-        return fmean(run[-quarter:]) < fmean(run[:quarter])
-
+    """Which of these losses fall: "Both losses fall"."""
     fell = [name for name, run in losses.items() if falls(run)]
     if len(fell) == len(losses):
         return "Both losses fall" if len(fell) == 2 else "All losses fall"
@@ -193,15 +197,23 @@ def relative_distance(tensors: Iterable[torch.Tensor], others: Iterable[torch.Te
     return (difference / norm) ** 0.5 if norm else float(difference > 0)
 
 
+def largest_over_ranks(distances: Mapping[str, float], axis: Axis) -> dict[str, float]:
+    """{quantity: its distance on the rank of `axis` where that is largest}. Every rank calls it."""
+    here = torch.tensor([list(distances.values())], dtype=torch.float64, device=hpnb.device())
+    largest = comm.gather(here, axis, 0).amax(0).tolist()
+    return dict(zip(distances, largest, strict=True))
+
+
 def rounds_in_turn(steps: Mapping[str, Callable[[], object]], repeats: int = 5) -> dict[str, list[float]]:
     """{name: seconds of each round on the slowest rank}, of steps that take turns. Every rank calls it.
 
     All ranks begin a step together. If a step returns a `dist.Work`, it is waited for after the clock has
-    stopped. A first round warms up.
+    stopped. First rounds warm up.
     """
     device = hpnb.device()
     rounds: dict[str, list[float]] = {name: [] for name in steps}
-    for repeat in range(repeats + 1):
+    warmup = warmup_steps()
+    for repeat in range(warmup + repeats):
         for name, step in steps.items():
             wait_for_device(device)
             dist.barrier()
@@ -213,7 +225,7 @@ def rounds_in_turn(steps: Mapping[str, Callable[[], object]], repeats: int = 5) 
             if isinstance(pending, dist.Work):
                 pending.wait()
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
-            if repeat:
+            if repeat >= warmup:
                 rounds[name].append(seconds.item())
     return rounds
 

@@ -218,8 +218,6 @@ def time_split_backward(
         schedule = schedules.make(name, 1, microbatches)
         pipe = hpnb.Pipeline(model, all_ranks("pp"), schedule, microbatch_loss, example=batch)
         steps[way] = partial(pipe.step, batch, return_outputs=False, record=False)
-        for _ in range(warmup_steps()):
-            steps[way]()
     return rounds_in_turn(steps, repeats or 15)
 
 

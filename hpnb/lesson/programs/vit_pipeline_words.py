@@ -69,8 +69,8 @@ def busiest_title(tl: Timeline) -> str:
 
 
 def repeats_of(here: Banner) -> int:
-    """How often the race times each schedule: 5 times, on a CPU 3 times."""
-    return 3 if here.device == "cpu" else 5
+    """How often the race times each schedule."""
+    return gpt2_pipeline.step_repeats(here.device)
 
 
 def claim_faster(rounds: Mapping[str, Sequence[Timeline]], fast: str, slow: str) -> None:
@@ -79,7 +79,7 @@ def claim_faster(rounds: Mapping[str, Sequence[Timeline]], fast: str, slow: str)
     The range of both is printed.
     """
     runs = _repeats(rounds)
-    gpt2_pipeline.claim_faster(runs, fast, slow)
+    gpt2_pipeline.claim_faster(runs, fast, slow, "02")
     print(range_words("steps", {name: runs[name].seconds for name in (fast, slow)}, "s"))
 
 
@@ -88,7 +88,7 @@ def claim_less_idle(rounds: Mapping[str, Sequence[Timeline]], less: str, more: s
 
     The range of both is printed.
     """
-    gpt2_pipeline.claim_less_idle(_repeats(rounds), less, more)
+    gpt2_pipeline.claim_less_idle(_repeats(rounds), less, more, "02")
     bubbles = {name: [100 * tl.bubble_fraction for tl in rounds[name]] for name in (less, more)}
     print(range_words("bubbles", bubbles, "%"))
 
@@ -308,7 +308,7 @@ def sweep_words(
         for part, change in changes.items()
         if abs(change) > 1e-6
     ]
-    words = listed(clauses)
+    words = listed(clauses) if clauses else "no part changes by more than 1 µs"
     if changes["bubble"] <= 0:
         return words
     if graph_parts is None:
@@ -343,10 +343,11 @@ def record_sweep(
     record("02.sweep", {"best": best, "most": max(took), "furthest": furthest, "over": ratios[furthest]})
     work = compute_seconds(steps[best]) * len(steps[best].ranks)
     record("02.sweep-step", {"alone": took[1], "best": took[best], "usual": took[usual], "work": work}, "s")
-    some, every = (f"{which} of {len(rounds[best])} rounds" for which in ("some", "each"))
-    decided = f"every other m took longer in {every}"
-    undecided = f"m = {listed(rivals)} took less in {some} and may be as good" if rivals else ""
-    record("02.sweep.verdict", undecided or decided)
+    count = len(rounds[best])
+    verdict = f"every other m took longer in each of {count} rounds"
+    if rivals:
+        verdict = f"m = {listed(rivals)} took no longer in at least one of {count} rounds and may be as good"
+    record("02.sweep.verdict", verdict)
     record("02.sweep.changes", sweep_words(list(took), best, *parts))
     record("02.sweep-bubble", {"best": bubbles[best], "most": bubbles[max(took)]}, "s")
     record("02.sweep-share", 100 * took[best] / took[1], "%")

@@ -1,7 +1,7 @@
 """What each page could train, the best first, and what that takes: predicted bytes and FLOPs of a rank.
 
-    NEEDS["05"].peak(Trial(GPT2_SIZES["355m"], 2), ranks=4, value=2)        bytes of the fullest rank
-    NEEDS["05"].flops(Trial(GPT2_SIZES["355m"], 2), ranks=4)                of one rank, over the page
+    NEEDS["05"].peak(Trial(GPT2_SIZES["355m"], 2), ranks=4, value_bytes=2)  bytes of the fullest rank
+    NEEDS["05"].flops(Trial(GPT2_SIZES["355m"], 2), ranks=4)                 of one rank, over the page
 
 Bytes come from `hpnb.theory`; added to them is what a page keeps beside one step: several pipelines that take
 turns, buckets, the full model that a rank builds before it is split. FLOPs are the forward and backward times
@@ -87,16 +87,16 @@ def _flops(size: ViTSize | GPT2Size, batch: int) -> float:
     return size.training_flops(batch)
 
 
-def _kept(size: ViTSize | GPT2Size, batch: int, value: int, ranks: int = 1) -> float:
+def _kept(size: ViTSize | GPT2Size, batch: int, value_bytes: int, ranks: int = 1) -> float:
     """Activations of one block, split over `ranks` ranks by tensor parallelism."""
-    block = size.block(batch, bytes_per_value=value)
+    block = size.block(batch, bytes_per_value=value_bytes)
     return theory.activation_bytes(block, "1d", ranks, mlp_copies=_GELU_COPIES[type(size)])
 
 
-def _flow(size: ViTSize | GPT2Size, batch: int, value: int) -> float:
+def _flow(size: ViTSize | GPT2Size, batch: int, value_bytes: int) -> float:
     """Temporary bytes of a block's backward: three of the MLP's inner values, two of the block's."""
     block = size.block(batch)
-    return value * block.batch * block.sequence * (3 * block.mlp_ratio + 2) * block.hidden
+    return value_bytes * block.batch * block.sequence * (3 * block.mlp_ratio + 2) * block.hidden
 
 
 def _logits(size: ViTSize | GPT2Size, batch: int) -> float:
@@ -104,109 +104,122 @@ def _logits(size: ViTSize | GPT2Size, batch: int) -> float:
     return 12.0 * size.vocab_size * batch * size.length if isinstance(size, GPT2Size) else 0.0
 
 
-def _serial_step(size: ViTSize | GPT2Size, batch: int, value: int) -> float:
+def _serial_step(size: ViTSize | GPT2Size, batch: int, value_bytes: int) -> float:
     """The peak of a step of one rank that holds everything, with AdamW."""
     vocabulary, positions = (
         (size.vocab_size, size.length) if isinstance(size, GPT2Size) else (_CLASSES, size.tokens)
     )
-    block, copies = size.block(batch, bytes_per_value=value), _GELU_COPIES[type(size)]
+    block, copies = size.block(batch, bytes_per_value=value_bytes), _GELU_COPIES[type(size)]
     return theory.step_memory(block, size.layers, vocabulary, positions, mlp_copies=copies).peak
 
 
 # --- a page's fullest rank ----------------------------------------------------------------------------
 
 
-def _step_of_one_rank(trial: Trial, ranks: int, value: int) -> float:
+def _step_of_one_rank(trial: Trial, ranks: int, value_bytes: int) -> float:
     """01: every rank trains the whole model on its own images."""
-    return _serial_step(trial.size, trial.batch, value)
+    return _serial_step(trial.size, trial.batch, value_bytes)
 
 
-def _replica(trial: Trial, ranks: int, value: int) -> float:
+def _replica(trial: Trial, ranks: int, value_bytes: int) -> float:
     """01's sweep and its causes: three models without an optimizer take turns, two of them with buckets, and
     one message of a model's size is reduced in turn with them or beside them."""
     size = trial.size
-    states = (3 * 2 + 2 + 1) * value * parameters_of(size)
-    return states + size.layers * _kept(size, trial.batch, value) + _flow(size, trial.batch, value)
+    states = (3 * 2 + 2 + 1) * value_bytes * parameters_of(size)
+    return (
+        states + size.layers * _kept(size, trial.batch, value_bytes) + _flow(size, trial.batch, value_bytes)
+    )
 
 
-def _pipelines(trial: Trial, ranks: int, value: int) -> float:
+def _pipelines(trial: Trial, ranks: int, value_bytes: int) -> float:
     """02: five schedules take turns, and GPipe holds the activations of all microbatches."""
     size, microbatch = trial.size, -(-trial.batch // PIPELINE_MICROBATCHES)
     stage = -(-size.layers // ranks)
-    states = value * parameters_of(size) * (1 + 5 * 2 * stage / size.layers)
-    return states + stage * _kept(size, trial.batch, value) + 2 * _flow(size, microbatch, value)
+    states = value_bytes * parameters_of(size) * (1 + 5 * 2 * stage / size.layers)
+    return states + stage * _kept(size, trial.batch, value_bytes) + 2 * _flow(size, microbatch, value_bytes)
 
 
-def _two_tensor_blocks(trial: Trial, ranks: int, value: int) -> float:
+def _two_tensor_blocks(trial: Trial, ranks: int, value_bytes: int) -> float:
     """03: models of one and of two blocks, split over all ranks."""
     size = trial.size
-    states = 3 * value * parameters_of(replace(size, layers=2))
-    return states + 2 * _kept(size, trial.batch, value, ranks) + 2 * _flow(size, trial.batch, value)
+    states = 3 * value_bytes * parameters_of(replace(size, layers=2))
+    return (
+        states + 2 * _kept(size, trial.batch, value_bytes, ranks) + 2 * _flow(size, trial.batch, value_bytes)
+    )
 
 
-def _modes(trial: Trial, ranks: int, value: int) -> float:
+def _modes(trial: Trial, ranks: int, value_bytes: int) -> float:
     """03: three modes of a block take turns, and each keeps its input and that input's gradient."""
     size = trial.size
-    states = 2 * value * parameters_of(size) * (1 + 3 / 4)
-    inputs = 3 * 2 * value * trial.batch * size.block().sequence * size.hidden
-    kept = size.layers * _kept(size, trial.batch, value, 4)
-    return states + inputs + kept + _flow(size, trial.batch, value)
+    states = 2 * value_bytes * parameters_of(size) * (1 + 3 / 4)
+    inputs = 3 * 2 * value_bytes * trial.batch * size.block().sequence * size.hidden
+    kept = size.layers * _kept(size, trial.batch, value_bytes, 4)
+    return states + inputs + kept + _flow(size, trial.batch, value_bytes)
 
 
-def _one_axis(trial: Trial, ranks: int, value: int) -> float:
+def _one_axis(trial: Trial, ranks: int, value_bytes: int) -> float:
     """04: the same batch along dp, pp and tp; the fullest of the three."""
     size, parameters, blocks = trial.size, parameters_of(trial.size), trial.size.layers
     share, microbatch = -(-trial.batch // ranks), -(-trial.batch // PIPELINE_MICROBATCHES)
     flying = min(ranks, PIPELINE_MICROBATCHES) * -(-blocks // ranks)
-    built = value * parameters
-    dp = 3 * built + blocks * _kept(size, share, value) + _flow(size, share, value)
+    built = value_bytes * parameters
+    dp = 3 * built + blocks * _kept(size, share, value_bytes) + _flow(size, share, value_bytes)
     pp = (
-        built * (1 + 2 / ranks) + flying * _kept(size, microbatch, value) + 2 * _flow(size, microbatch, value)
+        built * (1 + 2 / ranks)
+        + flying * _kept(size, microbatch, value_bytes)
+        + 2 * _flow(size, microbatch, value_bytes)
     )
-    tp = built * (1 + 2 / ranks) + blocks * _kept(size, trial.batch, value, ranks)
-    return max(dp, pp, tp + _flow(size, trial.batch, value))
+    tp = built * (1 + 2 / ranks) + blocks * _kept(size, trial.batch, value_bytes, ranks)
+    return max(dp, pp, tp + _flow(size, trial.batch, value_bytes))
 
 
-def _unsharded(trial: Trial, ranks: int, value: int) -> float:
+def _unsharded(trial: Trial, ranks: int, value_bytes: int) -> float:
     """05: ZeRO stage 0 with nothing recomputed, and the logits of five steps that a list keeps alive."""
     size = trial.size
     assert isinstance(size, GPT2Size)
-    return _serial_step(size, trial.batch, value) + 5 * value * size.vocab_size * trial.batch * size.length
+    return (
+        _serial_step(size, trial.batch, value_bytes)
+        + 5 * value_bytes * size.vocab_size * trial.batch * size.length
+    )
 
 
-def _gpt2_pipelines(trial: Trial, ranks: int, value: int) -> float:
+def _gpt2_pipelines(trial: Trial, ranks: int, value_bytes: int) -> float:
     """06: pipelines with other cuts or schedules take turns. They share one full model, and one at a time has
     gradients. Interleaving holds up to half as much again in flight, and a split backward keeps the gradient
     of each waiting microbatch's logits."""
     size, stage = trial.size, -(-trial.size.layers // ranks)
     assert isinstance(size, GPT2Size)
     table = size.vocab_size * size.hidden
-    states = value * (parameters_of(size) + stage * size.block().parameters + table)
-    flying = 1.5 * min(ranks, PIPELINE_MICROBATCHES) * stage * _kept(size, trial.batch, value)
-    waiting = 2.0 * ranks * value * size.vocab_size * trial.batch * size.length
+    states = value_bytes * (parameters_of(size) + stage * size.block().parameters + table)
+    flying = 1.5 * min(ranks, PIPELINE_MICROBATCHES) * stage * _kept(size, trial.batch, value_bytes)
+    waiting = 2.0 * ranks * value_bytes * size.vocab_size * trial.batch * size.length
     return states + flying + _logits(size, trial.batch) + waiting
 
 
-def _tensor_ends(trial: Trial, ranks: int, value: int) -> float:
+def _tensor_ends(trial: Trial, ranks: int, value_bytes: int) -> float:
     """07: two blocks, embedding and head, split over all ranks; logits gathered once for comparison."""
     size = trial.size
-    states = 3 * value * parameters_of(replace(size, layers=2))
-    kept = 2 * _kept(size, trial.batch, value, ranks) + _flow(size, trial.batch, value)
+    states = 3 * value_bytes * parameters_of(replace(size, layers=2))
+    kept = 2 * _kept(size, trial.batch, value_bytes, ranks) + _flow(size, trial.batch, value_bytes)
     return states + kept + 2 * _logits(size, trial.batch) / ranks
 
 
-def _layouts(trial: Trial, ranks: int, value: int) -> float:
+def _layouts(trial: Trial, ranks: int, value_bytes: int) -> float:
     """08: the fullest layout, by `theory.layout_memory`; layers are timed for four microbatches at once."""
     size, rows = trial.size, PIPELINE_MICROBATCHES * trial.batch
     assert isinstance(size, GPT2Size)
     nothing = LayerCost(0.0, 0.0)
-    block = size.block(bytes_per_value=value)
+    block = size.block(bytes_per_value=value_bytes)
     task = LayoutTask(
         block, size.layers, size.vocab_size, rows, nothing, nothing, 0.0, next(iter(LINKS.values()))
     )
     layouts = [*theory.task_layouts(task, ranks, trial.batch), ParallelLayout(ranks, zero_stage=3)]
-    timed = value * parameters_of(size) + _kept(size, 4 * trial.batch, value) + _logits(size, 4 * trial.batch)
-    built = value * parameters_of(size)
+    timed = (
+        value_bytes * parameters_of(size)
+        + _kept(size, 4 * trial.batch, value_bytes)
+        + _logits(size, 4 * trial.batch)
+    )
+    built = value_bytes * parameters_of(size)
     return max(timed, built + max(theory.layout_memory(task, layout) for layout in layouts))
 
 

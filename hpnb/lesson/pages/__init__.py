@@ -35,5 +35,5 @@ A directional statement is a `lesson.claim`. What is shown is a `lesson.show`, a
 Each `predict` has a `rule_of_thumb`, so that a committed page has no gap. Docstrings say what they take.
 Never format a number, build a table or write an alt text in a cell.
 
-When a page is written like this, add it to RETOLD in tests/retold_rules.py: stricter rules then hold.
+tests/notebook_rules.py and tests/retold_rules.py have the rules that a page keeps.
 """

@@ -289,19 +289,18 @@ def time_blocks(
     Where ranks share a GPU, the recorded steps are replayed over `REPLAY_LINK`.
     """
     programs = {mode: blocks(size, images, dtype, mode) for mode in modes}
-    took: dict[str, list[float]] = {mode: [] for mode in modes}
-    for model, forward in [*programs.values()] * warmup_steps():  # not recorded, so not by turns
+
+    def step(mode: str) -> None:
+        _, forward = programs[mode]
         y = forward()
         y.backward(torch.ones_like(y))
+
+    def drop_gradients(mode: str) -> None:
+        model, _ = programs[mode]
         model.zero_grad(set_to_none=True)
-    for _ in range(repeats):
-        for mode, (model, forward) in programs.items():
-            with hpnb.record.timeline() as recorder, recorder.span():
-                y = forward()
-                y.backward(torch.ones_like(y))
-            took[mode].append(replay_turns(recorder.gather()).makespan / size.layers)
-            model.zero_grad(set_to_none=True)
-    return {mode: statistics.median(times) for mode, times in took.items()}
+
+    took = _median_makespans({mode: partial(step, mode) for mode in modes}, repeats, drop_gradients)
+    return {mode: seconds / size.layers for mode, seconds in took.items()}
 
 
 def time_halves(size: ViTSize, images: int, dtype: torch.dtype, repeats: int = 15) -> dict[str, float]:
@@ -313,14 +312,25 @@ def time_halves(size: ViTSize, images: int, dtype: torch.dtype, repeats: int = 1
         "all-reduce": lambda: comm.all_reduce(x, axis),
         "reduce-scatter, all-gather": lambda: comm.all_gather(comm.reduce_scatter(x, axis, 0), axis, 0),
     }
-    for call in [*calls.values()] * warmup_steps():
-        call()
+    return _median_makespans(calls, repeats)
+
+
+def _median_makespans(
+    calls: Mapping[str, Callable[[], object]], repeats: int, clean_up: Callable[[str], None] | None = None
+) -> dict[str, float]:
+    """{name: median makespan} of calls that take turns; `clean_up(name)` runs after each, untimed."""
     took: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
+    warmup = warmup_steps()
+    for repeat in range(warmup + repeats):
         for name, call in calls.items():
-            with hpnb.record.timeline() as recorder, recorder.span():
-                call()
-            took[name].append(replay_turns(recorder.gather()).makespan)
+            if repeat < warmup:
+                call()  # not recorded, so not by turns
+            else:
+                with hpnb.record.timeline() as recorder, recorder.span():
+                    call()
+                took[name].append(replay_turns(recorder.gather()).makespan)
+            if clean_up is not None:
+                clean_up(name)
     return {name: statistics.median(times) for name, times in took.items()}
 
 

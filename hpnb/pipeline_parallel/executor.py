@@ -206,6 +206,8 @@ class StepExecutor:
     def _forward(self, action: Action, activations: Any) -> Any:
         stage, m = action.stage, action.microbatch
         graphs, inputs = self.graphs, self.microbatches[m]
+        if stage == self._last_stage and self.loss is not None:
+            inputs = self.loss.inputs_of(m)
         with self.times.measure(action):
             if (graph := graphs.graphs.get((stage, m))) is not None:
                 # The graph copies the activations into its static inputs, which get the gradients.

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpnb.gradients import GradientSink, hook_gradients
+from hpnb.gradients import GradientSink, hook_gradients, hook_owner_of
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel.schedule import Action
 from hpnb.pipeline_parallel.split_backward import SplitBackward
@@ -78,6 +78,15 @@ class GradReady:
         gradient_holder = getattr(sink, "gradient_holder", lambda p: p)
         self._holders: dict[nn.Parameter, nn.Parameter] = {p: gradient_holder(p) for p in self.parameters}
         self._parameter_of = {holder: p for p, holder in self._holders.items()}
+
+    def check_hook_owner(self, microbatches: int) -> None:
+        """Refuse a step without a sink if hooks would have gradients reduced after each microbatch."""
+        first = self.parameters[:1]  # all are claimed together
+        if self.sink is None and first and (owner := hook_owner_of(first[0])) is not None:
+            raise ValueError(
+                f"a {type(owner).__name__} reduces these gradients after every backward, and there are "
+                f"{microbatches} in a step: set pipe.gradients to it"
+            )
 
     def begin(self, reduce: bool, corrects: bool) -> None:
         """A step begins.

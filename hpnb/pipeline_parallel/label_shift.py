@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hpnb.data.tokenizer import IGNORE_INDEX
-from hpnb.pipeline_parallel.microbatches import TARGET_NAMES, find_labels
+from hpnb.pipeline_parallel.microbatches import find_labels, replace_labels
 
 
 @torch.no_grad()
@@ -104,7 +104,5 @@ class ChangedTuple(tuple[Any, ...]):
 
 
 def _with_labels(inputs: Any, labels: torch.Tensor) -> Any:
-    if isinstance(inputs, Mapping):
-        name = next(name for name in TARGET_NAMES if name in inputs)
-        return ChangedMapping({**inputs, name: labels})
-    return ChangedTuple((*inputs[:-1], labels))
+    replaced = replace_labels(inputs, labels)
+    return ChangedMapping(replaced) if isinstance(inputs, Mapping) else ChangedTuple(replaced)

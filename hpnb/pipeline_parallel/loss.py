@@ -32,6 +32,7 @@ from hpnb.pipeline_parallel.empty_batch_error import explaining_empty_batch
 from hpnb.pipeline_parallel.halves_check import warn_if_counts_sequences, warn_if_no_mean
 from hpnb.pipeline_parallel.label_shift import check_weight
 from hpnb.pipeline_parallel.microbatches import TARGET_NAMES, count_targets, find_unnamed_targets
+from hpnb.pipeline_parallel.microbatches_without_targets import standing_for, with_valid_labels, zeros_from
 
 LossReduction = Literal["mean", "sum_and_count"]
 LossFunction = Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, Any]]
@@ -44,6 +45,7 @@ class BatchLoss:
     Args:
         function: (outputs, inputs) of a microbatch -> (sum, count), or the mean over its targets.
         reduction: "mean" refuses a (sum, count); "sum_and_count" and None take both.
+        observed: the reduction that the function used in the training step before.
         causal: see `count_targets`.
         replicas: the data axis over which N is summed, if there is one.
         scale: the gradients are those of the loss times this.
@@ -68,6 +70,7 @@ class BatchLoss:
         device: torch.device,
         *,
         reduction: LossReduction | None,
+        observed: LossReduction | None = None,
         causal: bool,
         replicas: Axis | None,
         scale: float | torch.Tensor,
@@ -78,6 +81,9 @@ class BatchLoss:
         self._function, self._inputs, self._replicas, self._device = function, inputs, replicas, device
         self._reduction, self._per_target = reduction, per_target
         self._targets = self._count_targets(causal)  # (m,)
+        self._lacks_targets = self._targets == 0  # (m,)
+        self._copies: dict[int, Any] = {}  # of `inputs_of`
+        self._observed_before = observed
         # Reading labels synchronises with a GPU, so it is done there only while the reduction is unknown.
         several = len(inputs) > 1 or (replicas is not None and replicas.size > 1)  # one weight is always 1
         checks_labels = several and (device.type != "cuda" or reduction is None)
@@ -107,9 +113,22 @@ class BatchLoss:
 
     def __call__(self, microbatch: int, outputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """(the tensor from which the backward of this microbatch starts, its gradient)."""
-        return self.from_result(
-            microbatch, outputs, call_criterion(self._function, outputs, self._inputs[microbatch])
-        )
+        inputs, true_inputs = self.inputs_of(microbatch), self._inputs[microbatch]
+        with standing_for(inputs, true_inputs):
+            result = call_criterion(self._function, outputs, inputs)
+        if isinstance(result, tuple) and inputs is not true_inputs:  # no mean any more, as in the step before
+            result = call_criterion(self._function, outputs, true_inputs)
+        return self.from_result(microbatch, outputs, result)
+
+    def inputs_of(self, microbatch: int) -> Any:
+        """What the last stage and the loss function take: the microbatch, or a copy of it with other labels
+        if it has no target (`microbatches_without_targets.py`)."""
+        if not (self._returns_means and torch.is_grad_enabled()):
+            return self._inputs[microbatch]
+        if microbatch not in self._copies:
+            lacks_targets = self._lacks_targets[microbatch]
+            self._copies[microbatch] = with_valid_labels(self._inputs[microbatch], lacks_targets)
+        return self._copies[microbatch]
 
     def from_result(self, microbatch: int, outputs: Any, result: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The same, from what the function has returned. A replayed graph may hand on no outputs (None); then
@@ -120,6 +139,7 @@ class BatchLoss:
                 f"the loss function returned {_describe(result)}; return a scalar tensor, the "
                 "mean over the microbatch's targets, or (sum, count)"
             )
+        has_copies = self._returns_means
         self._check_reduction("mean" if count is None else "sum_and_count")
         self._values[microbatch] = value.detach()
         if count is not None:
@@ -135,6 +155,10 @@ class BatchLoss:
             self._checks_mean = False
         if self._grads_of_means.dtype != value.dtype:
             self._grads_of_means = self._grads_of_means.to(value.dtype)
+        # Reading the number waits for a GPU, so only in the first step that returns means.
+        if not has_copies and torch.is_grad_enabled() and bool(self._lacks_targets[microbatch]):
+            zeros = zeros_from(outputs)
+            value = value if zeros is None else zeros.to(value)
         return value, self._grads_of_means[microbatch]
 
     def correction(self) -> torch.Tensor:
@@ -151,6 +175,11 @@ class BatchLoss:
         totals = values if self._counts else torch.where(counts > 0, values * counts, 0.0)
         sums = self._sum_over_replicas(torch.stack([totals.sum(), counts.sum()]))
         return sums[0] / sums[1]
+
+    @property
+    def _returns_means(self) -> bool:
+        """Whether the function has returned means so far, in this step or else in the one before."""
+        return (self.observed_reduction or self._observed_before) == "mean"
 
     def _check_reduction(self, reduction: LossReduction) -> None:
         if self.observed_reduction not in (None, reduction):

@@ -112,6 +112,17 @@ def find_labels(inputs: Any) -> torch.Tensor | None:
     return None
 
 
+def replace_labels(inputs: Any, labels: torch.Tensor) -> Any:
+    """A copy of a batch that has labels (`find_labels`), with others instead."""
+    if isinstance(inputs, Mapping):
+        name = next(name for name in TARGET_NAMES if name in inputs)
+        return {**inputs, name: labels}
+    replaced = [*inputs[:-1], labels]
+    if isinstance(inputs, list):
+        return replaced
+    return type(inputs)(*replaced) if hasattr(inputs, "_fields") else tuple(replaced)
+
+
 def find_unnamed_targets(inputs: Any) -> str | None:
     """The entry of a mapping that looks like targets under a name that `count_targets` does not know.
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from hpnb.background import Background
 from hpnb.data.batch_agreement import check_same_batch
-from hpnb.gradients import GradientSink, hook_owner_of
+from hpnb.gradients import GradientSink
 from hpnb.mesh import Axis, Mesh, axis_of
 from hpnb.meta_device import Unfilled
 from hpnb.models.compare_parts import first_step_check
@@ -60,18 +60,19 @@ class Pipeline:
             layers of this rank move to `hpnb.device()` and keep their Parameter objects. The others are left
             alone, and are freed when the caller lets go of the model. What is on the meta device gets zeros,
             to be filled by `load_full_state_dict`. Or `Stages` of the schedule's, such as a `WholeModel`.
-        axis: the pipeline axis, `mesh.pp`, which of a mesh is taken; as many ranks as the schedule has.
-        schedule: is checked here. Of a name ("1f1b") it is the schedule with 4 microbatches for each rank,
-            and 2 stages a rank if it interleaves them. `pipe.schedule` may be set between steps, on every
-            rank: to another of the same name and stages, for another number of microbatches.
+        axis: `mesh.pp`, or the mesh that has it; as many ranks as the schedule has.
+        schedule: a schedule, or the name of one ("1f1b"), for 4 microbatches a rank, and 2 stages a rank if
+            it interleaves. `pipe.schedule` may be set between steps, on every rank, to one with the same
+            stages and messages between the same ranks, which splits backwards only if the first one does.
         loss_fn: (outputs, inputs) of one microbatch -> (sum, count), or a scalar, which is the mean over
-            those targets of the microbatch that are not -100 (over its samples, if it has none). Targets are
-            the batch's entry "labels", "label", "targets" or "target", or the last of a tuple. A mean is
-            refused if another entry of integers contains -100 and there is none of these; on a GPU only the
-            first training step and evaluation look for it. It is called on the rank of the last stage.
-            `inputs` are a microbatch of the batch, as it was given. It may be set between steps, on every
-            rank. What was learnt of the one before is then forgotten: the next step sends a correction, and
-            what the function returns, unless `loss_reduction` is given.
+            those targets of the microbatch that are not -100 (over its samples, if it has no entry of
+            targets). Targets are the batch's entry "labels", "label", "targets" or "target", or the last of a
+            tuple. If another entry of integers contains -100 and there is none of these, a mean over several
+            microbatches or replicas is refused; a GPU looks only in evaluation and while `loss_reduction` is
+            None. It is called on the rank of the last stage, with a microbatch of the batch as `inputs`. If
+            all targets of a microbatch are -100, a function that returns means sees class 0 instead, so that
+            a gradient of 0 does not become nan; a mean over anything else has to be finite. It may be set
+            between steps, on every rank, and nothing learnt of the one before stays.
         gradients: who reduces gradients over the replicas of a data axis: a `DataParallel` of `pipe.module`,
             a `ZeroOptimizer` of its parameters, the `sink` of it if it is fully sharded, or a function that
             makes one of the module. It may be set later, and no longer listens to backwards itself. Buffers
@@ -81,9 +82,9 @@ class Pipeline:
             many layers each stage gets.
         example: a batch, from which "flops" and "time" take a microbatch.
         causal: whether `loss_fn` shifts labels, so that the first of each sequence is no target; False for
-            labels that are shifted already. By default as the model says. A mean over other labels than these
-            is refused where its weight would be wrong, for which `loss_fn` is called twice more, once.
-            The first training step refuses class weights, another ignore_index and reduction="sum" of a cross
+            labels that are shifted already. By default as the model says. If a mean would get a wrong weight
+            by this, two more calls of `loss_fn`, once, tell what it averages, and it is refused. The first
+            training step refuses class weights, another ignore_index and reduction="sum" of a cross
             entropy (`criterion_check.py`), and calls `loss_fn` on some samples (`halves_check.py`).
         loss_reduction: what `loss_fn` returns: "mean", or "sum_and_count", which takes means too. By default
             the first training step decides for the later ones; a (sum, count) after a mean is refused then.
@@ -142,6 +143,7 @@ class Pipeline:
         self.axis, self.replicas = axis, replicas
         self._loss_fn, self._given_reduction, self.loss_reduction = loss_fn, loss_reduction, loss_reduction
         self.per_target: float | torch.Tensor = 1.0
+        self._observed_reduction: LossReduction | None = None  # on the rank of the last stage
         self.checked_causal: bool | None = None  # the `causal` for which loss_fn was seen to agree
         self.checks_mean = True  # whether the next training step looks if a scalar of loss_fn is a mean
         self.split: SplitFunction = microbatches.split_batch
@@ -221,7 +223,7 @@ class Pipeline:
         rank_of_last_stage = self.schedule.rank_of[self.schedule.stages - 1]
         inputs = self.split(batch, self.schedule.microbatches)
         if trains:
-            self._check_sink()
+            self._grad_ready.check_hook_owner(self.schedule.microbatches)
         if trains and self._compares_tied:
             check_frozen_alike(self.module, self.module.tied, self._tied)
             self._compares_tied = False
@@ -229,7 +231,8 @@ class Pipeline:
         recorder = (active_recorder() or Recorder(aligned=False)) if record else None
         since = recorder.num_spans() if recorder is not None else 0
         # All ranks decide the same here, because it follows from the batch, the mode and the steps before.
-        mode = forward_only, torch.is_autocast_enabled(self._device.type)
+        kind = self._device.type
+        mode = forward_only, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         signatures = [(mode, signature) for signature in microbatches.signatures(inputs)]
         shapes_known = self._known_signatures.issuperset(signatures)
         # Until the first step has shown what loss_fn returns, send a correction; for a mean it is 1.
@@ -280,6 +283,7 @@ class Pipeline:
         self.checks_mean = self.checks_mean and not trains
         if loss is not None:
             self.checked_causal = self.causal if loss.shift_checked else self.checked_causal
+            self._observed_reduction = loss.observed_reduction if trains else self._observed_reduction
             if loss.counted_per_target is not None:
                 self.per_target = loss.counted_per_target
         wait_for_loss = send_mean(loss, self._background, rank_of_last_stage, self._device)
@@ -326,6 +330,7 @@ class Pipeline:
     def loss_fn(self, other: LossFunction) -> None:
         self._loss_fn = other
         self.loss_reduction, self.per_target = self._given_reduction, 1.0
+        self._observed_reduction = None
         self.checked_causal, self.checks_mean = None, True
 
     # --- the module --------------------------------------------------------------------------------------
@@ -381,6 +386,7 @@ class Pipeline:
             inputs,
             self._device,
             reduction=self.loss_reduction if trains else None,
+            observed=self._observed_reduction,
             causal=self.causal,
             replicas=self.replicas or (sink.axis if sink is not None else None),
             scale=scale * (sink.axis.size if sink is not None and sink.average else 1),  # the sink divides
@@ -388,12 +394,3 @@ class Pipeline:
             checks_shift=self.checked_causal is not self.causal,
             checks_mean=trains and self.checks_mean,
         )
-
-    def _check_sink(self) -> None:
-        """The hooks of a hook owner would have gradients reduced after each microbatch."""
-        first = self._grad_ready.parameters[:1]  # all are claimed together
-        if self._gradients is None and first and (owner := hook_owner_of(first[0])) is not None:
-            raise ValueError(
-                f"a {type(owner).__name__} reduces these gradients after every backward, and there are "
-                f"{self.schedule.microbatches} in a step: set pipe.gradients to it"
-            )

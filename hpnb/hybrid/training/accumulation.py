@@ -43,6 +43,7 @@ from hpnb.pipeline_parallel.halves_check import warn_if_no_mean
 from hpnb.pipeline_parallel.label_shift import ChangedMapping, ChangedTuple
 from hpnb.pipeline_parallel.loss import call_criterion
 from hpnb.pipeline_parallel.microbatches import count_targets
+from hpnb.pipeline_parallel.microbatches_without_targets import microbatch_of
 from hpnb.ranks.current_rank import device
 from hpnb.record.recorder import active_recorder
 
@@ -146,6 +147,7 @@ class HookedCriterion:
             warn_if_no_mean(function, outputs, self._of_outputs(inputs), trainer.causal)
 
     def _show(self, outputs: Any, inputs: Any, value: torch.Tensor, count: Any) -> None:
+        inputs = microbatch_of(inputs)
         known = count_targets(inputs, self._trainer.causal) if count is None else count
         n = torch.as_tensor(known, dtype=torch.float64, device=value.device)
         # The mean over no targets is nan, and must not count.

@@ -1,8 +1,9 @@
 """What passes from one stage to the next: tensors, in tuples or dicts, whose shapes the batch decides.
 
-The receiver must know the shapes before anything arrives. When a microbatch of some signature (shapes and
-dtypes of its inputs) passes for the first time, the sender sends them too. From then on both sides know them,
-since both have the same batch. A batch that is padded to another length is just another signature.
+The receiver must know the shapes before anything arrives. When a microbatch of some signature passes for the
+first time, the sender sends them too. From then on both sides know them, since both have the same batch. A
+signature is the shapes and dtypes of the inputs, whether the step trains, and the dtype of autocast. A batch
+that is padded to another length is just another signature.
 """
 
 from __future__ import annotations
@@ -20,28 +21,27 @@ from hpnb.pipeline_parallel.transfers import TensorSpec
 
 @dataclass(frozen=True)
 class Boundary:
-    """The form of what one stage gives to the next.
+    """The structure of what one stage gives to the next.
 
     Attributes:
-        form: how tuples, lists and dicts nest.
+        structure: how tuples, lists and dicts nest.
         specs: shape and dtype of each tensor, in order.
         requires_grad: which of the tensors are sent a gradient back.
         others: (position, value) of what is no tensor, such as None; it is the same in every step.
     """
 
-    form: TreeSpec
+    structure: TreeSpec
     specs: tuple[TensorSpec, ...]
     requires_grad: tuple[bool, ...]
     others: tuple[tuple[int, Any], ...] = ()
 
     @staticmethod
     def of(value: Any) -> Boundary:
-        leaves, form = tree_flatten(value)
+        leaves, structure = tree_flatten(value)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         others = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
-        return Boundary(
-            form, tuple((t.shape, t.dtype) for t in tensors), tuple(t.requires_grad for t in tensors), others
-        )
+        specs = tuple((t.shape, t.dtype) for t in tensors)
+        return Boundary(structure, specs, tuple(t.requires_grad for t in tensors), others)
 
     @property
     def gradient_specs(self) -> list[TensorSpec]:
@@ -59,7 +59,7 @@ class Boundary:
         leaves: list[Any] = list(tensors)
         for position, other in self.others:
             leaves.insert(position, other)
-        return tree_unflatten(leaves, self.form)
+        return tree_unflatten(leaves, self.structure)
 
     def __str__(self) -> str:
         tensors = [
@@ -94,10 +94,16 @@ class StepBoundaries:
         """Whether earlier steps have seen it, so the next stage knows it as well."""
         known = self._known.get((stage, self._signatures[microbatch]))
         if known is not None and known != boundary:
+            gave = f"stage {stage} gave {boundary} for a microbatch like one for which it gave {known}; "
+            if (known.specs, known.others) != (boundary.specs, boundary.others):
+                raise ValueError(
+                    f"{gave}microbatches are alike if their tensors have the same shapes and dtypes, so no "
+                    "number or text of the batch may decide the shape of activations: let the shape of a "
+                    "tensor decide it, or make a Pipeline for each value"
+                )
             raise ValueError(
-                f"stage {stage} gave {boundary} for a microbatch like one for which it gave {known}; "
-                "where parameters were frozen or thawed since the last step, call .forget() on every rank "
-                "before the next one: of the model that boost returned, or of the Pipeline"
+                f"{gave}where parameters were frozen or thawed since the last step, call .forget() on every "
+                "rank before the next one: of the model that boost returned, or of the Pipeline"
             )
         return known is not None
 
@@ -109,6 +115,19 @@ class StepBoundaries:
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in what a stage gives, in order."""
     return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def detach_leaf(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def clone_leaf(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def grads_of(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Their gradients after a backward, and zeros where it has not come to a leaf."""
+    return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
 
 
 def gradient_edges(tensors: Sequence[torch.Tensor]) -> list[GradientEdge]:

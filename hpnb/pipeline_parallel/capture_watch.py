@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.utils.checkpoint
 
@@ -66,4 +67,7 @@ class CaptureWatch:
 
 
 def _cpu_states() -> tuple[object, ...]:
-    return random.getstate(), torch.get_rng_state().numpy().tobytes()
+    """Of the generators that everybody shares. A stage with one of its own has to be excluded by the user."""
+    name, keys, *others = np.random.get_state(legacy=True)
+    of_numpy = name, np.asarray(keys).tobytes(), *others
+    return random.getstate(), of_numpy, torch.get_rng_state().numpy().tobytes()

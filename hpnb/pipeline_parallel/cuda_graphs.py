@@ -6,10 +6,11 @@
 
     pipe = hpnb.Pipeline(model, mesh.pp, "1f1b", loss_fn, cuda_graphs=True)
 
-Every stage has a graph for each action (F and B, or F, I and W), each form of a microbatch (its shapes and
-dtypes), and each slot. Each rank decides for itself, because messages are the same with and without graphs. A
-stage that cannot be captured runs as before, and a warning says why. So does a form that is new, and each
-further one after `MAX_FORMS`: pad batches to a few lengths.
+Every stage has a graph for each action (F and B, or F, I and W), each form of a microbatch, and each slot. A
+form is the shapes and dtypes of its tensors, the values of all else in it, and the dtype of autocast.
+Each rank decides for itself, because messages are the same with and without graphs. A stage that cannot be
+captured runs as before, and a warning says why. So does a form that is new, and each further one after
+`MAX_FORMS`: pad batches to a few lengths, and pass numbers that change as tensors.
 
 A graph repeats what was captured. What Python decides is decided once: by an attribute of a loss module, a
 dropout rate, a layer that is switched off. Call `pipe.forget()` after such a change, on every rank. Weights,
@@ -33,7 +34,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
 from hpnb.caller_frame import warn_caller
 from hpnb.pipeline_parallel.boundary import KnownBoundaries
@@ -147,7 +148,7 @@ class StageGraphs:
         self._running = set()
         for (stage, m), slot in slots.items():
             form = (forms[m], keeps_outputs and stage == rank_schedule.last_stage)
-            if stage in self.reasons or not self._admit(stage, form):
+            if stage in self.reasons or not self._admit(stage, form, microbatches[m]):
                 continue
             self._running.add((stage, form))
             if self._steps[stage, form] >= WARM_UP:
@@ -218,7 +219,7 @@ class StageGraphs:
         self._graphs = {key: graph for key, graph in self._graphs.items() if key.stage != stage}
         warnings.warn(f"stage {stage} runs without CUDA graphs, because {reason}", stacklevel=2)
 
-    def _admit(self, stage: int, form: Hashable) -> bool:
+    def _admit(self, stage: int, form: Hashable, microbatch: Any) -> bool:
         """Whether this form is captured sooner or later."""
         if (stage, form) in self._steps:
             return True
@@ -227,9 +228,18 @@ class StageGraphs:
             return True
         if stage not in self._warned_of_forms:
             self._warned_of_forms.add(stage)
+            forms: list[Any] = [other for at, other in self._steps if at == stage]
+            changing = _changing_values([constants for (_, constants), _ in forms], microbatch)
+            advice = (
+                f"a graph repeats the value of {' and '.join(changing)} in the batch, which changes: pass it "
+                "as a tensor, or leave it out"
+                if changing
+                else "pad batches to fewer lengths, and drop a last batch that is smaller"
+            )
+            what = "forms" if changing else "shapes"
             warnings.warn(
-                f"stage {stage} has met more than {MAX_FORMS} shapes of microbatches, and further ones run "
-                "without CUDA graphs; pad batches to fewer lengths, and drop a last batch that is smaller",
+                f"stage {stage} has met more than {MAX_FORMS} {what} of microbatches, and further ones run "
+                f"without CUDA graphs; {advice}",
                 stacklevel=2,
             )
         return False
@@ -311,10 +321,18 @@ def _filled(cell: Any) -> bool:
         return False
 
 
-def _constants(microbatch: Any) -> Hashable:
+def _constants(microbatch: Any) -> tuple[Hashable, ...]:
     """What a microbatch has besides tensors, which a graph cannot change."""
     others = [leaf for leaf in tree_flatten(microbatch)[0] if not isinstance(leaf, torch.Tensor)]
     return tuple(map(_value_key, others))
+
+
+def _changing_values(seen: Sequence[tuple[Hashable, ...]], microbatch: Any) -> list[str]:
+    """The entries of a microbatch that are no tensors and had different values in these `_constants`."""
+    leaves = tree_flatten_with_path(microbatch)[0]
+    names = [keystr(path) for path, leaf in leaves if not isinstance(leaf, torch.Tensor)]
+    values = zip(*(constants for constants in seen if len(constants) == len(names)), strict=True)
+    return [name for name, of_name in zip(names, values, strict=False) if len(set(of_name)) > 1]
 
 
 def _describe(error: BaseException) -> str:

@@ -34,11 +34,18 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from hpnb.overlapped_pair import run_pair
 from hpnb.pipeline_parallel.action_times import ActionTimes
-from hpnb.pipeline_parallel.boundary import Boundary, StepBoundaries, gradient_edges, tensors_in
+from hpnb.pipeline_parallel.boundary import (
+    Boundary,
+    StepBoundaries,
+    detach_leaf,
+    gradient_edges,
+    grads_of,
+    tensors_in,
+)
 from hpnb.pipeline_parallel.cuda_graphs import StepGraphs
 from hpnb.pipeline_parallel.grad_ready import GradReady
 from hpnb.pipeline_parallel.loss import BatchLoss
@@ -63,7 +70,7 @@ class StepExecutor:
     Args:
         run_stage: (stage, activations of the stage before, inputs) -> activations of this stage.
         boundaries: the shapes of what passes between stages, as far as they are known.
-        loss: on the rank of the last stage, unless there is none to compute.
+        loss: on the rank of the last stage; None on the others.
         sends_correction: whether gradients are multiplied by the loss's correction (`loss.py`), which then
             travels with one of them.
         grad_ready: tracks which gradients are complete, after the last W or B of their stage, and passes them
@@ -159,7 +166,8 @@ class StepExecutor:
         sink = None if self.grad_ready is None else self.grad_ready.sink
         if sink is None or not sink.shards_parameters:
             return
-        action, *later = self.rank_schedule.actions[position:]
+        actions = self.rank_schedule.actions
+        action, later = actions[position], (actions[i] for i in range(position + 1, len(actions)))
         if overlaps or action.op == "W":
             sink.begin_action(None, None)
             return
@@ -206,7 +214,8 @@ class StepExecutor:
     def _forward(self, action: Action, activations: Any) -> Any:
         stage, m = action.stage, action.microbatch
         graphs, inputs = self.graphs, self.microbatches[m]
-        if stage == self._last_stage and self.loss is not None:
+        if stage == self._last_stage:
+            assert self.loss is not None
             inputs = self.loss.inputs_of(m)
         with self.times.measure(action):
             if (graph := graphs.graphs.get((stage, m))) is not None:
@@ -237,9 +246,8 @@ class StepExecutor:
     def _finish_forward(self, m: int, outputs: Any) -> None:
         """The last stage has computed its outputs: compute the loss of microbatch `m`."""
         if self.keep_outputs:
-            self.outputs[m] = _detach(outputs)
-        if self.loss is None:
-            return
+            self.outputs[m] = tree_map(detach_leaf, outputs)
+        assert self.loss is not None
         loss, loss_gradient = self.loss(m, outputs)  # of the microbatch; d loss of the batch / d loss
         if self.grad_ready is not None:
             starts = gradient_edges([loss])
@@ -290,7 +298,7 @@ class StepExecutor:
             if (graph := self.graphs.graphs.get(key)) is not None:
                 if starts:  # of a loss that runs eagerly
                     _run_backward(starts, grads)
-                    grads = _grads_of(self._loss_inputs.pop(action.microbatch))
+                    grads = grads_of(self._loss_inputs.pop(action.microbatch))
                 self._input_grads[key] = graph.backward(grads)
                 if action.op == "B":
                     grad_ready.close_stage(action)
@@ -308,7 +316,7 @@ class StepExecutor:
         if key in self._input_grads:
             result = self._input_grads.pop(key)
         else:
-            result = _grads_of(self._received_inputs.pop(key))
+            result = grads_of(self._received_inputs.pop(key))
         if self._messages.carries_correction(action):
             assert self.grad_ready is not None
             assert self.grad_ready.correction is not None
@@ -347,11 +355,3 @@ def _no_garbage_collection() -> Iterator[None]:
 def _run_backward(starts: Sequence[GradientEdge], grads: Sequence[torch.Tensor]) -> None:
     if starts:
         torch.autograd.backward(starts, grads)
-
-
-def _grads_of(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-
-
-def _detach(outputs: Any) -> Any:
-    return tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)

@@ -89,8 +89,10 @@ class BatchLoss:
         checks_labels = several and (device.type != "cuda" or reduction is None)
         unnamed = (find_unnamed_targets(microbatch) for microbatch in inputs) if checks_labels else ()
         self._unnamed_targets = next((name for name in unnamed if name is not None), None)
-        countings = [self._targets]  # (m,) each: as `causal` says, and for the check of shifts the other way
-        if checks_labels:  # also without `checks_shift`, in which replicas may differ: all sum one shape
+        # (m,) each: targets as `causal` says, and those of the other `causal`, for the check of shifts. All
+        # replicas sum the same shape, so whether one of them checks shifts does not matter.
+        countings = [self._targets]
+        if checks_labels:
             countings.append(self._count_targets(not causal))
         totals = self._sum_over_replicas(torch.stack([counts.sum() for counts in countings]))
         self._all_targets, self._causal = totals[0], causal
@@ -186,9 +188,9 @@ class BatchLoss:
             raise ValueError("the loss function must return (sum, count) for every microbatch, or for none")
         if self._reduction == "mean" and reduction == "sum_and_count":
             raise ValueError(
-                "the loss function returned (sum, count), and this pipeline expects a mean, as in "
-                "its first training step; set loss_reduction = 'sum_and_count' on the Pipeline or the "
-                "boosted model, on every rank, which takes both"
+                "the loss function returned (sum, count), and the loss_reduction of this pipeline is "
+                "'mean', stated or from its first training step; set loss_reduction = 'sum_and_count' on the "
+                "Pipeline or the boosted model, on every rank, which takes both"
             )
         if reduction == "mean" and self._unnamed_targets is not None:
             raise ValueError(

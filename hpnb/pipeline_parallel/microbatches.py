@@ -37,12 +37,12 @@ def split_batch(batch: Any, microbatches: int, *, multiple: int = 1, allow_empty
             f"a batch of {samples} samples cannot be split into {microbatches} microbatches; "
             f"use a batch of at least {microbatches}, or a schedule with at most {samples} microbatches"
         )
-    leaves, form = tree_flatten(batch)
+    leaves, structure = tree_flatten(batch)
     sizes = [multiple * share for share in split_sizes(samples // multiple, microbatches)]
     last = max((i for i, size in enumerate(sizes) if size), default=0)
     sizes[last] += samples % multiple
     columns = [leaf.split(sizes) if _has_samples(leaf) else [leaf] * microbatches for leaf in leaves]
-    return [tree_unflatten([column[i] for column in columns], form) for i in range(microbatches)]
+    return [tree_unflatten([column[i] for column in columns], structure) for i in range(microbatches)]
 
 
 def join_outputs(outputs: Sequence[Any]) -> Any:
@@ -55,12 +55,13 @@ def join_outputs(outputs: Sequence[Any]) -> Any:
 
 def signatures(microbatches: Sequence[Any]) -> list[Hashable]:
     """What decides the shapes of everything that is computed from each microbatch."""
-    form = str(tree_flatten(microbatches[0])[1])  # all have the same
-    return [(form, tuple(_leaf_signature(leaf) for leaf in tree_flatten(m)[0])) for m in microbatches]
+    structure = str(tree_flatten(microbatches[0])[1])  # all have the same
+    return [(structure, tuple(_leaf_signature(leaf) for leaf in tree_flatten(m)[0])) for m in microbatches]
 
 
 def _leaf_signature(leaf: Any) -> Hashable:
-    # Of names and numbers only the type, because they may differ in every step. None and bools decide paths.
+    # Of texts and numbers only the type, because they may differ in every step: they must not decide shapes.
+    # None and bools may, because they decide paths.
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.dtype
     return leaf if leaf is None or isinstance(leaf, bool) else type(leaf).__name__

@@ -1,6 +1,6 @@
 """What one rank does of a schedule: its actions, and the messages between it and other ranks.
 
-A batch with fewer samples takes fewer microbatches, and so another list of actions. Stages, queues and known
+A batch with fewer samples takes fewer microbatches, and so another list of actions. Stages, routes and known
 shapes stay: they depend on which rank has which stage, and not on the number of microbatches.
 """
 
@@ -25,8 +25,8 @@ class RankSchedule:
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self.schedule, self.rank, self.actions = schedule, rank, schedule.actions[rank]
-        queues = schedule.queues
-        self.message_index = {a: (route, i) for route, sent in queues.items() for i, a in enumerate(sent)}
+        by_route = schedule.queues
+        self.message_index = {a: (route, i) for route, sent in by_route.items() for i, a in enumerate(sent)}
         last = schedule.stages - 1
         of_last = [a for a in schedule.actions[schedule.rank_of[last]] if a.stage == last]
         last_forward = max(i for i, a in enumerate(of_last) if a.op == "F")
@@ -51,7 +51,7 @@ class RankSchedules:
     """
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
-        self._rank = rank
+        self._rank, self._may_split = rank, schedule.splits
         self._rank_schedules: dict[Schedule, tuple[RankSchedule, RankSchedule]] = {}
         self._select(schedule)
 
@@ -62,13 +62,22 @@ class RankSchedules:
             return
         if other not in self._rank_schedules:
             other.check()
-            alike = other.rank_of == current.rank_of and other.queues.keys() == current.queues.keys()
-            if not alike or other.splits > current.splits:
+            if reason := self._why_not(other):
                 raise ValueError(
                     f"{other.name} with {other.stages} stages cannot take the place of {current.name} with "
-                    f"{current.stages}, because it lays them out otherwise: make another Pipeline for it"
+                    f"{current.stages}, because {reason}: make another Pipeline for it"
                 )
         self._select(other)
+
+    def _why_not(self, other: Schedule) -> str:
+        """Why this pipeline cannot follow `other`; empty if it can."""
+        if other.rank_of != self.schedule.rank_of:
+            return "its stages are others, or on other ranks"
+        if other.queues.keys() != self.schedule.queues.keys():
+            return "it sends between other ranks"
+        if other.splits and not self._may_split:
+            return "it splits backwards, and the first schedule of this Pipeline does not"
+        return ""
 
     def _select(self, schedule: Schedule) -> None:
         if schedule not in self._rank_schedules:

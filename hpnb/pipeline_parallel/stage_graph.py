@@ -17,7 +17,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -27,7 +27,14 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_map
 
-from hpnb.pipeline_parallel.boundary import Boundary, gradient_edges, tensors_in
+from hpnb.pipeline_parallel.boundary import (
+    Boundary,
+    clone_leaf,
+    detach_leaf,
+    gradient_edges,
+    grads_of,
+    tensors_in,
+)
 from hpnb.pipeline_parallel.loss import LossFunction, call_criterion
 from hpnb.pipeline_parallel.split_backward import SplitBackward
 
@@ -185,6 +192,7 @@ class StageGraph:
                 for p, grad in before.items():
                     p.grad = grad
         self._starts, self._started_from = [], []  # the launches are in the graphs
+        self._work = replace(work, inputs=None)  # the static inputs are here; the batch may go
 
     # --- what is captured --------------------------------------------------------------------------------
 
@@ -198,9 +206,9 @@ class StageGraph:
         self._started_from = [t for t in started_from if t.requires_grad]
         self._starts = gradient_edges(self._started_from)
         self._started_from = [t.detach() for t in self._started_from]
-        self._result = tree_map(_detach, self._result)
+        self._result = tree_map(detach_leaf, self._result)
         hands_on = work.loss is None or work.keeps_outputs
-        self._outputs = tree_map(_detach, outputs) if hands_on else None
+        self._outputs = tree_map(detach_leaf, outputs) if hands_on else None
         self.outputs_require_grad = [t.requires_grad for t in tensors_in(outputs)]
 
     def _run_backward(self) -> None:
@@ -211,9 +219,7 @@ class StageGraph:
         with split.deferring(self) if work.splits else split.fused():
             if self._starts:
                 torch.autograd.backward(self._starts, self._start_grads)
-        self._input_grads = [
-            torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self._leaves
-        ]
+        self._input_grads = grads_of(self._leaves)
 
     def _run_weights(self) -> None:
         self._work.split_backward.add_weight_gradients(self)
@@ -226,7 +232,7 @@ class StageGraph:
         _copy_all(self._hidden_tensors + self._input_tensors, tensors_in(hidden) + tensors_in(inputs))
         self._replay_forward()
         # Copies: this slot's next microbatch may come before the last reader is done.
-        return tree_map(_clone, self._outputs), tree_map(_clone, self._result)
+        return tree_map(clone_leaf, self._outputs), tree_map(clone_leaf, self._result)
 
     @torch.no_grad()
     def backward(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -285,11 +291,3 @@ def _copy_all(static: list[torch.Tensor], values: Sequence[torch.Tensor]) -> Non
 
 def _static(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _detach(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _clone(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf

@@ -12,7 +12,8 @@ stages.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ from hpnb.mesh import Axis
 from hpnb.meta_device import move_module
 from hpnb.models import Part
 from hpnb.pipeline_parallel import microbatches
+from hpnb.pipeline_parallel.boundary import clone_leaf
 from hpnb.pipeline_parallel.empty_batch_error import explaining_empty_batch
 from hpnb.pipeline_parallel.layers import Builder, Inputs, Layer, first_input, layers, shared_parameters
 from hpnb.pipeline_parallel.partition import How, cut
@@ -45,7 +47,7 @@ class Stages(nn.Module):
     `fully_shard` to shard. A Builder's layers are made here.
 
     Args:
-        cut: the layers of all stages, from `hpnb.pipeline_parallel.cut`.
+        stage_layers: the layers of all stages, from `hpnb.pipeline_parallel.cut`.
         numbers: those of this rank's stages.
         device: `hpnb.device()` by default.
         axis: the pipeline's axis, `mesh.pp`; None without ranks.
@@ -65,27 +67,27 @@ class Stages(nn.Module):
 
     def __init__(
         self,
-        cut: Sequence[Sequence[Layer]],
+        stage_layers: Sequence[Sequence[Layer]],
         numbers: Sequence[int],
         device: torch.device | str | None = None,
         axis: Axis | None = None,
     ) -> None:
         super().__init__()
         self.numbers = tuple(sorted(set(numbers)))
-        if not self.numbers or self.numbers[0] < 0 or self.numbers[-1] >= len(cut):
-            raise ValueError(f"stages {tuple(numbers)} are not among 0 to {len(cut) - 1}")
-        _check_buffers(cut)
+        if not self.numbers or self.numbers[0] < 0 or self.numbers[-1] >= len(stage_layers):
+            raise ValueError(f"stages {tuple(numbers)} are not among 0 to {len(stage_layers) - 1}")
+        _check_buffers(stage_layers)
         self.tied = tuple(
             TiedWeight(names, stages)
-            for names, stages in shared_parameters(cut).items()
+            for names, stages in shared_parameters(stage_layers).items()
             if len(set(stages)) > 1
         )
-        self.causal = any(layer.causal for stage_layers in cut for layer in stage_layers)
+        self.causal = any(layer.causal for of_stage in stage_layers for layer in of_stage)
         target = this_device() if device is None else torch.device(device)
         # A Builder's layers are made on the CPU and moved: values drawn there are the same everywhere.
         build_on = target if target.type == "meta" else None
-        self._layers = {stage: tuple(layer.built(build_on) for layer in cut[stage]) for stage in self.numbers}
-        rank_layers = [layer for stage_layers in self._layers.values() for layer in stage_layers]
+        self._layers = {s: tuple(layer.built(build_on) for layer in stage_layers[s]) for s in self.numbers}
+        rank_layers = [layer for of_stage in self._layers.values() for layer in of_stage]
         wrapped = [layer for layer in rank_layers if layer.kind in ("block", "layer")]
         self.units = [part.module for layer in wrapped for part in layer.parts]
         parts = [part for layer in rank_layers for part in layer.parts]
@@ -110,12 +112,14 @@ class Stages(nn.Module):
         """
         if stage not in self._layers:
             raise ValueError(f"stage {stage} is not here; this rank has {', '.join(map(str, self.numbers))}")
-        stage_layers = self._layers[stage]
-        first_parts = stage_layers[0].parts
-        if hidden is not None and first_parts and getattr(first_parts[0].module, "inplace", False):
-            hidden = tree_map(_clone, hidden)  # it arrives as a leaf, which autograd does not let change
+        first, *others = self._layers[stage]
+        # `hidden` arrives as a leaf, which autograd does not let change.
+        if hidden is not None and first.parts and _changes_its_input(first.parts[0].module):
+            hidden = tree_map(clone_leaf, hidden)
         with explaining_empty_batch("model", inputs):
-            for layer in stage_layers:
+            with _explaining_in_place(stage, first):
+                hidden = first.run(hidden, inputs)
+            for layer in others:
                 hidden = layer.run(hidden, inputs)
         return hidden
 
@@ -290,8 +294,27 @@ def _describe_stage(
     }
 
 
-def _clone(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
+@contextmanager
+def _explaining_in_place(stage: int, first: Layer) -> Iterator[None]:
+    """Around the first layer of a stage: autograd's error does not say which leaf it means."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "leaf Variable that requires grad" not in str(error):
+            raise
+        name = f"layer {first.parts[0].name}, " if first.parts else ""
+        raise RuntimeError(
+            f"{name}the first layer of stage {stage}, changes its input in place, and a stage must not change "
+            "what it receives from the stage before: cut the model elsewhere (cut=[...] says how many layers "
+            "each stage gets), or let the layer compute a new tensor (relu instead of relu_)"
+        ) from error
+
+
+def _changes_its_input(module: nn.Module) -> bool:
+    """Whether the first that `module` does is an in-place operation, as far as modules say so."""
+    while isinstance(module, nn.Sequential) and len(module):
+        module = module[0]
+    return bool(getattr(module, "inplace", False))
 
 
 class _Path(nn.Module):

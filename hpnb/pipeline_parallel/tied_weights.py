@@ -1,7 +1,8 @@
 """Tied weights: one weight that several stages use, such as GPT-2's embedding and head.
 
-Each of the stages computes with a copy. The copies start equal (`tie_weights`), and the gradient of each is
-the sum of all copies' gradients (`sum_tied_gradient`, at the end of every step), so they stay equal.
+Each rank that has one or several of these stages computes with a copy. The copies start equal
+(`tie_weights`), and the gradient of each is the sum of all copies' gradients (`sum_tied_gradient`, at the end
+of every step), so they stay equal.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def test_a_nested_first_layer_in_place_is_trained_exactly() -> None:
 
 def test_a_first_layer_that_changes_its_input_names_itself_and_the_cut() -> None:
     with pytest.raises(
-        hpnb.RankError, match=r"layer 1, the first layer of stage 1, changes its input in place.*cut"
+        hpnb.RankError, match=r"layer 1, the first one of stage 1, changes its input in place.*cut"
     ):
         hpnb.launch(train_nested, "function", ranks=2, device="cpu")
 

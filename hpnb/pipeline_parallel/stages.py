@@ -302,9 +302,9 @@ def _explaining_in_place(stage: int, first: Layer) -> Iterator[None]:
     except RuntimeError as error:
         if "leaf Variable that requires grad" not in str(error):
             raise
-        name = f"layer {first.parts[0].name}, " if first.parts else ""
+        name = f"layer {first.parts[0].name}" if first.parts else "a layer"
         raise RuntimeError(
-            f"{name}the first layer of stage {stage}, changes its input in place, and a stage must not change "
+            f"{name}, the first one of stage {stage}, changes its input in place, and no stage may change "
             "what it receives from the stage before: cut the model elsewhere (cut=[...] says how many layers "
             "each stage gets), or let the layer compute a new tensor (relu instead of relu_)"
         ) from error

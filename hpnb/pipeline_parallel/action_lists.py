@@ -5,7 +5,7 @@
 
     rank_of   {0: 0, 1: 1}                 stage 1 is on rank 1
     needs     1B0 -> 1F0;  0B0 -> 0F0 1B0
-    queues    {(0, 1): 0F0 0F1, (1, 0): 1B0 1B1}: what is sent, in the sender's order
+    queues    {(0, 1): 0F0 0F1, (1, 0): 1B0 1B1}: the messages of each route, in the sender's order
     order     of all actions, each after what it needs
 
 `Schedule` (schedule.py) adds what is done with them. check.py, draw_grid.py and simulate.py read them.
@@ -107,15 +107,15 @@ class ActionLists:
     def queues(self) -> dict[tuple[int, int], tuple[Action, ...]]:
         """{(source rank, destination rank): the actions whose results are sent, in the sender's order}.
 
-        Between two stages of one rank nothing is sent.
+        Between two stages of one rank nothing is sent. What carries the messages is in `transfers.py`.
         """
-        queues: dict[tuple[int, int], list[Action]] = defaultdict(list)
+        by_route: dict[tuple[int, int], list[Action]] = defaultdict(list)
         for source, actions in enumerate(self.actions):
             for action in actions:
                 stage = self.receiving_stage(action)
                 if stage is not None and (target := self.rank_of.get(stage, source)) != source:
-                    queues[source, target].append(action)
-        return {pair: tuple(queues[pair]) for pair in sorted(queues)}
+                    by_route[source, target].append(action)
+        return {route: tuple(by_route[route]) for route in sorted(by_route)}
 
     @cached_property
     def order(self) -> tuple[tuple[int, int, Action], ...]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from hpnb.pipeline_parallel.action import Action
 from hpnb.pipeline_parallel.action_lists import ActionLists
+from hpnb.pipeline_parallel.simulate import replay
 
 Position = tuple[int, int]  # (rank, step of its list)
 _WIDTH = 160  # characters that a grid may have before its middle is left out
@@ -24,13 +24,9 @@ def draw_grid(schedule: ActionLists) -> str:
     steps = schedule.steps_done
     if stuck := {(r, steps[r]) for r, row in enumerate(schedule.actions) if steps[r] < len(row)}:
         return draw_lists(schedule, stuck)
-    free, ends = [0] * schedule.ranks, dict[Action, int]()
-    cells: dict[Position, str] = {}
-    for rank, _, action in schedule.order:
-        start = max([free[rank], *(ends[need] for need in schedule.needs(action))])
-        cells[rank, start] = str(action)
-        free[rank] = ends[action] = start + 1
-    return _table(cells, schedule.ranks, max(free, default=0), idle=".")
+    events = replay(schedule, lambda action: 1).events
+    cells = {(e.rank, int(e.start)): f"{e.stage}{e.op}{e.microbatch}" for e in events}
+    return _table(cells, schedule.ranks, max((int(e.end) for e in events), default=0), idle=".")
 
 
 def draw_lists(schedule: ActionLists, marks: Collection[Position]) -> str:

@@ -35,9 +35,9 @@ Gradients = GradientSink | nn.Module | Callable[[nn.Module], Any] | None
 class GradReady:
     """Knows which action completes which gradients on this rank, and calls the sink's `ready` for them.
 
-    A step calls `begin`, with CUDA graphs `use_static_grads`, and one of the three methods above for each of
-    its W and B; at the end `finish`, or `drop` if it has failed. The stages that use a parameter are its
-    uses: its gradient is complete when all uses of this rank are closed.
+    A step calls `begin`, then `use_static_grads` if it replays CUDA graphs, then one of the three methods
+    above for each of its W and B. At the end it calls `finish`, or `drop` if it has failed. Each stage of
+    this rank that has a parameter is one use of it, and its gradient is complete when all uses are closed.
 
     Args:
         by_stage: {stage: its trainable parameters}, of this rank's stages.

@@ -28,7 +28,11 @@ Pairs = tuple[frozenset[int], ...]
 
 
 def overlapped_pairs(schedule: Schedule) -> Pairs:
-    """All F with the B or I directly after them that can overlap. `schedule` is one that runs.
+    """Which F can overlap the B or I directly after them. `schedule` is one that runs.
+
+    All returned pairs can overlap in the same step. No pair could be added to them in the schedules of
+    `schedules.py`. In lists that are written by hand one could in rare cases, because pairs are taken out one
+    by one, and the first that is taken out need not be the one that is in the way.
 
     The two are of different stages, so 1F1B has no pair: modules have state for one use at a time, such as
     unsharded weights, and with recomputation a backward runs those of its stage forward again.
@@ -42,7 +46,7 @@ def overlapped_pairs(schedule: Schedule) -> Pairs:
         for actions in schedule.actions
     ]
     for rank, step, group in _runnable_groups(schedule, pairs):
-        if not group:
+        if not group:  # all ranks wait: the generator goes on with this F and its backward one by one
             pairs[rank].discard(step)
     return tuple(map(frozenset, pairs))
 
@@ -52,8 +56,9 @@ def _runnable_groups(
 ) -> Iterator[tuple[int, int, Sequence[Action]]]:
     """(rank, step, the action or the pair that it does there), in an order in which they can be done.
 
-    Where all ranks wait, one of them waits for a backward that needs the forward of its pair: then this gives
-    (its rank, its step, no actions), and goes on if that pair is taken out of `pairs`.
+    Where all ranks wait, some pair has a backward that needs its forward, by way of other ranks. Then this
+    gives (rank, step, no actions) of the first pair whose forward could run alone, and goes on if the caller
+    takes that pair out of `pairs`.
     """
     steps, done = [0] * schedule.ranks, set[Action]()
 

@@ -183,8 +183,9 @@ def interleaved(rank: PipelineRank) -> Iterator[Action]:
     chunks = groups * [chunk for chunk in range(v) for _ in range(p)]
     forwards = [f"F{chunk}" for chunk in chunks]
     backwards = [f"B{v - 1 - chunk}" for chunk in chunks]
-    # Each passes through one chunk: p through every chunk but the last, and two for each later rank, one on
-    # the way there and one on the way back. The steady state begins with one more.
+    # A microbatch meets its last chunk after p forwards through each chunk before. From there it passes every
+    # later rank twice, as a forward and as a backward, and this rank does one more forward in each of these
+    # times. The steady state begins with a forward.
     num_warmup = min(2 * rank.ranks_after + (v - 1) * p, len(forwards))
     num_steady = len(forwards) - num_warmup
     steady = [word for pair in zip(forwards[num_warmup:], backwards, strict=False) for word in pair]
@@ -221,8 +222,8 @@ def zb_v(rank: PipelineRank) -> Iterator[Action]:
         + "F0 I0 W F1 I1 W " * (num_microbatches - 2 * p + r + 1)  # steady state
         + "I0 W F1 I1 W " * (p - r - 1)  # cool-down: no F0 is left, the last F1 are on their way to rank 0
         + "I0 I1 " * r  # gradients first, because other ranks wait for them
-        + "I0 W " * (p - r)  # weight gradients that have waited fill the gaps
-        + "W " * (2 * r)
+        + "I0 W " * (p - r)  # one W for each I again, the one that has waited longest
+        + "W " * (2 * r)  # what is left of those that have waited
     )
     return _number_words(words, rank)
 
@@ -230,22 +231,22 @@ def zb_v(rank: PipelineRank) -> Iterator[Action]:
 def dualpipe_v(rank: PipelineRank) -> Iterator[Action]:
     """One direction of DualPipe (DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1), folded into a V.
 
-    It pairs an F0 with a B1 and an F1 with a B0, so that kernels of one overlap messages of the other. Where
-    stages send tokens to experts, a pair runs so (`overlapped_pairs.py`). Else a rank does one action after
-    the other, F before B, and a pair takes the time of both. That leaves half of zb-h1's idle time where F, I
-    and W are about equal; the pairs are what it has over zb-v.
+    The steady state pairs an F0 with a B1, and an F1 with a B0, so that the kernels of one can overlap the
+    messages of the other. They do where stages send tokens to experts (`overlapped_pairs.py`). Elsewhere a
+    rank does F, then B, and a pair takes the time of both. Then half of zb-h1's idle time is left if F, I and
+    W are about equal, and zb-v leaves less: overlapped pairs are the reason to use this schedule.
     """
     p, r, m = rank.num_ranks, rank.index, rank.num_microbatches
-    # From here on backwards are split. Even k are of chunk 1, odd k of chunk 0.
+    # The last backwards, of chunk 1 and chunk 0 in turn: r + 1 are not split, and r + 1 are.
     turn_to_split = [f"{'B' if k <= r else 'I'}{1 - k % 2}" for k in range(2 * r + 2)]
     words = (
-        "F0 " * (2 * (p - r - 1))
-        + "F0 F1 " * (r + 1)
-        + "I1 W F1 " * (p - r - 1)
-        + "F0 B1 F1 B0 " * (m - 2 * p + r + 1)
-        + "B1 F1 B0 " * (p - r - 1)
+        "F0 " * (2 * (p - r - 1))  # warm-up: towards the turn
+        + "F0 F1 " * (r + 1)  # both ways
+        + "I1 W F1 " * (p - r - 1)  # backwards start at the end of the V, which is on rank 0
+        + "F0 B1 F1 B0 " * (m - 2 * p + r + 1)  # steady state: two pairs
+        + "B1 F1 B0 " * (p - r - 1)  # cool-down: no F0 is left
         + " ".join(turn_to_split)
-        + " W I0" * (p - r - 1)
+        + " W I0" * (p - r - 1)  # weight gradients fill the gaps
         + " W" * (r + 1)
     )
     return _number_words(words, rank)

@@ -29,7 +29,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -49,7 +48,7 @@ class SplitBackward:
         split.add_weight_gradients(key)                 # W
 
     Modules keep class, weights, names, hooks and state dict: only `forward` of the instance is replaced,
-    and of deep copies, until `remove`. A newer SplitBackward of the same modules takes its place. Outside
+    and of deep copies. A newer SplitBackward of the same modules takes the place of this one. Outside
     `deferring` and `fused` backwards are as before, backwards of backwards included.
 
     Inside `deferring`, post-accumulate hooks (`register_post_accumulate_grad_hook`) fire during I, before W
@@ -65,7 +64,6 @@ class SplitBackward:
 
     def __init__(self, modules: Iterable[nn.Module], min_flops: float = 0.0) -> None:
         self.min_flops = min_flops
-        self._patches: WeakSet[_PatchedForward] = WeakSet()  # those of deep copies too
         self._queues: dict[Hashable, _Queue] = {}
         # The mode. It holds in all threads, because autograd runs backwards in one thread for each GPU.
         self._intercepts = False  # whether weight gradients are added by hand
@@ -80,12 +78,6 @@ class SplitBackward:
             # A forward that somebody else has set here does more than that of the class: it stays.
             if rule is not None and (current is None or isinstance(current, _PatchedForward)):
                 module.forward = _PatchedForward(module, rule, self)
-
-    def remove(self) -> None:
-        """Restore the forward of the modules and of their deep copies."""
-        for patch in list(self._patches):
-            if patch.module.__dict__.get("forward") is patch:
-                del patch.module.__dict__["forward"]
 
     # --- I, or an unsplit backward ----------------------------------------------------------------
 
@@ -165,8 +157,8 @@ class SplitBackward:
         self._queues.clear()
 
     # A module refers to its SplitBackward through its patched forward. A deep copy of the module shares the
-    # SplitBackward: it is split as the original is, with the weights of the copy, until `remove`. A pickled
-    # module gets an empty one, which never defers.
+    # SplitBackward: it is split as the original is, with the weights of the copy. A pickled module
+    # gets an empty one, which never defers.
 
     def __deepcopy__(self, _: dict[int, object]) -> SplitBackward:
         return self
@@ -191,7 +183,6 @@ class _PatchedForward:
 
     def __init__(self, module: nn.Module, rule: WeightGradientRule, split: SplitBackward) -> None:
         self.module, self.rule, self.split = module, rule, split
-        split._patches.add(self)
 
     def __deepcopy__(self, memo: dict[int, object]) -> _PatchedForward:
         return _PatchedForward(copy.deepcopy(self.module, memo), self.rule, self.split)
@@ -209,8 +200,8 @@ class _PatchedForward:
         return _Split.apply(x, weight, bias, self, dtype)
 
     def _is_small(self, x: Any) -> bool:
-        """Whether forward and backward of `x` are fewer FLOPs than `min_flops`: per use of a weight, 2 for
-        each of y, dx and dA."""
+        """Whether forward and backward of `x` take fewer FLOPs than `min_flops`. Each use of an element of
+        the weight takes 2 FLOPs for y, 2 for dx and 2 for dA."""
         weight = self.module._parameters.get("weight")
         if type(x) is not torch.Tensor or type(weight) is not nn.Parameter:
             return False

@@ -100,11 +100,12 @@ def _twin_with_masters(plugin: HybridParallelPlugin, optimizer: Optimizer | None
 
 
 def use_fused_adam(optimizer: Optimizer) -> None:
-    """One kernel for Adam, on GPUs, unless the user has chosen another implementation."""
+    """One kernel for Adam, on GPUs, unless the user has chosen an implementation, also by fused=False."""
     if this_device().type != "cuda" or type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return
     for group in optimizer.param_groups:
-        if not any(group.get(other) for other in ("foreach", "capturable", "differentiable")):
+        chosen = any(group.get(option) is not None for option in ("fused", "foreach"))
+        if not chosen and not group.get("capturable") and not group.get("differentiable"):
             group["fused"] = True
 
 

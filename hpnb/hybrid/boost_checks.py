@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -20,6 +22,7 @@ from hpnb.pipeline_parallel import Builder
 from hpnb.precision import Masters
 
 boosted_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_half_boosted: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # by a boost that failed
 _OF_TORCH = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
 
 
@@ -37,6 +40,11 @@ def check_boost(plugin: HybridParallelPlugin, model: Any, optimizer: Any) -> Non
             raise ValueError(
                 f"this {type(model).__name__} has been boosted before, which changes it in place: go on with "
                 "what that boost returned, or boost a new model"
+            )
+        if model in _half_boosted:
+            raise ValueError(
+                f"a boost of this {type(model).__name__} failed after it had changed the model in place: "
+                "boost a new model"
             )
     elif isinstance(model, Builder):
         _check_builder(plugin)
@@ -72,6 +80,31 @@ def check_boost(plugin: HybridParallelPlugin, model: Any, optimizer: Any) -> Non
                 f"{foreign} of the {len(parameters)} parameters of this {type(optimizer).__name__} are not "
                 "the model's; make it of the parameters of the model that is boosted"
             )
+
+
+@contextmanager
+def marked_if_changed(model: Any) -> Iterator[None]:
+    """Strategies are applied to `model`: if they fail after they have changed it, no later boost takes it."""
+    if not isinstance(model, nn.Module):
+        yield
+        return
+    before = _describe(model)
+    try:
+        yield
+    except BaseException:
+        if _describe(model) != before:
+            _half_boosted.add(model)
+        raise
+
+
+def _describe(model: nn.Module) -> list[Any]:
+    """What strategies change of a model: the classes of modules, their forwards and hooks, and parameters."""
+    modules = [
+        (name, type(m), id(vars(m).get("forward")), len(m._forward_hooks), len(m._forward_pre_hooks))
+        for name, m in model.named_modules()
+    ]
+    tensors = [(name, id(p), p.dtype, tuple(p.shape), p.device) for name, p in model.named_parameters()]
+    return [modules, tensors, id(vars(model).get("_loss_function"))]
 
 
 def _refuse_torch_data_parallel(model: nn.Module) -> None:

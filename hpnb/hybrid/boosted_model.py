@@ -1,15 +1,15 @@
-"""The model on one rank of dp x pp x tp: what `Booster.boost` returns.
+"""One rank's part of a model on any layout: what `Booster.boost` returns.
 
     without a pipeline   outputs = model(**batch); booster.backward(outputs.loss, optimizer)
-    with one             booster.execute_pipeline(data_iter, model, criterion, optimizer)
-                         which also works without, microbatch after microbatch
+    with or without one  booster.execute_pipeline(data_iter, model, criterion, optimizer)
 
-Both reduce gradients once a step. The hooks that the first way needs are off during the second.
+Both reduce gradients once a step. The hooks that a plain backward needs are off in `execute_pipeline`.
 """
 
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -59,7 +59,7 @@ class Boosted(nn.Module):
 
     Args:
         module: the model, or this rank's `Stages` of it.
-        axes: those along which parameters may be sharded: dp, pp, and those of tensor parallelism.
+        axes: along which parameters may be sharded: ZeRO's, pp, those of tensor and expert parallelism.
         pipe: the pipeline, if there is one; otherwise `run` makes one with a single stage.
         replica: the DataParallel that reduces gradients during a plain backward, if there is one.
         model_loss: the loss that the model computes from labels, where it can be computed outside of it.
@@ -111,6 +111,7 @@ class Boosted(nn.Module):
         self.packing_warning = PackingWarning(causal or context is not None, config)
         self._pipe, self._syncs = pipe, True
         self._frees_other_stages, self._compares_batch = pipe is not None, True  # in the first step
+        self._takes = list(inspect.signature(module.forward).parameters)
         self._trained = [p for p in module.parameters() if p.requires_grad]
         self._criterion: Criterion | None = None
         self._checked_criteria: set[object] = set()
@@ -173,7 +174,7 @@ class Boosted(nn.Module):
         refuse_forward(self.module)
         self._check_filled()
         self._compare_first_batch((args, kwargs))
-        batch = self._prepare_batch(args), self._prepare_batch(kwargs)
+        batch = self._prepare_batch(args, self._takes), self._prepare_batch(kwargs)
         (args, kwargs), share = self.weigher.enter(batch, self.training)
         kwargs = {**kwargs, **self._cache.arguments(kwargs, self.training, len(args))}
         self._broadcast_buffers()
@@ -359,8 +360,9 @@ class Boosted(nn.Module):
             check_same_batch(batch, self.plugin.mesh.cp, self.plugin.mesh.tp)
             self._compares_batch = False
 
-    def _prepare_batch(self, batch: Any) -> Any:
-        """The batch on this rank's device, with inputs in the dtype of the weights."""
+    def _prepare_batch(self, batch: Any, takes: Sequence[str] = ()) -> Any:
+        """The batch on this rank's device, with inputs in the dtype of the weights. A tuple has an input and
+        targets, or the arguments of a forward that `takes` these names."""
         dtype = self.plugin.policy.weights
 
         def cast(x: Any) -> Any:
@@ -378,7 +380,8 @@ class Boosted(nn.Module):
         if isinstance(batch, Mapping):
             return {n: value if n in TARGET_NAMES else tree_map(cast, value) for n, value in batch.items()}
         if isinstance(batch, tuple | list):
-            return tuple(tree_map(cast, value) if i == 0 else value for i, value in enumerate(batch))
+            kept = {i for i, n in enumerate(takes) if n in TARGET_NAMES} if takes else {*range(1, len(batch))}
+            return tuple(value if i in kept else tree_map(cast, value) for i, value in enumerate(batch))
         return cast(batch)
 
     def _count_targets(self, inputs: Any) -> torch.Tensor:

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import GPT2ForSequenceClassification, GPT2LMHeadModel, ViTForImageClassification
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from hpnb.data.tokenizer import IGNORE_INDEX
 from hpnb.models.plan_parts import has_plan
@@ -77,10 +78,15 @@ def find_model_loss(model: nn.Module, in_stages: bool = False) -> ModelLoss | No
 def _call_loss_function(
     model: Any, loss_function: Callable[..., torch.Tensor], outputs: Any, labels: torch.Tensor
 ) -> torch.Tensor:
-    """Call a replaced `loss_function` with the arguments that the forward of `model` would pass."""
+    """Call a replaced `loss_function` with the arguments that the forward of `model` would pass. Only the
+    logits of all tokens of a text that is classified are not there, because the last stage pools them."""
     labels = labels.to(outputs.logits.device)
     if isinstance(model, ViTForImageClassification):
         return loss_function(labels, outputs.logits, model.config)
+    if isinstance(model, GenericForTokenClassification):
+        return loss_function(outputs.logits, labels, model.config)
+    if isinstance(model, GenericForSequenceClassification):
+        return loss_function(logits=None, labels=labels, pooled_logits=outputs.logits, config=model.config)
     if isinstance(model, GPT2LMHeadModel):
         return loss_function(outputs.logits, labels, vocab_size=model.config.vocab_size)
     return loss_function(logits=outputs.logits, labels=labels, vocab_size=model.config.vocab_size)

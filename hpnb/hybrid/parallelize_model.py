@@ -35,7 +35,12 @@ from hpnb import context_parallel, expert_parallel, tensor_parallel
 from hpnb.caller_frame import warn_caller
 from hpnb.expert_parallel import ExpertParallel, SelectionBias
 from hpnb.hybrid.apply_data_parallel import apply_data_parallel, flatten_masters, use_fused_adam
-from hpnb.hybrid.boost_checks import boosted_models, check_boost, check_parameters_of_stages
+from hpnb.hybrid.boost_checks import (
+    boosted_models,
+    check_boost,
+    check_parameters_of_stages,
+    marked_if_changed,
+)
 from hpnb.hybrid.boosted_model import Boosted
 from hpnb.hybrid.boosted_optimizer import BoostedOptimizer, drop_remote_parameters
 from hpnb.hybrid.checkpoint.model_outline import ModelOutline
@@ -61,15 +66,34 @@ def parallelize_model(
     """Parallelize `model` as `plugin` says, and make `optimizer` step it; both in place. The batch `example`
     is for cut="flops" and "time"."""
     check_boost(plugin, model, optimizer)
-    mesh, cuda_graphs = plugin.connect(), _uses_cuda_graphs(plugin)
-    replicas_of_shards, data_axis = plugin.zero_axes
-    axes = [data_axis, mesh.pp]
+    plugin.connect()
     state = optimizer.state_dict() if optimizer is not None and optimizer.state else None
-    model_loss, causal, context, experts, selection_bias = None, False, None, None, None
     unfilled = Unfilled(model) if isinstance(model, nn.Module) else None
     outline = ModelOutline(model) if isinstance(model, PreTrainedModel) else None
     if isinstance(model, nn.Module):
         _prepare(model, plugin, optimizer)
+    with marked_if_changed(model):
+        boosted = _apply_strategies(plugin, model, optimizer, example, state, unfilled, outline)
+    if isinstance(model, nn.Module):
+        boosted_models.add(model)
+    return boosted
+
+
+def _apply_strategies(
+    plugin: HybridParallelPlugin,
+    model: Model,
+    optimizer: Optimizer | None,
+    example: Any,
+    state: dict[str, Any] | None,
+    unfilled: Unfilled | None,
+    outline: ModelOutline | None,
+) -> Boosted:
+    """Change the model, strategy after strategy; `state` is what the optimizer has before."""
+    mesh, cuda_graphs = plugin.mesh, _uses_cuda_graphs(plugin)
+    replicas_of_shards, data_axis = plugin.zero_axes
+    axes = [data_axis, mesh.pp]
+    model_loss, causal, context, experts, selection_bias = None, False, None, None, None
+    if isinstance(model, nn.Module):
         if plugin.cp_size > 1:
             skip_first_step_check(model)
         if plugin.tp_size > 1:
@@ -95,8 +119,8 @@ def parallelize_model(
                 experts.in_batch = lambda: made.in_batch
         # Tensor parallelism and the chunked loss set a loss function for what their output layer gives.
         of_shards = hasattr(vars(model).get("_loss_function"), "vocab_shard")
-        in_stages = plugin.pp_size > 1 and not of_shards and not plugin.loss_chunk
-        model_loss, causal = find_model_loss(model, in_stages), _is_causal(model)
+        last_stage_calls_loss = plugin.pp_size > 1 and not of_shards and not plugin.loss_chunk
+        model_loss, causal = find_model_loss(model, last_stage_calls_loss), _is_causal(model)
         if _compiles(plugin) and not (adds_balance and plugin.pp_size > 1):  # stages look into their blocks
             compile_blocks(model, whole=_compiles_whole_blocks(plugin))
             if _compiles_whole_blocks(plugin):  # a split backward defers the weight gradients of a Conv2d
@@ -154,8 +178,6 @@ def parallelize_model(
         if state is not None:
             boosted_optimizer.load_state_dict(state)
     _seed_dropout(plugin)
-    if isinstance(model, nn.Module):
-        boosted_models.add(model)
     return boosted
 
 
@@ -163,7 +185,7 @@ def parallelize_model(
 
 
 def _prepare(model: nn.Module, plugin: HybridParallelPlugin, optimizer: Optimizer | None) -> None:
-    """What is to be changed while no strategy has been applied."""
+    """What is to be changed while no strategy has been applied. Doing it twice changes nothing more."""
     model.zero_grad()  # full gradients fit no shard
     _accept_empty_batch(model)
     if plugin.enable_flash_attention or plugin.enable_all_optimization:

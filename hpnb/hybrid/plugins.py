@@ -46,7 +46,8 @@ class HybridParallelPlugin(PluginOptions):
             CPU, and on a GPU bf16, or fp16 if it has no bf16; `plugin.policy.name` says which.
         num_microbatches: of a batch in `execute_pipeline`; if it is set, microbatch_size is ignored.
         microbatch_size: samples of a microbatch; a batch then has as many microbatches as it needs. Without
-            either there are four for each rank of the pipeline, and at most one a sample.
+            either there are four for each rank of a pipeline, and at most one a sample; one without a
+            pipeline.
         pp_style: a schedule's name (`hpnb.pipeline_parallel.schedules`).
         num_model_chunks: pipeline stages on each rank. "zb-v" and "dualpipe-v" always have two.
         tp_mode, tp_depth: "1d", "2d", "2.5d" or "3d", and the depth of "2.5d".
@@ -65,7 +66,8 @@ class HybridParallelPlugin(PluginOptions):
         enable_flash_attention: PyTorch's scaled_dot_product_attention. A model that cannot use it, such as
             Gemma 2 or GPT-OSS, is refused; enable_all_optimization keeps its attention.
         enable_jit_fused: torch.compile on GPUs: of whole blocks, or between linears if tp_size > 1 or the
-            schedule splits backwards (`hpnb.hybrid.compile_blocks`); and Adam as above.
+            schedule splits backwards (`hpnb.hybrid.compile_blocks`). With 16-bit weights also Adam in one
+            pass (`hpnb.precision.flat_adam`); PyTorch's fused kernel takes enable_all_optimization.
         enable_cuda_graphs: `execute_pipeline` replays each stage's forward and backward as CUDA graphs, which
             makes small microbatches faster. A stage that cannot be captured runs as before, with a warning:
             one with messages inside (tp_size, cp_size or ep_size above 1), and ZeRO 3.

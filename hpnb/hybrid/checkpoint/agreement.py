@@ -1,7 +1,8 @@
 """Ranks write and read files together: a process group for it, and agreement on errors.
 
-A rank that fails alone would leave the others waiting in the next collective. So whatever may fail on one
-rank runs inside `attempt`, after which either all ranks continue or all raise.
+A rank that fails alone would leave the others waiting in the next collective. So what may fail on one rank,
+such as reading a file, runs inside `attempt`, after which either all ranks continue or all raise. Ctrl-C is
+no such error: it ends this rank at once, and others wait until the launch or a timeout ends them.
 
 The group is gloo's and has no other messages, so a save in the background does not meet those of training.
 """
@@ -64,7 +65,8 @@ def agree(error: BaseException | None, group: dist.ProcessGroup) -> None:
 
 
 def attempt(work: Callable[[], Any], group: dist.ProcessGroup) -> Any:
-    """The result of `work` on this rank, if it succeeds on all ranks. `work` itself sends nothing."""
+    """The result of `work` on this rank, if it succeeds on all ranks; otherwise all raise. `work` itself
+    sends nothing: where it fails before a message, other ranks would wait for that message."""
     result, error = None, None
     try:
         result = work()

@@ -47,8 +47,8 @@ from hpnb.hybrid.checkpoint.write_files import WrittenFiles
 
 
 def begin(path: Path, replaces: Collection[str] | None = None) -> Path:
-    """An empty folder to write into, which `commit` makes `path`. What may be there without a manifest is in
-    `replaces`; None is anything."""
+    """An empty folder to write into, which `commit` renames to `path`. If there is a folder `path` without a
+    manifest, it may have only what `replaces` names; None allows anything."""
     _make_folder(path.parent)
     _refuse_file(path)
     with run_lock.exclusive(path.parent):

@@ -6,8 +6,9 @@
 Its messages are those of one group, so whatever else this process saves or loads, also by another Booster,
 waits for it first (`finish_running`).
 
-What the next step would change is copied at once. On a GPU a stream of its own copies, and the optimizer's
-next step waits for the copies on the device, so the host does not wait. A thread writes the rest.
+What the next step would change is copied at once, and a thread writes the copies. On a GPU most copies are
+made on a separate stream, and the optimizer's next step waits for them on the device. Buffers and averages
+may change before that step, so the current stream copies them. In both cases the host does not wait.
 """
 
 from __future__ import annotations

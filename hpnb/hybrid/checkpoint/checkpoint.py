@@ -84,7 +84,9 @@ def save(
     def collect() -> tuple[Any, dict[str, Any], ShardedState]:
         """What this rank will write."""
         shards = weight_shards(model, copy)
-        of_averages = {name: weight_shards(average, copy) for name, average in (averages or {}).items()}
+        # An average may change before the optimizer's next step, for which later copies wait.
+        soon = lambda tensor, _: copy(tensor, True)  # noqa: E731
+        of_averages = {name: weight_shards(average, soon) for name, average in (averages or {}).items()}
         state = pipeline_state(model, copy)
         state.values[f"random/{group.rank()}"] = pack("a random state", random_state())
         if optimizer is not None:
@@ -139,8 +141,8 @@ def load(
 ) -> Any:
     """Load what `save` wrote, and return its extra; see `Booster.load`.
 
-    Everything is read and checked on all ranks before anything is changed on one. The dataloader alone is not
-    checked but loaded, first, and gets its place back if it refuses the new one on a rank.
+    Everything is read and checked on all ranks before anything is changed on one. Only a dataloader cannot be
+    checked without loading. So it is loaded first, and all ranks undo that if it refuses its state on one.
     """
     group = files_group()
     folder, manifest = verify_folder(path, group)
@@ -173,9 +175,9 @@ def load(
     random_states = [values[random_label]] if same_layout else []
     attempt(lambda: _check_states(folder, states, random_states), group)
     attempt(lambda: _check_layout(folder, manifest.get("layout"), saved_layout(model), stored), group)
-    weights = [WeightLoader(model, folder / MODEL, group)]
+    weights = [WeightLoader(model, folder / MODEL, group, is_verified=True)]
     for name, average in (averages or {}).items():
-        weights.append(WeightLoader(average, folder / AVERAGES / name, group))
+        weights.append(WeightLoader(average, folder / AVERAGES / name, group, is_verified=True))
     optimizer_state = None if optimizer is None else OptimizerLoader(optimizer, stored, group)
     if lr_scheduler is not None:
         _check_loads(lr_scheduler, states["lr_scheduler"], folder, group)

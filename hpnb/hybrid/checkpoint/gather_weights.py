@@ -83,7 +83,7 @@ def weight_shards(
             continue
         placement = placement_of(value, name)
         first_name = first_names.setdefault(id(value), placement.tied_to or name)
-        if not is_writer(placement, model.axes):
+        if not offers_shard(placement, model.axes):
             continue
         tensor: torch.Tensor = value
         is_master = value in masters
@@ -100,7 +100,7 @@ def weight_shards(
     return shards
 
 
-#   axis                    do its ranks hold equal shards                who writes
+#   axis                    do its ranks hold equal shards                who offers them
 #   tp and its parts, cp    of what is not sharded along it               the first rank
 #   dp, edp                 without ZeRO                                  all; equal shards are taken once
 #   dp.0, edp.0             always: they are replicas of shards           the first rank
@@ -110,9 +110,9 @@ def weight_shards(
 _MAY_SHARD = ("dp", "dp_cp", "dp.1", "dp_cp.1", "edp", "edp.1", "ep", "pp")
 
 
-def is_writer(placement: Placement, axes: Sequence[Axis]) -> bool:
-    """Whether this rank writes its shard. Along an axis that is not in _MAY_SHARD, and along which the tensor
-    is not sharded, only the first rank does.
+def offers_shard(placement: Placement, axes: Sequence[Axis]) -> bool:
+    """Whether this rank offers its shard to be written; rank 0 takes one of equal shards. Along an axis that
+    is not in _MAY_SHARD, and along which the tensor is not sharded, only the first rank does.
 
     All could not: in a bucket of ZeRO with matrices that are sharded unevenly along tp and vectors that are
     not, the cuts along dp fall elsewhere on each rank of tp, and shards of a vector would overlap."""

@@ -2,8 +2,8 @@
 
     exp_avg/vit.layers.0.mlp.fc1.weight    tensors as large as their parameter, under the parameter's name
     value/.../vit.layers.0.mlp.fc1.weight  other values
-    optimizer/counters/0 .. n-1            counters, those of a rank in one entry
-    optimizer, names/0 .. names/n-1        the options of each group and the loss scaler; who is in a group
+    optimizer/counters/0 ...               counters, those that a rank writes in one entry
+    optimizer, names/0 ...                 the options of each group and the loss scaler; who is in a group
 
 A tensor as large as its parameter is sharded as the parameter is now, whatever the layout was when it was
 saved (`hpnb.optimizer_state` has the rule). A tied weight stands under its first name. Masters are the
@@ -12,8 +12,9 @@ weights in the model's own files, so they are not here, unless an optimizer is s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
+from math import prod
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from torch.optim import Optimizer
 from hpnb.data_parallel import ZeroOptimizer
 from hpnb.hybrid.boosted_optimizer import BoostedOptimizer, boosted_optimizer
 from hpnb.hybrid.checkpoint.agreement import attempt
-from hpnb.hybrid.checkpoint.gather_weights import is_writer
+from hpnb.hybrid.checkpoint.gather_weights import offers_shard
 from hpnb.hybrid.checkpoint.state_files import ShardedState, StateReader, pack
+from hpnb.mesh import Axis
 from hpnb.optimizer_state import check_group_sizes, group_options, is_sharded_state
 from hpnb.placement import Placement, placement_of
 from hpnb.precision import LossScaler, Masters
@@ -43,10 +45,11 @@ def _local_states(
     state in it, its placement)}."""
     inner: Any = boosted.inner
     tensors = list[torch.Tensor](boosted.parameters.values())
+    holder: Optimizer = inner
     if isinstance(inner, ZeroOptimizer):  # which has states of pieces, on some ranks none
         tensors = [inner.shards[p] for p in boosted.parameters.values() if p in inner.shards]
-        inner = inner.optimizer
-    return inner, {parameter_name(t): (t, placement_of(t).without("pp")) for t in tensors}
+        holder = inner.optimizer
+    return holder, {parameter_name(t): (t, placement_of(t).without("pp")) for t in tensors}
 
 
 def parameter_name(p: torch.Tensor) -> str:
@@ -76,7 +79,7 @@ def optimizer_shards(
     counters: dict[str, torch.Tensor] = {}
     masters = Masters.attached_to(inner) if with_masters else None
     for name, (t, placement) in by_name.items():
-        if placement.tied_to is not None or not is_writer(placement, boosted.axes):
+        if placement.tied_to is not None or not offers_shard(placement, boosted.axes):
             continue
         state: dict[str, Any] = dict(inner.state.get(t, {}))
         if masters is not None and masters.of(t) is not t:
@@ -88,7 +91,8 @@ def optimizer_shards(
             elif is_sharded_state(key, value.shape, t.shape):
                 saved.tensors[label] = placement, copied(value)
             elif not value.dim():
-                counters[label] = value
+                if _writes_counters(placement, boosted.axes):
+                    counters[label] = value
             else:
                 saved.tensors[label] = Placement(label, tuple(value.shape)), copied(value)
     groups = [
@@ -99,10 +103,34 @@ def optimizer_shards(
     user = boosted.user_optimizer
     about = {"kind": type(user).__name__, "rule": update_rule(user), "groups": groups, "scaler": scaler}
     saved.values[GROUPS] = pack("the optimizer", about)
-    saved.values[f"{COUNTERS}{rank()}"] = pack("the optimizer", _to_cpu(counters))
-    names = {number: (parameter_name(p), placement_of(p).shape) for number, p in boosted.parameters.items()}
-    saved.values[f"{NAMES}{rank()}"] = pack("the optimizer", names)
+    if counters:
+        saved.values[f"{COUNTERS}{rank()}"] = pack("the optimizer", _to_cpu(counters))
+    if _writes_names(boosted.axes):
+        names = {n: (parameter_name(p), placement_of(p).shape) for n, p in boosted.parameters.items()}
+        saved.values[f"{NAMES}{rank()}"] = pack("the optimizer", names)
     return saved
+
+
+def _writes_names(axes: Sequence[Axis]) -> bool:
+    """Whether this rank writes which parameters it has: of ranks with the same stages the first. Every rank
+    reads all entries, so one a rank would be read ranks x ranks times."""
+    return all(axis.rank == 0 for axis in axes if axis.name != "pp")
+
+
+def _writes_counters(placement: Placement, axes: Sequence[Axis]) -> bool:
+    """Whether this rank writes the counters of a tensor, which are equal on all ranks with a shard of it: of
+    those along dp and cp the one whose shard begins the tensor, or the first if it is not sharded there."""
+    data = ("edp",) if "ep" in placement.axes else ("dp", "dp_cp")
+    for axis in axes:
+        if axis.name.partition(".")[0] in data:
+            cut = next((cut for cut in placement.cuts if cut.axis == axis.name), None)
+            if cut is None or not prod(placement.shape):
+                is_first = axis.rank == 0
+            else:  # an empty shard has no elements to begin with
+                is_first = cut.size > 0 and cut.ranges[0][0] == 0
+            if not is_first:
+                return False
+    return True
 
 
 def _to_cpu(counters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

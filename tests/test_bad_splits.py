@@ -95,7 +95,7 @@ MODELS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any], str]] = {
     ),
     "cp on a number of ranks that is no multiple": (
         4, "Llama", {}, {"cp_size": 3},
-        "pp_size=1 x cp_size=3 x tp_size=1 needs a multiple of 3 ranks, and 4 are running; start 3 or 6",
+        "pp_size=1 x cp_size=3 x tp_size=1 needs a multiple of 3 ranks, and there are 4; use 3 or 6",
     ),
     "fewer heads than ranks": (
         4, "Llama", {}, {"cp_size": 4, "context_parallel": "ulysses"},

@@ -1227,7 +1227,7 @@ def test_ranks_that_do_not_fit() -> None:
         return str(error.value)
 
     assert (
-        "needs a multiple of 2 ranks, and 3 are running; start 2 or 4"
+        "needs a multiple of 2 ranks, and there are 3; use 2 or 4"
         in hpnb.launch(ask, ranks=3, device="cpu")[0]
     )
 

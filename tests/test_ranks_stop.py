@@ -20,7 +20,7 @@ import hpnb
 from hpnb.hybrid.training.run_state import TrainingState
 from hpnb.ranks import stop_request
 
-STOPPED = "hpnb: the fit stops after this step or evaluation, with a checkpoint"
+STOPPED = "hpnb: the fit stops after this step, the next one or this evaluation, with a checkpoint"
 
 
 class Slow(hpnb.Hook):

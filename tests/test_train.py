@@ -203,6 +203,14 @@ def written(folder: Path, **changes: Any) -> Path:
     return path
 
 
+def test_every_option_of_the_layout_must_fit_the_ranks(tmp_path: Path) -> None:
+    """zero_replicas and ep_size were refused by the ranks alone, after they had started."""
+    file = load(written(tmp_path, layout__zero_stage=3, layout__zero_replicas=3))
+    file.check_ranks(3)
+    with pytest.raises(ValueError, match=r"^\[layout\] zero_replicas=3 does not divide the 4 ranks"):
+        file.check_ranks(4)
+
+
 def test_what_cannot_run_starts_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,7 +227,7 @@ def test_what_cannot_run_starts_nothing(
     none, three, zero, both, folder = capsys.readouterr().err.splitlines()
     assert f"[data] folder = {missing!r}: there is no folder {missing}" in folder
     assert "none.toml cannot be read: No such file" in none
-    assert "pp_size = 1 x tp_size = 2 needs a multiple of 2 ranks, and there are 3; use 2 or 4" in three
+    assert "[layout] pp_size=1 x tp_size=2 needs a multiple of 2 ranks, and there are 3; use 2 or 4" in three
     assert "--ranks 0 trains nothing" in zero
     assert "torchrun has started them; leave --ranks out" in both
 
@@ -763,7 +771,7 @@ def test_a_signal_saves_and_a_second_command_goes_on(
     assert code == {signal.SIGINT: train_main.INTERRUPTED, signal.SIGTERM: train_main.TERMINATED}[number]
     assert signal.getsignal(number) is before
     said = capfd.readouterr()
-    assert "stops after this step or evaluation, with a checkpoint" in said.err
+    assert "the next one or this evaluation, with a checkpoint" in said.err
     (saved,) = resuming.saved(tmp_path / "run")
     step = resuming.step_of(saved)
     assert f"stopped after {step} of 3000 steps" in said.out
@@ -787,7 +795,7 @@ def test_a_signal_says_whether_the_steps_have_begun(
         on_a_rank.start()
         on_a_rank.join()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert "stops after this step or evaluation, with a checkpoint" in capsys.readouterr().err
+        assert "the next one or this evaluation, with a checkpoint" in capsys.readouterr().err
 
 
 def test_what_a_rank_refuses_is_one_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

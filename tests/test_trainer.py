@@ -1019,7 +1019,7 @@ REFUSED = {
     fresh_into_old: "has step-00000004 already, and this run is at step 0: resume from it",
     other_loader: "saved after 4 steps of epoch 1, and a DataLoader cannot go on from there",
     other_data: "saved with samples=23, this loader has 24",
-    none_there: "has no checkpoint, which is a folder step-...",
+    none_there: "has no checkpoint: no folder step-... in it is complete",
     not_boosted: "this Net is not boosted; pass what booster.boost returned",
     two_of_a_name: "metrics loss, accuracy, accuracy: two have one name",
     no_labels: "the batch has no labels",

@@ -78,7 +78,8 @@ def check(model: nn.Module, batch: Mapping[str, Any], ranks: int = 2, timeout: f
     Args:
         model: a small one of the class: few layers, at least 2 heads and 2 key-value heads.
         batch: as the model takes it, with all that blocks read, such as masks, and 2 samples or more.
-        ranks: of the pipeline and of tensor parallelism; 1 leaves both out, and so does a call on a rank.
+        ranks: of the pipeline, of ZeRO 3 and of tensor parallelism, which also runs on one more where weights
+            then split unevenly; 1 leaves all of them out, and so does a call on a rank.
         timeout: seconds for them.
 
     Returns:

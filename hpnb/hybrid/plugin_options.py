@@ -18,7 +18,7 @@ from hpnb.pipeline_parallel import Schedule, schedules
 from hpnb.pipeline_parallel.partition import How
 from hpnb.precision import LossScaler, PrecisionPolicy, policy, precision_name
 
-# Which values an option takes, by its annotation; whole numbers are numbers, and switches are not.
+# Which values an option takes, by its annotation: an int fits float; a bool fits no number.
 _TYPES: dict[str, tuple[type, ...]] = {
     "bool": (bool,), "float": (float, int), "int": (int,), "str": (str,), "int | None": (int, type(None)),
     "torch.dtype | None": (torch.dtype, type(None)), "Recomputation": (bool, str), "How": (str, list, tuple),
@@ -152,7 +152,7 @@ class PluginOptions:
             below, above = ranks // replica_size * replica_size, (ranks // replica_size + 1) * replica_size
             raise ValueError(
                 f"pp_size={self.pp_size} x {cp}tp_size={self.tp_size} needs a multiple of {replica_size} "
-                f"ranks, and {ranks} are running; start {f'{below} or {above}' if below else above}"
+                f"ranks, and there are {ranks}; use {f'{below} or {above}' if below else above}"
             )
         replicas = ranks // replica_size * self.cp_size
         for name in ("ep_size", "zero_replicas"):

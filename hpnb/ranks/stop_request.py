@@ -126,7 +126,7 @@ class PassedSignals:
             again = "; a second Ctrl-C or interrupt ends it at once" if number == signal.SIGINT else ""
             with contextlib.suppress(RuntimeError):  # the signal came in the middle of another line
                 print(
-                    f"\nhpnb: the fit stops after this step or evaluation{saves}{again}",
+                    f"\nhpnb: the fit stops after this step, the next one or this evaluation{saves}{again}",
                     file=sys.stderr,
                     flush=True,
                 )

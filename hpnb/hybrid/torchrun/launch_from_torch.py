@@ -51,7 +51,8 @@ def launch_from_torch(config: Any = None, backend: str | None = None, seed: int 
     Raises:
         ValueError: config asks for something, too few GPUs for NCCL, another backend than ranks have already,
             or a seed outside 0 to 2**32 - 1.
-        RuntimeError: the environment has some of the variables above, and lacks others; or machines disagree.
+        RuntimeError: the environment has RANK, WORLD_SIZE or LOCAL_RANK, and lacks another of them or
+            MASTER_ADDR or MASTER_PORT; or some machines compute on GPUs and others on the CPU.
     """
     if config:
         raise ValueError(_instead(config))

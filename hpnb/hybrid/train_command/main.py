@@ -100,7 +100,7 @@ class _Stop:
     """A file at which the ranks look, and the exit code of a run that was stopped."""
 
     flag: Path
-    exit_code: int = TERMINATED  # somebody sent the ranks alone a SIGTERM
+    exit_code: int = TERMINATED  # stays if ranks got a SIGTERM and this process no signal
 
 
 @contextmanager
@@ -113,7 +113,9 @@ def _stop_on_signal(flag: Path) -> Iterator[_Stop]:
         if not flag.exists():
             stop.exit_code = INTERRUPTED if number == signal.SIGINT else TERMINATED
         flag.touch()
-        when = "this step or evaluation" if started_file(flag).exists() else "the first step"
+        when = (
+            "this step, the next one or this evaluation" if started_file(flag).exists() else "the first step"
+        )
         again = ""
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)

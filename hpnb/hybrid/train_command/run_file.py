@@ -223,16 +223,11 @@ class RunFile(Table):
         return HybridParallelPlugin(**self.layout, **from_training)
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise ValueError unless so many ranks fall into replicas of the model."""
-        plugin = self.plugin()
-        inner = plugin.replica_size
-        if ranks % inner:
-            near = [n for n in (ranks // inner * inner, (ranks // inner + 1) * inner) if n]
-            cp = f"cp_size = {plugin.cp_size} x " if plugin.cp_size > 1 else ""
-            raise ValueError(
-                f"[layout] pp_size = {plugin.pp_size} x {cp}tp_size = {plugin.tp_size} needs a multiple of "
-                f"{inner} ranks, and there are {ranks}; use {' or '.join(map(str, near))}"
-            )
+        """Raise ValueError unless the layout fits on so many ranks."""
+        try:
+            self.plugin().layout_on(ranks)
+        except ValueError as error:
+            raise ValueError(f"[layout] {error}") from None
 
     def check_length(self, ranks: int) -> None:
         """Raise ValueError if the warm-up is longer than the run, where the samples are known before a rank

@@ -63,13 +63,13 @@ class HookedCriterion:
         self.forget_step()
 
     def forget_step(self) -> None:
-        """What comes is no batch of a step, or the only one: nothing is weighed."""
-        self._weight: torch.Tensor | None = None
-        self._weights: Sequence[torch.Tensor] = ()
-        self._batch_targets: torch.Tensor | None = None  # n_i, () in float64; 1 for a batch without targets
-        self._batches_targets: Sequence[torch.Tensor] = ()
-        self._targets: torch.Tensor | None = None  # N, () in float64
-        self._sums: list[torch.Tensor] = []  # (total, count) of each microbatch of the step
+        """Weigh nothing: the next batch belongs to no step, or is the only one of its step."""
+        self._current_weight: torch.Tensor | None = None
+        self._batch_weights: Sequence[torch.Tensor] = ()
+        self._current_targets: torch.Tensor | None = None  # n_i, () in float64; 1 for a batch without targets
+        self._batch_targets: Sequence[torch.Tensor] = ()
+        self._step_targets: torch.Tensor | None = None  # N, () in float64
+        self._microbatch_sums: list[torch.Tensor] = []  # (total, count) of each microbatch of the step
         self._returned_counts = False
 
     def begin_step(self, batches: Sequence[Any]) -> None:
@@ -83,13 +83,16 @@ class HookedCriterion:
         counts = [torch.as_tensor(count_targets(batch, causal)) for batch in batches]
         n = torch.stack([count.to(device(), torch.float64) for count in counts])  # (batches,)
         dist.all_reduce(n, group=trainer.booster.plugin.dp_group)
-        self._targets = n.sum().clamp(min=1)
-        self._weights = (n / self._targets).unbind()
-        self._batches_targets = n.clamp(min=1).unbind()
+        self._step_targets = n.sum().clamp(min=1)
+        self._batch_weights = (n / self._step_targets).unbind()
+        self._batch_targets = n.clamp(min=1).unbind()
 
     def begin_batch(self, number: int) -> None:
-        if self._weights:
-            self._weight, self._batch_targets = self._weights[number], self._batches_targets[number]
+        if self._batch_weights:
+            self._current_weight, self._current_targets = (
+                self._batch_weights[number],
+                self._batch_targets[number],
+            )
 
     @torch.no_grad()
     def finish_step(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -97,16 +100,16 @@ class HookedCriterion:
         criterion has returned (sum, count) for one of several batches; else None. All ranks call it."""
         plugin, model = self._trainer.booster.plugin, self._trainer.model
         piped = plugin.pp_size > 1
-        if self._targets is None or not (model.takes_counts if piped else self._returned_counts):
+        if self._step_targets is None or not (model.takes_counts if piped else self._returned_counts):
             return None
-        sums = self._targets.new_zeros(2)
+        sums = self._step_targets.new_zeros(2)
         if plugin.stage_manager.is_last_stage():
-            sums = comm.all_reduce(torch.stack(self._sums).sum(0), plugin.mesh.dp_cp)
+            sums = comm.all_reduce(torch.stack(self._microbatch_sums).sum(0), plugin.mesh.dp_cp)
         if piped:
             sums = model.send_from_last_stage(sums)
         total, count = sums.unbind()
         # Steps that count nothing have gradients of 0, or what the user has put there.
-        return torch.where(count != 0, self._targets / count, 1.0), total / count
+        return torch.where(count != 0, self._step_targets / count, 1.0), total / count
 
     def __call__(self, outputs: Any, inputs: Any) -> Any:
         # What cannot be captured runs eagerly (`cuda_graphs.py`).
@@ -121,17 +124,17 @@ class HookedCriterion:
         if not isinstance(inputs, ChangedMapping | ChangedTuple):
             with torch.no_grad():
                 self._show(outputs, inputs, value.detach(), count)
-        if self._weight is None or self._targets is None or self._batch_targets is None:
+        if self._current_weight is None or self._step_targets is None or self._current_targets is None:
             return result
         if count is None:
-            return value * self._weight.to(value.dtype)
+            return value * self._current_weight.to(value.dtype)
         self._returned_counts = True
         ranks = self._trainer.booster.plugin.mesh.dp_cp.size
         if is_plain:  # all ranks together say that they have counted N
-            return value, self._targets / ranks
+            return value, self._step_targets / ranks
         # All microbatches and ranks together say that they have counted n_i.
-        weight = self._batch_targets / self._targets
-        return value * weight.to(value.dtype), self._batch_targets / (
+        weight = self._current_targets / self._step_targets
+        return value * weight.to(value.dtype), self._current_targets / (
             ranks * self._trainer.model.num_microbatches
         )
 
@@ -152,8 +155,8 @@ class HookedCriterion:
         n = torch.as_tensor(known, dtype=torch.float64, device=value.device)
         # The mean over no targets is nan, and must not count.
         total = value.double() if count is not None else torch.where(n > 0, value.double() * n, 0.0)
-        if self._targets is not None:
-            self._sums.append(torch.stack([total, n]))
+        if self._step_targets is not None:
+            self._microbatch_sums.append(torch.stack([total, n]))
         for hook in self._trainer.hooks:
             hook.on_outputs(self._trainer, outputs, inputs)
             hook.on_loss(self._trainer, total, n)

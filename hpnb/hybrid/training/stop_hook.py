@@ -34,8 +34,9 @@ SLOW_STEP = 1.0  # seconds, beside which waiting for the other ranks is nothing
 
 
 class StopVote:
-    """A sum over all ranks of those that ask. All ranks call its methods in the same order. Whether a rank
-    was `slow` in the last sum that was read is the same on all ranks; it is True before that."""
+    """Counts over all ranks how many ask to stop. All ranks call its methods in the same order. `slow` says
+    whether any rank was slow in the last count that was read, so it is the same on all ranks. It starts as
+    True."""
 
     def __init__(self) -> None:
         self.slow = True

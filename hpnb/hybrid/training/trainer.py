@@ -50,10 +50,10 @@ class Trainer(TrainingState):
             the end of an epoch, also in evaluation, a replica may have no samples, and a microbatch too: then
             it gets 0 samples, and returns 0 as a sum over its outputs. drop_last=True leaves such batches
             out.
-        hooks: see events.py. A LossHook is there anyway, with an lr_scheduler an LRSchedulerHook by step, and
-            with a CheckpointHook a StopHook: during `fit` the first Ctrl-C, and a SIGTERM, end the step or
-            the evaluation, save on all ranks and exit, also where they go to the program that has called
-            hpnb.launch or Ranks.run (stop_hook.py says how it ends). A second Ctrl-C ends it at once.
+        hooks: see events.py. The Trainer adds a LossHook, with an lr_scheduler an LRSchedulerHook by step,
+            and with a CheckpointHook a StopHook. During `fit`, after the first Ctrl-C or a SIGTERM, that one
+            lets the step or the evaluation end, saves on all ranks and exits (stop_hook.py). The signal may
+            also go to the program that called hpnb.launch or Ranks.run. A second Ctrl-C ends it at once.
         accumulation: batches a step. Its loss is the mean over all their targets: a batch with more targets
             counts more. With (sum, count) it is the sum of all sums over the sum of all counts. accelerate,
             and a loop that divides each loss by the number of batches, weigh batches alike, which is the same
@@ -315,9 +315,7 @@ class Trainer(TrainingState):
         unfinished = resuming.first_rank_finds(resuming.unfinished, Path(path))
         if not missing_ok:
             left = "" if unfinished is None else f"; {unfinished} is from a save that did not finish"
-            raise FileNotFoundError(
-                f"{path} has no checkpoint, which is a folder step-... that is complete{left}"
-            )
+            raise FileNotFoundError(f"{path} has no checkpoint: no folder step-... in it is complete{left}")
         if unfinished is not None:
             warnings.warn(
                 f"{Path(path) / unfinished} is from a save that did not finish and is not used; the run "

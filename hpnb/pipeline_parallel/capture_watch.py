@@ -3,7 +3,8 @@
 A graph repeats the launches of the step in which it was captured. That is wrong where a stage
 
     communicates                        a graph would not wait for the other ranks' threads
-    draws random numbers on the CPU     a layer that is skipped at random would be skipped always
+    draws random numbers on the CPU     a layer that is skipped at random would be skipped always; seen are
+                                        the generators of random, NumPy and PyTorch, not those of the user
     recomputes with dropout             the recomputation has to draw the numbers of its forward again
 
 What PyTorch refuses itself shows in the capture: above all Python that waits for a value of the GPU, as
@@ -67,7 +68,7 @@ class CaptureWatch:
 
 
 def _cpu_states() -> tuple[object, ...]:
-    """Of the generators that everybody shares. A stage with one of its own has to be excluded by the user."""
+    """Of the generators that everybody shares."""
     name, keys, *others = np.random.get_state(legacy=True)
     of_numpy = name, np.asarray(keys).tobytes(), *others
     return random.getstate(), of_numpy, torch.get_rng_state().numpy().tobytes()

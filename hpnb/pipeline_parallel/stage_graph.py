@@ -119,7 +119,7 @@ class StageWork:
 
     Attributes:
         run_stage: (stage, what the stage before gave, inputs) -> what this stage gives.
-        boundary: the form of what the stage before gives; None for stage 0.
+        boundary: the structure and shapes of what the stage before gives; None for stage 0.
         inputs: a microbatch; others have the same shapes.
         loss: the loss function, on the last stage; None where it runs eagerly, of outputs that are handed on.
         keeps_outputs: whether the outputs of the last stage are handed on although the loss is captured.

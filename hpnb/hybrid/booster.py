@@ -230,7 +230,8 @@ class Booster(BoosterFiles):
         Args:
             loss: a scalar that is made of the boosted model's outputs: `outputs.loss`, a mean over this
                 rank's targets, and whatever is linear in these, such as the mean over several accumulated
-                batches. A term made of parameters alone counts once.
+                batches. A term made of parameters alone counts once, but one of experts that ep_size shards
+                counts by this rank's share: use weight_decay for their norm.
                 Or (sum over this rank's targets, count).
                 A scalar is weighted by the targets that the model's forward received as "labels", "label",
                 "targets" or "target". If forward received none of these, it counts samples. So if the number

@@ -1361,14 +1361,14 @@ def test_modes_race_on_four_ranks_and_are_written_down() -> None:
             for images in (8, 64)
         }
         card = lesson.MachineCard("a machine", "cpu", 4, 1e-4, 1e9, 1e11, "float32", (1,), (1.0,))
-        told = vit_tensor_predictions.predict_modes(raced, card, torch.float32)
-        vit_tensor.add_to_ledger(ranks, raced, told, card, torch.float32)
+        predicted_seconds = vit_tensor_predictions.predict_modes(raced, card, torch.float32)
+        vit_tensor.add_to_ledger(ranks, raced, predicted_seconds, card, torch.float32)
     assert all(set(times) == {"1d", "1d+sp", "2d"} and min(times.values()) > 0 for times in raced.values())
-    assert told.keys() == raced.keys()
-    (size, images), first = next(iter(told.items()))
-    block = size.block(images, 4)
-    assert first["2d"] == theory.block_seconds(block, "2d", 4, card.link, card.matmul).total
-    assert first["1d+sp"] == theory.block_seconds(block, "1d", 4, card.link, card.matmul, 1, True).total
+    assert predicted_seconds.keys() == raced.keys()
+    (size, images), first = next(iter(predicted_seconds.items()))
+    block, rate = size.block(images, 4), vit_tensor_predictions.core_share(card) * card.matmul
+    assert first["2d"] == theory.block_seconds(block, "2d", 4, card.link, rate).total
+    assert first["1d+sp"] == theory.block_seconds(block, "1d", 4, card.link, rate, 1, True).total
     rows = lesson.ledger.rows()
     assert [row.model.rpartition(", ")[2] for row in rows] == ["1d", "1d+sp", "2d"]
     for row in rows:

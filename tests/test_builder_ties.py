@@ -68,6 +68,41 @@ def in_lru_cache() -> Make:
     return tied(functools.lru_cache(None)(lambda: embed()))
 
 
+def drawn_anew() -> Make:
+    """Layer 0 draws another weight whenever it is made, and keeps the last one."""
+    cache: dict[str, nn.Embedding] = {}
+
+    def make(i: int) -> nn.Module:
+        if i == 0:
+            cache["table"] = embed()
+            return cache["table"]
+        return Head(cache["table"].weight) if i == LAYERS - 1 else nn.Linear(WIDTH, WIDTH, dtype=D)
+
+    return make
+
+
+class Within(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(x @ self.weight.T) @ self.weight
+
+
+def used_three_times() -> Make:
+    """The layer before the head uses its weight, too, on one rank or another one."""
+    cache: dict[str, Make] = {}
+
+    def make(i: int) -> nn.Module:
+        cache.setdefault("make", drawn_anew())
+        if i != LAYERS - 2:
+            return cache["make"](i)
+        return Within(cache["make"](LAYERS - 1).weight)
+
+    return make
+
+
 class InAnObject:
     table: nn.Embedding | None = None
 
@@ -107,7 +142,17 @@ def one_table() -> Make:
     return blocks(lambda: torch.linspace(0.5, 1.5, WIDTH, dtype=D), Scaled)
 
 
-SHARED = [in_a_dict, in_lru_cache, InAnObject, made_before, one_block, one_parameter, one_table]
+SHARED = [
+    in_a_dict,
+    drawn_anew,
+    used_three_times,
+    in_lru_cache,
+    InAnObject,
+    made_before,
+    one_block,
+    one_parameter,
+    one_table,
+]
 NUMBERS = torch.arange(16).view(16, 1).expand(16, 3) % WORDS
 BATCH = {"input": NUMBERS, "labels": (NUMBERS + 1) % WORDS}
 
@@ -178,7 +223,7 @@ def test_stages_share_what_layers_share(two: hpnb.Ranks, factory: Callable[[], M
 @pytest.mark.parametrize(
     "knobs", [{"pp_size": 2}, {"pp_size": 2, "pp_style": "zb-v"}, {"zero_stage": 3}], ids=str
 )
-@pytest.mark.parametrize("factory", [in_a_dict, one_block, one_parameter])
+@pytest.mark.parametrize("factory", [in_a_dict, drawn_anew, used_three_times, one_block, one_parameter])
 def test_it_trains_and_resumes_as_on_one_process(
     two: hpnb.Ranks, factory: Callable[[], Make], knobs: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -15,7 +15,8 @@ A layer refers only to its modules, so a rank that keeps some layers lets the re
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -265,14 +266,31 @@ def _unbuilt_layer(builder: Builder, i: int) -> Layer:
     return Layer((), partial(_run_unbuilt, i), build=build, tied=tied, tied_buffers=buffers)
 
 
+_MADE: ContextVar[dict[tuple[int, int], nn.Module] | None] = ContextVar("made", default=None)
+
+
+@contextmanager
+def built_together() -> Iterator[None]:
+    """Inside, each layer of a Builder is made once, so that those of one rank share what they should."""
+    before = _MADE.set({})
+    try:
+        yield
+    finally:
+        _MADE.reset(before)
+
+
 def _build_layer(builder: Builder, i: int) -> Layer:
     if torch.get_default_device().type == "meta":
         module = _call_factory(builder, builder.meta_factory(), i)
     else:
-        # What the layer shares is drawn where it would be if one process made all layers in turn.
-        drawn = [_call_factory(builder, builder.layer, j) for j in sorted(builder.ties().needs[i])]
-        module = _call_factory(builder, builder.layer, i)
-        del drawn  # until now the factory may have it by a weak reference
+        made = _MADE.get()
+        made = {} if made is None else made  # alive to the end: the factory may have weak references
+        # What the layer shares is drawn where it would be if one process made all layers in turn. Made a
+        # second time it would be another weight than the one that this rank's earlier layers have.
+        for j in (*sorted(builder.ties().needs[i]), i):
+            if (id(builder), j) not in made:
+                made[id(builder), j] = _call_factory(builder, builder.layer, j)
+        module = made[id(builder), i]
         builder.ties().check_made(module, i)
     return _layer_of_module(Part(f"{builder.name}.{i}", module), first=i == 0)
 

@@ -159,7 +159,7 @@ class BatchLoss:
             self._grads_of_means = self._grads_of_means.to(value.dtype)
         # Reading the number waits for a GPU, so only in the first step that returns means.
         if not has_copies and torch.is_grad_enabled() and bool(self._lacks_targets[microbatch]):
-            zeros = zeros_from(outputs)
+            zeros = zeros_from(outputs, self._inputs[microbatch])
             value = value if zeros is None else zeros.to(value)
         return value, self._grads_of_means[microbatch]
 

@@ -34,8 +34,12 @@ def with_valid_labels(inputs: Any, lacks_targets: torch.Tensor) -> Any:
     return replace_labels(inputs, labels.masked_fill(lacks_targets, 0))
 
 
-def zeros_from(outputs: Any) -> torch.Tensor | None:
-    """(), 0: its backward gives each of the outputs a gradient of 0. None if no output takes one."""
+def zeros_from(outputs: Any, inputs: Any) -> torch.Tensor | None:
+    """(), 0: its backward gives each of the outputs a gradient of 0. None if no output takes one, and for a
+    batch without labels: an empty one has finite gradients, and what the function has computed with takes
+    part in the backward, such as another model, whose gradients other ranks wait for."""
+    if find_labels(inputs) is None:
+        return None
     # A loss that the model has computed itself may be nan.
     takers = [t for t in tensors_in(outputs) if t.requires_grad and (t.dim() or bool(t.isfinite()))]
     return sum((t.sum() * 0 for t in takers), torch.zeros(())) if takers else None

@@ -30,7 +30,15 @@ from hpnb.models import Part
 from hpnb.pipeline_parallel import microbatches
 from hpnb.pipeline_parallel.boundary import clone_leaf
 from hpnb.pipeline_parallel.empty_batch_error import explaining_empty_batch
-from hpnb.pipeline_parallel.layers import Builder, Inputs, Layer, first_input, layers, shared_parameters
+from hpnb.pipeline_parallel.layers import (
+    Builder,
+    Inputs,
+    Layer,
+    built_together,
+    first_input,
+    layers,
+    shared_parameters,
+)
 from hpnb.pipeline_parallel.partition import How, cut
 from hpnb.pipeline_parallel.schedule import Schedule
 from hpnb.pipeline_parallel.tied_weights import TiedWeight
@@ -86,7 +94,10 @@ class Stages(nn.Module):
         target = this_device() if device is None else torch.device(device)
         # A Builder's layers are made on the CPU and moved: values drawn there are the same everywhere.
         build_on = target if target.type == "meta" else None
-        self._layers = {s: tuple(layer.built(build_on) for layer in stage_layers[s]) for s in self.numbers}
+        with built_together():
+            self._layers = {
+                s: tuple(layer.built(build_on) for layer in stage_layers[s]) for s in self.numbers
+            }
         rank_layers = [layer for of_stage in self._layers.values() for layer in of_stage]
         wrapped = [layer for layer in rank_layers if layer.kind in ("block", "layer")]
         self.units = [part.module for layer in wrapped for part in layer.parts]

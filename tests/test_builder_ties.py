@@ -286,3 +286,28 @@ def test_layers_that_need_values_are_made_with_a_warning() -> None:
 def test_a_builder_has_no_forward_to_check() -> None:
     with pytest.raises(TypeError, match="a Builder has no other forward than its layers"):
         hpnb.models.check(Builder(in_a_dict(), LAYERS), {"x": NUMBERS})  # type: ignore[arg-type]
+
+
+def test_a_copied_factory_leaves_the_classes_of_the_user_as_they_are() -> None:
+    calls: list[int] = []
+
+    class Noting(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append(len(x))
+            return super().forward(x)
+
+    forward = Noting.forward
+    (layer,) = layers(Builder(lambda i: Noting(2, 2), 1))
+    assert Noting.forward is forward
+    layer.built().run(None, torch.zeros(3, 2))
+    assert calls == [3]
+
+
+def test_a_factory_that_needs_numpy_gets_a_warning() -> None:
+    def make(i: int) -> nn.Module:
+        layer = nn.Linear(2, 2)
+        layer.weight.detach().numpy()
+        return layer
+
+    with pytest.warns(UserWarning, match="cannot be made on the meta device"):
+        assert len(layers(Builder(make, 2))) == 2

@@ -723,16 +723,17 @@ def test_a_run_goes_on_bit_for_bit(
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("mistake", ["loader", "best"])
+@pytest.mark.parametrize(("mistake", "stop"), [("loader", 5), ("best", 5), ("best", 14)])
 def test_a_fit_that_was_refused_leaves_the_resumed_place_to_the_next(
-    alone: hpnb.Ranks, whole: Any, tmp_path: Path, mistake: str
+    alone: hpnb.Ranks, whole: Any, tmp_path: Path, mistake: str, stop: int
 ) -> None:
-    """The corrected fit trained the epoch from its start, with other figures."""
+    """The corrected fit trained the epoch from its start, with other figures. After 14 steps the last
+    checkpoint is that of an epoch's end."""
 
     def resumed() -> Any:
         loss = hpnb.LossHook()
         best = "eval_f1" if mistake == "best" else None  # which no hook computes
-        saves = hooks.CheckpointHook(tmp_path, 4, best=best)
+        saves = hooks.CheckpointHook(tmp_path, 4 if stop == 5 else None, best=best)
         trainer = make(loss, saves, dropout=0.5, accumulation=2)
         trainer.resume(tmp_path)
         train, test = loaders(batch=2)
@@ -742,7 +743,7 @@ def test_a_fit_that_was_refused_leaves_the_resumed_place_to_the_next(
         rows = trainer.fit(train, 3, evaluate=test)
         return [row["loss"] for row in rows], loss.curve, [p.detach() for p in trainer.model.parameters()]
 
-    alone.run(run, tmp_path, 5, every=4)
+    alone.run(run, tmp_path, stop, every=4 if stop == 5 else None)
     ((losses, curve, weights),) = alone.run(resumed)
     assert losses == pytest.approx([row["loss"] for row in whole[0]], rel=1e-14)
     assert curve == whole[1][-len(curve) :]

@@ -247,7 +247,8 @@ class Boosted(nn.Module):
         criterion = criterion or loss_of_outputs
         pipe.causal = pipe.module.causal if causal is None else causal
         before, now = (getattr(f, "__code__", f) for f in (self._criterion, criterion))
-        pipe.checked_causal = pipe.checked_causal if now is before else None
+        if now is not before:
+            pipe.checked_causal = pipe.observed_reduction = None
         pipe.checks_mean = trains and self.checks_mean_of(criterion)
         vars(self)["_criterion"] = pipe.loss_key = criterion  # by vars(): a criterion is no child
         if self.loss_reduction is not None:

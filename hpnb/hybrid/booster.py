@@ -185,7 +185,7 @@ class Booster(BoosterFiles):
                 which it calls the criterion on up to 8 samples of a microbatch again. Two tasks with
                 different counts need a ratio in the batch (docs/library.md, "All of it"). With ZeRO 3 it may
                 use weights through the outputs alone, and not, say, their norm; with ep_size above 1 experts.
-                Where a replica or a microbatch has no samples it gets 0, and returns 0 as a sum over outputs.
+                Where a replica or a microbatch has no samples, it must return 0, as a sum over the outputs.
             optimizer: None runs forward alone, for evaluation, without gradients.
             return_outputs: return the outputs of the full batch.
             record: record when each action ran, for `model.last_step.timeline`.

@@ -128,24 +128,25 @@ def copy_factory(factory: Factory) -> Factory:
     try:
         pickler.dump(factory)
         file.seek(0)
-        copied: Factory = _Unpickler(file, pickler.tensors).load()
+        copied: Factory = _Unpickler(file, pickler.kept).load()
     except Exception:  # whatever an object that cannot be pickled says
         return factory
     return copied
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Functions of the factory's module go by value, with the globals that they read; tensors as a number."""
+    """Functions of the factory's module go by value, with the globals that they read. Tensors and classes are
+    kept as they are: a class by value would be unpickled into itself, with other globals."""
 
     def __init__(self, file: io.BytesIO, module: str | None) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.module, self.tensors = module, list[torch.Tensor]()
+        self.module, self.kept = module, list[Any]()
 
     def persistent_id(self, obj: Any) -> int | None:
-        if not isinstance(obj, torch.Tensor):
+        if not isinstance(obj, torch.Tensor | type):
             return None
-        self.tensors.append(obj)
-        return len(self.tensors) - 1
+        self.kept.append(obj)
+        return len(self.kept) - 1
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, functools._lru_cache_wrapper):
@@ -156,12 +157,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, file: io.BytesIO, kept: Sequence[Any]) -> None:
         super().__init__(file)
-        self._tensors = tensors
+        self._kept = kept
 
-    def persistent_load(self, number: int) -> torch.Tensor:
-        return self._tensors[number]
+    def persistent_load(self, number: int) -> Any:
+        return self._kept[number]
 
 
 def _cached(function: Callable[..., Any], parameters: Mapping[str, Any]) -> Any:

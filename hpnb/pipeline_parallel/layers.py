@@ -81,7 +81,7 @@ class Builder:
 
     Args:
         layer: makes layer i, 0 to count - 1; it takes what layer i - 1 gives, the first one `first_input`.
-            What layers share is best kept in a dict or an object of its own. A new model takes a new one.
+            What layers share is best kept in a dict or an object of its own, a new one for each model.
         count: how many layers there are.
         name: the weights of layer 3 are "layers.3.weight" and so on.
         seed: layer i is drawn from seed + i, so the model is the same however it is cut. The generators of
@@ -124,7 +124,7 @@ class Builder:
         if not self._ties:
             try:
                 self._ties.append(self.survey())
-            except TypeError:
+            except NoModuleError:
                 raise
             except Exception as error:  # whatever a factory says that needs values
                 warn_caller(
@@ -266,6 +266,10 @@ def _unbuilt_layer(builder: Builder, i: int) -> Layer:
     return Layer((), partial(_run_unbuilt, i), build=build, tied=tied, tied_buffers=buffers)
 
 
+class NoModuleError(TypeError):
+    """What a Builder's factory has returned is no module."""
+
+
 _MADE: ContextVar[dict[tuple[int, int], nn.Module] | None] = ContextVar("made", default=None)
 
 
@@ -301,7 +305,7 @@ def _call_factory(builder: Builder, factory: Factory, i: int) -> nn.Module:
         torch.manual_seed(builder.seed + i)
         module = factory(i)
     if not isinstance(module, nn.Module):
-        raise TypeError(f"layer({i}) of the Builder gave a {type(module).__name__}, not an nn.Module")
+        raise NoModuleError(f"layer({i}) of the Builder gave a {type(module).__name__}, not an nn.Module")
     return module
 
 

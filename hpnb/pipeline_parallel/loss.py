@@ -157,8 +157,13 @@ class BatchLoss:
             self._checks_mean = False
         if self._grads_of_means.dtype != value.dtype:
             self._grads_of_means = self._grads_of_means.to(value.dtype)
-        # Reading the number waits for a GPU, so only in the first step that returns means.
-        if not has_copies and torch.is_grad_enabled() and bool(self._lacks_targets[microbatch]):
+        # Reading the number waits for a GPU, so only in the first step after one that returned no means.
+        if (
+            not has_copies
+            and torch.is_grad_enabled()
+            and bool(self._lacks_targets[microbatch])
+            and not bool(value.isfinite())
+        ):
             zeros = zeros_from(outputs, self._inputs[microbatch])
             value = value if zeros is None else zeros.to(value)
         return value, self._grads_of_means[microbatch]

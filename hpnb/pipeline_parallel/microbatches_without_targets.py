@@ -4,11 +4,11 @@
     its gradient       0, the weight of the microbatch, times nan
 
 So the last stage and the loss function see a copy of such a microbatch, in which every label is class 0. The
-mean is finite then, and the weight makes its gradient exactly 0. A GPU decides this by itself: nobody waits
-for the number of targets.
+mean is finite then, and the weight makes its gradient exactly 0. On a GPU every microbatch is copied, and the
+GPU decides which copies get other labels: nobody waits for the number of targets.
 
 A function that returns (sum, count) must see the labels as they are. So the copies begin once it has returned
-a mean. Before that, in a first step, the backward starts from zeros at the outputs.
+a mean. Before that, in a first step, the backward of a loss that is nan starts from zeros at the outputs.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ def with_valid_labels(inputs: Any, lacks_targets: torch.Tensor) -> Any:
 
 
 def zeros_from(outputs: Any, inputs: Any) -> torch.Tensor | None:
-    """(), 0: its backward gives each of the outputs a gradient of 0. None if no output takes one, and for a
-    batch without labels: an empty one has finite gradients, and what the function has computed with takes
-    part in the backward, such as another model, whose gradients other ranks wait for."""
+    """(), 0: its backward gives each of the outputs a gradient of 0. None if no output takes one.
+
+    Also None for a batch without labels. If it is empty its gradients are finite, and the loss function may
+    call another model, whose gradients other ranks wait for.
+    """
     if find_labels(inputs) is None:
         return None
     # A loss that the model has computed itself may be nan.
-    takers = [t for t in tensors_in(outputs) if t.requires_grad and (t.dim() or bool(t.isfinite()))]
-    return sum((t.sum() * 0 for t in takers), torch.zeros(())) if takers else None
+    differentiable = [t for t in tensors_in(outputs) if t.requires_grad and (t.dim() or bool(t.isfinite()))]
+    return sum((t.sum() * 0 for t in differentiable), torch.zeros(())) if differentiable else None
 
 
 @contextmanager

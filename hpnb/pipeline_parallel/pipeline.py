@@ -143,7 +143,7 @@ class Pipeline:
         self.axis, self.replicas = axis, replicas
         self._loss_fn, self._given_reduction, self.loss_reduction = loss_fn, loss_reduction, loss_reduction
         self.per_target: float | torch.Tensor = 1.0
-        self._observed_reduction: LossReduction | None = None  # on the rank of the last stage
+        self.observed_reduction: LossReduction | None = None  # on the rank of the last stage
         self.checked_causal: bool | None = None  # the `causal` for which loss_fn was seen to agree
         self.checks_mean = True  # whether the next training step looks if a scalar of loss_fn is a mean
         self.split: SplitFunction = microbatches.split_batch
@@ -283,7 +283,7 @@ class Pipeline:
         self.checks_mean = self.checks_mean and not trains
         if loss is not None:
             self.checked_causal = self.causal if loss.shift_checked else self.checked_causal
-            self._observed_reduction = loss.observed_reduction if trains else self._observed_reduction
+            self.observed_reduction = loss.observed_reduction if trains else self.observed_reduction
             if loss.counted_per_target is not None:
                 self.per_target = loss.counted_per_target
         wait_for_loss = send_mean(loss, self._background, rank_of_last_stage, self._device)
@@ -330,7 +330,7 @@ class Pipeline:
     def loss_fn(self, other: LossFunction) -> None:
         self._loss_fn = other
         self.loss_reduction, self.per_target = self._given_reduction, 1.0
-        self._observed_reduction = None
+        self.observed_reduction = None
         self.checked_causal, self.checks_mean = None, True
 
     # --- the module --------------------------------------------------------------------------------------
@@ -386,7 +386,7 @@ class Pipeline:
             inputs,
             self._device,
             reduction=self.loss_reduction if trains else None,
-            observed=self._observed_reduction,
+            observed=self.observed_reduction,
             causal=self.causal,
             replicas=self.replicas or (sink.axis if sink is not None else None),
             scale=scale * (sink.axis.size if sink is not None and sink.average else 1),  # the sink divides

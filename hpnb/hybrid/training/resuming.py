@@ -139,6 +139,8 @@ def take_up(trainer: TrainingState) -> None:
     trainer.steps_in_epoch, trainer.sums_before_resume = 0, {}
     if ended_epoch({"history": trainer.history, "epoch": trainer.epoch}):  # also if a fit was stopped there
         trainer.epoch += 1
+        if state is not None:  # if the fit is refused now, the next one begins this epoch, too
+            trainer.loaded_state = {**state, "done": 0}
     elif state is not None and state["done"]:
         if state["loader"] is None or not hasattr(trainer.loader, "load_state_dict"):
             raise ValueError(

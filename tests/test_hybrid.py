@@ -1590,7 +1590,7 @@ def test_what_boost_refuses(pools: dict[int, hpnb.Ranks]) -> None:
     found = on(pools, 2).run(refusals)[0]
     for key, words in {
         "model": "takes a model, not a int", "optimizer": "takes an optimizer of torch.optim, not a int",
-        "foreign": "of this SGD are not the model's", "whole": "a Whole2D may look at whole tensors",
+        "foreign": "of this SGD are not the model's", "whole": "a Whole2D may look at full tensors",
         "unknown": "cannot cut a Classifier", "plain": "is not boosted", "plain optimizer": "is not boosted",
         "stages": "call booster.execute_pipeline", "twice": "boost the model inside",
         "cut": "pass dataloader to boost", "scheduler": "of another optimizer",

@@ -181,3 +181,25 @@ def seen_by_hooks() -> list[float]:
 
 def test_hooks_count_the_targets_that_are_there(pools: RankPools) -> None:
     assert pools[1].run(seen_by_hooks) == [[4.0] * 3]
+
+
+def count_backwards_of_another_model() -> list[int]:
+    """How often gradients come to a weight that the criterion uses: other ranks may wait for each of them."""
+    weight, calls = torch.ones((), dtype=torch.float64, requires_grad=True), list[int]()
+    weight.register_hook(lambda grad: calls.append(1))
+
+    def guarded_mean(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        total, count = masked_pair(outputs, batch)
+        return weight * total / count.clamp(min=1)
+
+    schedule, counts = schedules.make("1f1b", 1, 2), []
+    pipe = hpnb.Pipeline(make_model(), Mesh(Layout(pp=1)).pp, schedule, guarded_mean)
+    for step in range(2):
+        calls.clear()
+        pipe.step(draw("first", step))
+        counts.append(len(calls))
+    return counts
+
+
+def test_a_finite_loss_without_targets_keeps_its_backward(pools: RankPools) -> None:
+    assert pools[1].run(count_backwards_of_another_model) == [[2, 2]]

@@ -45,7 +45,7 @@ MODELS = {"mixtral": mixtral, "gpt2": gpt2}
 
 
 def refusals(kind: str, options: dict[str, Any]) -> dict[str, str]:
-    """What PyTorch's clipping, save_pretrained and an optimizer of whole tensors say."""
+    """What PyTorch's clipping, save_pretrained and an optimizer of full tensors say."""
     said: dict[str, str] = {}
 
     def note(name: str, call: Any) -> None:
@@ -56,7 +56,7 @@ def refusals(kind: str, options: dict[str, Any]) -> dict[str, str]:
 
     net = MODELS[kind]()
     booster = hpnb.Booster(plugin=hpnb.HybridParallelPlugin(precision="fp32", **options))
-    note("whole tensors", lambda: booster.boost(net, torch.optim.Adafactor(net.parameters())))
+    note("full tensors", lambda: booster.boost(net, torch.optim.Adafactor(net.parameters())))
     net = MODELS[kind]()
     model, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
     note("clips", lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
@@ -81,7 +81,7 @@ def test_what_needs_the_full_model_is_refused(
     3 over cp alone, or on one rank, it wrote flat tensors."""
     option = "ep_size=2" if "ep_size" in options else "zero_stage=3"
     for said in pools[ranks].run(refusals, kind, options):
-        assert f"with {option} a rank has shards of them" in said["whole tensors"]
+        assert f"with {option} a rank has shards of them" in said["full tensors"]
         assert f"because its weights are sharded ({option})" in said["saves"]
         assert ("clips" in said) == (clips is not None)
         assert clips is None or f"with {clips} a rank has only its part of the gradients" in said["clips"]

@@ -54,7 +54,7 @@ _numbers = itertools.count()
 
 def parallelize(model: nn.Module, axis: Axis | Mesh, mode: str = "ring") -> ContextParallel:
     """Let `model` attend over the ranks of `axis`, in place. On an axis of one rank nothing changes, and the
-    model still shifts labels itself (for a loss of your own see `ContextParallel.shard_batch`).
+    model still shifts labels itself (for another loss see `ContextParallel.shard_batch`).
 
     Args:
         model: a causal language model or a ViTForImageClassification of transformers, or a ViT of timm
@@ -147,9 +147,9 @@ class ContextParallel:
         those of this batch. Only `labels` are shifted.
 
         Args:
-            always_shift: shift labels on an axis of one rank, too, for a loss of your own that compares
-                logits[:, i] with labels[:, i]. Without it one rank gets the batch as it is, because the
-                model's own loss shifts there; so a loss of your own would be another one on one rank.
+            always_shift: shift labels on an axis of one rank, too, for a loss that compares logits[:, i] with
+                labels[:, i]. Without it one rank gets the batch as it is, because the loss that the model
+                computes shifts labels there; a loss that does not would be another one on one rank.
         """
         if self.axis.size == 1:
             labels = batch.get("labels")

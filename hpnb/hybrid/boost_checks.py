@@ -68,7 +68,7 @@ def check_boost(plugin: HybridParallelPlugin, model: Any, optimizer: Any) -> Non
     options = sharding_options(plugin, stages=False)
     if options and not is_elementwise(type(optimizer)):
         raise ValueError(
-            f"a {type(optimizer).__name__} may look at whole tensors, and with {', '.join(options)} a rank "
+            f"a {type(optimizer).__name__} may look at full tensors, and with {', '.join(options)} a rank "
             "has shards of them; use zero_stage 0 to 2 without tp_size and ep_size, AdamW, or say "
             "elementwise = True in the class"
         )

@@ -12,8 +12,8 @@ n_r / N of the forwards before it, and each tensor of the outputs passes through
 
 and any linear combination of means over this rank's targets has the exact gradient. With ZeRO 3 the loss is
 not multiplied, and outputs carry their full share. An input that needs a gradient may come from another
-boosted model, such as a generator before a discriminator. That model multiplies by its own share, so the
-input passes through an identity whose backward divides by this model's factor. If this rank's share is the
+boosted model, such as a generator before a discriminator. That model multiplies by its share, so the input
+passes through an identity whose backward divides by this model's factor. If this rank's share is the
 same in all these forwards, as usual, the factors are 1, so second derivatives are exact too: a gradient
 penalty.
 `outputs.loss` has the same backward, and the value over all ranks. The n_r are summed on the GPUs, so no CPU

@@ -1,4 +1,4 @@
-"""What several layers of a Builder share: a tied weight, a whole module or a buffer.
+"""What several layers of a Builder share: a tied weight, a module or a buffer.
 
     layer(0)   an Embedding, which the factory keeps          layers.0.weight
     layer(3)   a Linear that takes its weight from there      layers.3.weight, the same Parameter
@@ -121,8 +121,9 @@ def _placeholder(p: nn.Parameter) -> nn.Parameter:
 
 
 def copy_factory(factory: Factory) -> Factory:
-    """A copy with containers, objects and modules of its own, so that what it keeps does not reach the
-    original. Tensors that are there already are the same. A factory that cannot be copied comes back."""
+    """A copy with copies of containers, objects and modules, so that what it keeps does not reach the
+    original. Tensors that are there already, and classes, are the same. A factory that cannot be copied comes
+    back."""
     file = io.BytesIO()
     pickler = _Pickler(file, getattr(factory, "__module__", None))
     try:

@@ -3,8 +3,8 @@
 A graph repeats the launches of the step in which it was captured. That is wrong where a stage
 
     communicates                        a graph would not wait for the other ranks' threads
-    draws random numbers on the CPU     a layer that is skipped at random would be skipped always; seen are
-                                        the generators of random, NumPy and PyTorch, not those of the user
+    draws random numbers on the CPU     a layer that is skipped at random would be skipped always; watched
+                                        are the global generators of random, NumPy and PyTorch
     recomputes with dropout             the recomputation has to draw the numbers of its forward again
 
 What PyTorch refuses itself shows in the capture: above all Python that waits for a value of the GPU, as

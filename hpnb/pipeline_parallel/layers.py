@@ -81,7 +81,7 @@ class Builder:
 
     Args:
         layer: makes layer i, 0 to count - 1; it takes what layer i - 1 gives, the first one `first_input`.
-            What layers share is best kept in a dict or an object of its own, a new one for each model.
+            What layers share is best kept in a dict or an object that no other model uses.
         count: how many layers there are.
         name: the weights of layer 3 are "layers.3.weight" and so on.
         seed: layer i is drawn from seed + i, so the model is the same however it is cut. The generators of

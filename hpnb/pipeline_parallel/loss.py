@@ -123,8 +123,8 @@ class BatchLoss:
         return self.from_result(microbatch, outputs, result)
 
     def inputs_of(self, microbatch: int) -> Any:
-        """What the last stage and the loss function take: the microbatch, or a copy of it with other labels
-        if it has no target (`microbatches_without_targets.py`)."""
+        """What the last stage and the loss function take: the microbatch, or a copy, whose labels differ if
+        it has no target (`microbatches_without_targets.py`)."""
         if not (self._returns_means and torch.is_grad_enabled()):
             return self._inputs[microbatch]
         if microbatch not in self._copies:

@@ -352,9 +352,8 @@ def _check_buffers(stage_layers: Sequence[Sequence[Layer]]) -> None:
     first_use: dict[torch.Tensor | str, tuple[str, int]] = {}
     numbered = [(stage, layer) for stage, of_stage in enumerate(stage_layers) for layer in of_stage]
     for stage, layer in numbered:
-        named: list[tuple[str, torch.Tensor | str]] = [
-            *layer.tied_buffers.items()
-        ]  # of one that is not built
+        # A layer that is not built has names in place of tensors.
+        named: list[tuple[str, torch.Tensor | str]] = list(layer.tied_buffers.items())
         for part in layer.parts:
             values = part.module.state_dict(keep_vars=True).items()
             named += [

@@ -51,8 +51,8 @@ class TrainingState:
         steps_in_epoch: optimizer steps done in this epoch.
         history: a row an epoch: epoch (from 1), step, lr, what metrics and evaluations say, and seconds.
         loss: of the last step; None on ranks that do not have it. It is the mean over the targets of all
-            ranks in a pipeline, for the model's own loss, and for (sum, count) over several batches. Without
-            a pipeline, other criteria give the mean over this rank's targets.
+            ranks in a pipeline, for the loss that the model computes, and for (sum, count) over several
+            batches. Without a pipeline, other criteria give the mean over this rank's targets.
         lr: of the last step.
         batches: of the last step, as the loader gave them.
         loader: of the fit that runs.

@@ -47,13 +47,12 @@ class Trainer(TrainingState):
     Args:
         booster, model, optimizer, lr_scheduler: as they came out of boost.
         criterion: (outputs, inputs) -> the mean over the targets, or (sum, count); None is outputs.loss. At
-            the end of an epoch, also in evaluation, a replica may have no samples, and a microbatch too: then
-            it gets 0 samples, and returns 0 as a sum over its outputs. drop_last=True leaves such batches
-            out.
+            the end of an epoch, also in evaluation, a replica or a microbatch may have no samples. Then the
+            criterion must return 0, as a sum over the outputs. drop_last=True leaves such batches out.
         hooks: see events.py. The Trainer adds a LossHook, with an lr_scheduler an LRSchedulerHook by step,
-            and with a CheckpointHook a StopHook. During `fit`, after the first Ctrl-C or a SIGTERM, that one
+            and with a CheckpointHook a StopHook. After the first Ctrl-C or a SIGTERM during `fit`, a StopHook
             lets the step or the evaluation end, saves on all ranks and exits (stop_hook.py). The signal may
-            also go to the program that called hpnb.launch or Ranks.run. A second Ctrl-C ends it at once.
+            also go to the program that called hpnb.launch or Ranks.run. A second Ctrl-C ends `fit` at once.
         accumulation: batches a step. Its loss is the mean over all their targets: a batch with more targets
             counts more. With (sum, count) it is the sum of all sums over the sum of all counts. accelerate,
             and a loop that divides each loss by the number of batches, weigh batches alike, which is the same

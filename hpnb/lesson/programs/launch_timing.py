@@ -27,7 +27,7 @@ class Launch(NamedTuple):
 def vit_launches(size: ViTSize, images: int, dtype: torch.dtype, repeats: int = 9) -> list[Launch]:
     """One for each rank: the median of `repeats` forwards and backwards without messages.
 
-    Every rank calls it. All ranks begin a step together, and each stops its own clock. First steps warm up.
+    Every rank calls it. All ranks begin a step together, and each stops its clock. First steps warm up.
     """
     device, steps = hpnb.device(), []
     model, loss = device_timing.vit_and_loss(size, images, dtype)

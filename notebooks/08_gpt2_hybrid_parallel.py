@@ -914,8 +914,8 @@ lesson.check(exercises.diagnose, diagnose)
 # rank again. The rule of thumb divides the step's FLOPs by what eight ranks reach in a large matmul.
 
 # %%
-on_cpu = replace(SIZE, hidden=256, mlp=1024), 4, "a wider GPT-2"
-WIDE, STEPS, which = on_cpu if here.device == "cpu" else (SIZE, 6, "the same GPT-2")
+on_cpu = replace(SIZE, hidden=256, mlp=1024), 5, "a wider GPT-2"
+WIDE, STEPS, which = on_cpu if here.device == "cpu" else (SIZE, 7, "the same GPT-2")
 english = hpnb.data.text("train", block=WIDE.length)  # ids below 509
 batches = list(islice(hpnb.data.Loader(english, SAMPLES), STEPS))
 alone = pool.run(gpt2_hybrid.measure_rates, WIDE, few, 2 * few, DTYPE)[0]
@@ -925,7 +925,7 @@ called, naive = theory.layout_parts(job, plan), job.flops / 8 / alone.matmul
 question = "How long is a step of text on 2 x 2 x 2?"
 lesson.predict("08.cube", question, unit="s", rule_of_thumb=naive)
 ran = gpt2_hybrid.run_layout(
-    pool, WIDE, SAMPLES, DTYPE, plan, LINK, repeats=2, batches=batches)  # STEPS in all
+    pool, WIDE, SAMPLES, DTYPE, plan, LINK, repeats=3, batches=batches)  # STEPS in all
 lesson.reveal("08.cube", ran.seconds, predicted=sum(called.values()), source=SOURCE)
 lesson.show(predicted=called, **{SOURCE: ran.parts}, unit="s", key="08.cube-parts",
             title="2 x 2 x 2, part by part")

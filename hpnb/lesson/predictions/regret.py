@@ -49,7 +49,7 @@ def show_regret(key: str) -> dict[str, Score]:
     """Show a row a notebook that ran and one for all, and return the scores of all by kind of answer.
 
     Args:
-        key: under which to record, for the prose, key.questions, and key.rule-of-thumb.held, .given and
+        key: under which to record, for the prose, key.questions, and key.rule-of-thumb.right, .answered and
             .median, and the same of the prediction.
     """
     asked = [outcome for outcome in outcomes() if outcome.truth is not None]
@@ -66,7 +66,7 @@ def show_regret(key: str) -> dict[str, Score]:
     record(f"{key}.questions", len(asked))
     for who, kind in total.items():
         if who != "your guess" and kind.median is not None:
-            record(f"{key}.{who.replace(' ', '-')}", {"held": kind.right, "given": kind.answered})
+            record(f"{key}.{who.replace(' ', '-')}", {"right": kind.right, "answered": kind.answered})
             record(f"{key}.{who.replace(' ', '-')}.median", 100 * kind.median, "%")
     return total
 

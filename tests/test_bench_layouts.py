@@ -931,7 +931,10 @@ def test_runs_of_a_set_number_of_microbatches_stand_behind_the_usual_ones_and_sa
     assert [line.split(" | ")[0] for line in first.splitlines()[2:]] == [
         "| gpt2-xl, 4 x a GPU", "| gpt2-xl, 4 x a GPU, 32 microbatches"
     ]  # fmt: skip
-    assert result_files.short_table(tmp_path).splitlines() == first.splitlines()[:3]
+    head, _, usual_row = (line.split(" | ") for line in first.splitlines()[:3])
+    short = [line.split(" | ") for line in result_files.short_table(tmp_path).splitlines()]
+    assert [short[0], short[2]] == [[*row[:2], *row[4:]] for row in (head, usual_row)]  # no throughputs
+    assert len(short) == 3
 
 
 def test_a_table_tells_of_losses_that_another_run_has_compared(tmp_path: Path) -> None:

@@ -150,10 +150,11 @@ def show_table(results: Path, write: bool) -> None:
 
 
 def short_table(folder: Path = RESULTS) -> str:
-    """The first of the tables, without runs of a set number of microbatches or of samples in a forward: for
-    the repository's README."""
-    runs = _with_layouts(folder, read(folder))
-    return summary([run for run in runs if not run.microbatches and not run.forward_samples])
+    """The first of the tables, without throughputs and without runs of a set number of microbatches or of
+    samples in a forward: for the repository's README."""
+    every = _with_layouts(folder, read(folder))
+    runs = [run for run in every if not run.microbatches and not run.forward_samples]
+    return summary(runs, throughput=False)
 
 
 def write_page(folder: Path = RESULTS) -> Path:

@@ -68,14 +68,18 @@ def data_parallel_rows(layouts: Sequence[LayoutResult]) -> list[str]:
     return lines
 
 
-def summary(runs: Sequence[BenchmarkRun]) -> str:
+def summary(runs: Sequence[BenchmarkRun], throughput: bool = True) -> str:
     """One row per layout: hpnb's best program beside the fastest of PyTorch's. Model and GPUs stand once.
 
     Names are short: without ", head and loss as one", which all of PyTorch's fastest programs of GPT-2 have.
+
+    Args:
+        throughput: with the TFLOP/s of both.
     """
-    heads = ["model and GPUs", "layout", "hpnb, TFLOP/s/GPU", "PyTorch's", "by",
+    heads = ["model and GPUs", "layout", "hpnb, TFLOP/s/GPU", "PyTorch's", "PyTorch's program",
              "hpnb's speed over it [quartiles]"]  # fmt: skip
-    lines = [_line(heads), _line(["---"] * len(heads))]
+    shown = [column for column in range(len(heads)) if throughput or column not in (2, 3)]
+    lines = [_line([heads[column] for column in shown]), _line(["---"] * len(shown))]
     for run in runs:
         where = f"{run.what}, {run.ranks} x {run.device.removeprefix('NVIDIA ')}"
         if run.microbatches:
@@ -91,7 +95,7 @@ def summary(runs: Sequence[BenchmarkRun]) -> str:
                 cells += [f"{result.tflops(ran[0].name):.4g}", ran[0].name.replace(ONE_PIECE, ""), beside]
             else:
                 cells += ["-", no_peers(result), "-"]
-            lines.append(_line(cells))
+            lines.append(_line([cells[column] for column in shown]))
     return "\n".join(lines)
 
 

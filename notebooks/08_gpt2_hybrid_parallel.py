@@ -915,7 +915,7 @@ lesson.check(exercises.diagnose, diagnose)
 
 # %%
 on_cpu = replace(SIZE, hidden=256, mlp=1024), 5, "a wider GPT-2"
-WIDE, STEPS, which = on_cpu if here.device == "cpu" else (SIZE, 7, "the same GPT-2")
+WIDE, STEPS, which = on_cpu if here.device == "cpu" else (SIZE, 6, "the same GPT-2")
 english = hpnb.data.text("train", block=WIDE.length)  # ids below 509
 batches = list(islice(hpnb.data.Loader(english, SAMPLES), STEPS))
 alone = pool.run(gpt2_hybrid.measure_rates, WIDE, few, 2 * few, DTYPE)[0]

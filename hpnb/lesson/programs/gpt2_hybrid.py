@@ -224,7 +224,7 @@ def _record_rank(
             train_step()
         built = time.perf_counter() - began
         train_step()
-    for _ in range(warmup_steps() - 1):
+    for _ in range(warmup_steps() - 2):  # two have warmed up
         train_step()
     if traffic is not None:
         record.messages = [m for m in traffic.messages if m.bytes >= _LEAST_BYTES]
@@ -292,7 +292,7 @@ def run_layout(
     Args:
         link: on which messages are modelled where the step is replayed.
         schedule: of layout.pp ranks and the layout's number of microbatches, instead of the library's.
-        repeats: steps that are timed; two more, and on a GPU some to warm up, go before.
+        repeats: steps that are timed; two go before them, on a GPU three.
         batches: of all ranks, for the first steps; the others train random tokens, the same on any layout.
     """
     records: list[RankRecord] = pool.run(

@@ -258,7 +258,7 @@ rates = pool.run(gpt2_hybrid.measure_rates, SIZE, few, 2 * few, DTYPE)[0]
 task = gpt2_hybrid.layout_task(SIZE, SAMPLES, DTYPE, rates, LINK)
 rho = rates.matmul / LINK.bandwidth
 lesson.record("08.balance", 9 * SIZE.hidden / DTYPE.itemsize / rho)
-lesson.record("08.few", few, "samples")
+lesson.record("08.few", few, "sample" if few == 1 else "samples")
 lesson.record("08.link", LINK.name)
 lesson.record("08.clock", words.clock_in_words(here.device))
 def layout(dp, pp, tp, **options):

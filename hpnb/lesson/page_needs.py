@@ -276,8 +276,8 @@ _ROWS = [("1.5b", 4, 1024), ("1.5b", 2, 1024), ("774m", 4, 1024), ("774m", 2, 10
 _AT_MOST_TWO = [choice for choice in _ROWS if choice[1] <= 2]
 # Twelve blocks or more: 08 splits them into eight stages, and into four with two chunks each.
 # Eight ranks divide the largest evenly, 16 blocks of 16 heads. If they share several GPUs, messages are
-# copied through the node's memory, and with a larger model that takes longer than the page may.
-_DEEP = [("254m", 2, 1024), ("254m", 1, 1024), *(c for c in _AT_MOST_TWO if c[0] == "124m"),
+# copied through the node's memory, and with a larger model or microbatch that takes longer than the page may.
+_DEEP = [("254m", 1, 1024), *(c for c in _AT_MOST_TWO if c[0] == "124m"),
          ("64m", 2, 1024), ("64m", 1, 1024), ("64m", 1, 512), ("64m", 1, 256), ("41m", 1, 512),
          ("41m", 1, 256), ("41m", 1, 128)]  # fmt: skip
 # Enough tokens a rank, and blocks wide enough, that a GPU computes for longer than its CPU needs to launch

@@ -31,24 +31,22 @@ LARGE = 2**20  # bytes: below, copy engines with their many signals take longer 
 class Pending:
     """A collective that is running."""
 
-    def __init__(self, join: Callable[[], object] | None = None) -> None:
-        self._join = join
+    def __init__(self, block: Callable[[], object] | None = None) -> None:
+        self._block = block  # waits; None once that has been done
 
     def wait(self) -> None:
         """Wait until the result may be used. A second call does nothing."""
-        if self._join is not None:
-            with waiting():
-                self._join()
-            self._join = None
+        if self._block is not None:
+            wait_all([self])
 
 
 def wait_all(pending: Iterable[Pending]) -> None:
-    """Wait for all. A recorder sees one wait."""
+    """Wait for all. A recorder sees one wait. `hpnb.ranks.waits` knows a rank that waits by this function."""
     with waiting():
         for collective in pending:
-            if collective._join is not None:
-                collective._join()
-                collective._join = None
+            if collective._block is not None:
+                collective._block()
+                collective._block = None
 
 
 class Background:
@@ -155,8 +153,8 @@ def _until(work: dist.Work, ended: Callable[[], None]) -> Callable[[], object]:
         return work.get_future().then(lambda _: ended()).wait
     except RuntimeError:  # gloo's reduce-scatter has no future: its end is when the wait returns
 
-        def join() -> None:
+        def block() -> None:
             work.wait()
             ended()
 
-        return join
+        return block

@@ -45,6 +45,9 @@ class GradientSink:
     average: bool
     shards_parameters = False
 
+    def begin_backward(self) -> None:
+        """The hook owner calls it before the first `ready` of a backward. A pipeline does not."""
+
     def ready(self, parameter: torch.nn.Parameter) -> None:
         """The gradient of `parameter` is complete on this rank."""
         raise NotImplementedError
@@ -76,10 +79,12 @@ class GradientSink:
 
 class HookOwner:
     """Passes gradients on to a sink. A subclass calls `hook_gradients` with `_on_gradient`, and implements
-    `_call_ready` and `_call_finish`, which call the sink."""
+    `_call_begin`, `_call_ready` and `_call_finish`, which call the sink."""
 
     _sync = True  # False in `no_sync`
-    _in_backward = False  # whether `_call_finish` is queued for the end of the running backward
+    # Whether `_call_finish` is queued for the end of the running backward. One that raised does not call it,
+    # and this stays True until the subclass clears up.
+    _in_backward = False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -95,8 +100,12 @@ class HookOwner:
             return
         if not self._in_backward:
             self._in_backward = True
+            self._call_begin()
             after_backward(self._call_finish)
         self._call_ready(parameter)
+
+    def _call_begin(self) -> None:
+        raise NotImplementedError
 
     def _call_ready(self, parameter: torch.nn.Parameter) -> None:
         raise NotImplementedError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +16,8 @@ from torch import nn
 
 import hpnb
 from hpnb import Layout, Mesh, precision
-from hpnb.data_parallel import DataParallel, broadcast, global_mean
+from hpnb.data_parallel import DataParallel, ZeroOptimizer, broadcast, global_mean
+from hpnb.data_parallel import buckets as buckets_module
 from hpnb.data_parallel.buckets import assign_buckets
 from hpnb.mesh import Axis
 from hpnb.split_sizes import split_sizes
@@ -392,11 +394,12 @@ def test_many_small_tensors_are_grouped_in_linear_time(what: str, monkeypatch: p
     assert CountsReads.reads <= 3 * len(tensors)
 
 
-def test_parameters_are_dealt_into_buckets_in_order() -> None:
+def test_parameters_are_dealt_into_buckets_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets_module, "FIRST_MB", 0.5)
     sizes = [10, 400_000, 10, 10, 400_000, 10]
     parameters = [nn.Parameter(torch.zeros(n)) for n in sizes]
     parameters.append(nn.Parameter(torch.zeros(10, dtype=D)))
-    buckets = assign_buckets(parameters, bucket_mb=1.2, first_mb=0.5)
+    buckets = assign_buckets(parameters, bucket_mb=1.2)
     dealt = [[p.numel() for p in b.parameters] for b in buckets]
     assert dealt == [[10], [400_000], [10, 10], [400_000], [10], [10]]
     with pytest.raises(ValueError, match="bucket_mb=0 must be above 0"):
@@ -637,6 +640,34 @@ def test_what_is_frozen_later_keeps_no_gradient(pools: RankPools) -> None:
     assert pools[2].run(run) == [(True, True)] * 2
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_buckets_do_not_wait_for_what_was_frozen_later(pools: RankPools, stage: int) -> None:
+    """All were sent after the backward."""
+
+    def run() -> tuple[int, int, bool]:
+        axis, model = Mesh(Layout(dp=2)).dp, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        if stage:
+            ZeroOptimizer(model.parameters(), torch.optim.SGD, axis, stage, bucket_mb=0.00005, lr=0.1)
+        replica, sent = DataParallel(model, axis, 0.00005), []
+        sink: Any = replica.sink
+        finish = sink.finish
+
+        def note() -> None:
+            sent.append(sink._num_sent if stage else len(sink._sent))
+            finish()
+
+        sink.finish = note
+        model[1].bias.requires_grad_(False)
+        replica(torch.full((1, 4), 1.0 + axis.rank)).sum().backward()
+        grad = sink.full_gradients()[2] if stage else model[1].weight.grad
+        mean = torch.stack([model[0](torch.full((4,), 1.0 + r)) for r in range(2)]).mean(0)
+        return sent[0], len(sink.buckets), torch.allclose(grad, mean.expand(4, 4))
+
+    for sent, buckets, exact in pools[2].run(run):
+        assert sent == buckets > 2
+        assert exact
+
+
 # --- 16 bits ---------------------------------------------------------------------------------------------
 
 
@@ -699,3 +730,32 @@ def test_what_differs_between_replicas_is_named(pools: RankPools) -> None:
         assert differing == pytest.approx(
             {"0.weight": 0.5, "1.weight.grad": float("inf"), "1.bias.grad": 0.5}, rel=1e-6
         )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_replica_with_a_nan_or_inf_is_named(pools: RankPools, value: float, rank: int) -> None:
+    """On a rank other than 0 a nan was no difference."""
+
+    def run() -> dict[str, float]:
+        axis, model = Mesh(Layout(dp=2)).dp, nn.Linear(2, 2)
+        nn.init.ones_(model.weight)
+        nn.init.ones_(model.bias)
+        if axis.rank == rank:
+            model.weight.data[0, 0] = value
+        return hpnb.data_parallel.compare_replicas(model, axis)
+
+    for differing in pools[2].run(run):
+        assert [*differing] == ["weight"]
+        assert math.isnan(differing["weight"])
+
+
+def test_a_replica_with_another_imaginary_part_is_named(pools: RankPools) -> None:
+    """Imaginary parts were left out of the comparison."""
+
+    def run() -> dict[str, float]:
+        axis, model = Mesh(Layout(dp=2)).dp, nn.Linear(1, 1, bias=False, dtype=torch.complex64)
+        nn.init.constant_(model.weight, 1.0 + 0.5j * axis.rank)  # type: ignore[arg-type]
+        return hpnb.data_parallel.compare_replicas(model, axis)
+
+    assert pools[2].run(run) == [{"weight": 0.5}] * 2

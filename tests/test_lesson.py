@@ -213,7 +213,7 @@ def test_the_banner_on_gpus(monkeypatch: pytest.MonkeyPatch, said: Callable[[], 
     assert lesson.banner().devices == "2 GPUs"
     said()
     shared = lesson.banner(3, device="cuda")
-    assert (shared.ranks, shared.backend, shared.devices) == (3, "CUDA IPC", "2 GPUs")
+    assert (shared.ranks, shared.backend, shared.devices) == (3, "CUDA IPC and CPU memory", "2 GPUs")
     assert not shared.timings_mean_something
     shown = " ".join(said().split())
     assert "3 ranks share the 2 GPUs" in shown

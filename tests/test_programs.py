@@ -263,7 +263,7 @@ def order_of_backward(overlap: bool) -> tuple[list[str], dict[str, torch.Tensor]
     wait, compute = Pending.wait, DeferredWeightGrad.compute
 
     def noted_wait(self: Pending) -> None:
-        if self._join is not None:
+        if self._block is not None:
             order.append("wait")
         wait(self)
 

@@ -316,12 +316,13 @@ def test_what_cannot_be_asked_for_is_one_clear_sentence(four: hpnb.Ranks) -> Non
 
 
 def test_auto_takes_the_gpus_and_ranks_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = "CUDA IPC and CPU memory"
     cases = [(0, 2, "gloo", 0), (1, 1, "NCCL", 1), (4, 4, "NCCL", 1), (4, 2, "NCCL", 1),
-             (2, 4, "CUDA IPC", 2), (1, 4, "CUDA IPC", 4), (2, 5, "CUDA IPC", 3)]  # fmt: skip
+             (2, 4, both, 2), (1, 4, "CUDA IPC", 4), (2, 5, both, 3)]  # fmt: skip
     for gpus, ranks, name, on_each in cases:
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         choice = devices.choose_device("auto", ranks)
-        assert (choice.name, choice.ranks_per_gpu, choice.device == "cuda") == (name, on_each, gpus > 0)
+        assert (choice.name, choice.device == "cuda") == (name, gpus > 0)
         assert choice.shares_gpus is (on_each > 1)
         plural = "s" if ranks > 1 else ""
         assert str(choice).startswith(f"{ranks} rank{plural} on {choice.device}")

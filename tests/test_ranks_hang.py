@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import hpnb
-from hpnb.ranks import errors, hang, last_seen
+from hpnb.ranks import hang, last_seen, waits
 from hpnb.ranks.last_seen import Note
 
 LIMIT = 1.0  # seconds
@@ -105,22 +105,31 @@ def receive_in_background() -> None:
         work.wait()
 
 
+def train(batches: Sequence[int]) -> None:
+    model = hpnb.DataParallel(torch.nn.Linear(2, 1), hpnb.Mesh(hpnb.Layout(dp=3)).dp)
+    for _ in range(batches[hpnb.rank()]):
+        model(torch.ones(1, 2)).sum().backward()
+
+
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("way", ["loop", "background"])
+@pytest.mark.parametrize("way", ["loop", "background", "DataParallel"])
 def test_a_rank_that_waits_for_one_that_has_returned_hangs_soon_and_learns_why(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waited for 300 s, and the advice was a longer hang_timeout."""
     monkeypatch.setattr(hang, "GRACE", 1.0)
-    run: Callable[[], object] = (lambda: loop((2, 3, 3))) if way == "loop" else receive_in_background
+    batches = (2, 3, 3)
+    ways = {"loop": lambda: loop(batches), "DataParallel": lambda: train(batches)}
+    run: Callable[[], object] = ways.get(way, receive_in_background)
     began = time.monotonic()
     with pytest.raises(hpnb.RankError) as caught:
         hpnb.launch(run, ranks=3, device="cpu", timeout=60)
     assert time.monotonic() - began < 30
     assert caught.value.error == "hung"
-    waiting = "ranks 1, 2 of 3" if way == "loop" else "rank 1 of 3"
+    waiting = "rank 1 of 3" if way == "background" else "ranks 1, 2 of 3"
     summary = caught.value.summary
     assert f"no answer from {waiting}, in a collective, though the others have returned" in summary
+    assert "hpnb.data.Loader(dataset, batch_size, mesh.dp)" in summary
     assert "plugin.prepare_dataloader(dataset, batch_size)" in summary
     assert "hang_timeout" not in summary
 
@@ -168,6 +177,20 @@ def test_so_is_one_of_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(hpnb.RankError) as caught:
         hpnb.launch(backward_that_one_rank_refuses, ranks=2, device="cpu", timeout=60, hang_timeout=3)
     assert "Rank 1 raised ValueError: the loss function returned a cross entropy" in caught.value.summary
+
+
+def test_calls_of_hpnb_that_do_not_match_blame_nobody() -> None:
+    """The rank in DataParallel's wait was called still at work, and a rank that raised was waited for."""
+
+    def mismatch() -> None:
+        model = hpnb.DataParallel(torch.nn.Linear(2, 1), hpnb.Mesh(hpnb.Layout(dp=2)).dp)
+        loss = model(torch.ones(1, 2)).sum()
+        if hpnb.rank() == 0:
+            dist.recv(torch.zeros(1), src=1)
+        loss.backward()
+
+    with pytest.raises(hpnb.RankError, match="all of them wait for others, in calls that do not match"):
+        hpnb.launch(mismatch, ranks=2, device="cpu", timeout=60, hang_timeout=2)
 
 
 def test_slow_work_after_the_last_collective_of_others_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +248,7 @@ def test_on_a_cpu_a_line_that_asks_for_a_number_computes(on_gpu: bool, tmp_path:
     (tmp_path / "program.py").write_text("losses = [loss(batch).item() for batch in batches]\nwork.wait()\n")
     frames = [(str(tmp_path / "program.py"), line, "f") for line in (1, 2)]
     notes = [Note(0.0, {"MainThread": [frame]}, 100.0, on_gpu=on_gpu) for frame in frames]
-    assert [errors.waits_for_others(note) for note in notes] == [on_gpu, True]
+    assert [waits.waits_for_others(note) for note in notes] == [on_gpu, True]
 
 
 def test_a_short_call_does_not_read_what_processes_use() -> None:

@@ -30,7 +30,7 @@ def look() -> tuple[str, bool, float, float]:
     assert isinstance(group, shared_gpu_group.SharedGpuGroup)
     assert group._shared.buffers is not None
     listed = torch.cuda.memory_allocated() / x.nbytes  # the buffers are not PyTorch's
-    return str(hpnb.device()), group._shared.buffers.on_gpu, x.mean().item(), listed
+    return str(hpnb.device()), group._shared.buffers.tensors[0].is_cuda, x.mean().item(), listed
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

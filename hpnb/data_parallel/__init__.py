@@ -5,10 +5,12 @@
                                zero_bucket.py, shard_layout.py
     stage 2   ZeroOptimizer    gradients too
     stage 3   fully_shard      parameters too: fsdp.py, fsdp_hooks.py, fsdp_units.py, fsdp_prefetch.py,
-                               fsdp_reductions.py, copied_hooks.py, flat_params.py, shard_layout.py
+                               fsdp_reductions.py, fsdp_checks.py, copied_hooks.py, flat_params.py,
+                               shard_layout.py
 
-`replicas.py` makes replicas equal at the start. `compare_replicas` says which parameters and gradients differ
-between them later, when they should not.
+Read two files of hpnb/ first: `gradients.py`, on what a hook owner and a sink are, and `background.py`, which
+runs collectives beside the computation. `replicas.py` makes replicas equal at the start. `compare_replicas`
+says which parameters and gradients differ between them later, when they should not.
 """
 
 from hpnb.data_parallel.compare_replicas import compare_replicas

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 FOREACH_BELOW = 16384  # elements of a gradient, on average: with fewer, launches cost more than bytes
+FIRST_MB = 1.0  # of a first bucket
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,11 @@ class Bucket:
         return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
 
-def assign_buckets(
-    parameters: Iterable[torch.nn.Parameter], bucket_mb: float, first_mb: float = 1.0
-) -> list[Bucket]:
+def assign_buckets(parameters: Iterable[torch.nn.Parameter], bucket_mb: float) -> list[Bucket]:
     """Assign parameters, in the order given, to buckets of at most `bucket_mb` (2^20 bytes each).
 
-    The first bucket is smaller, so that communication starts early. A parameter larger than a bucket gets
-    one to itself.
+    Until the first bucket is full, at most `FIRST_MB` of each dtype and device are in one, so that
+    communication starts early. A parameter larger than a bucket gets one to itself.
     """
     if not bucket_mb > 0:
         raise ValueError(f"bucket_mb={bucket_mb!r} must be above 0; 25 is a good start")
@@ -61,7 +60,7 @@ def assign_buckets(
     for p in parameters:
         kind = (p.dtype, p.device)
         members = open_buckets.setdefault(kind, [])
-        limit = (min(first_mb, bucket_mb) if not buckets else bucket_mb) * 2**20
+        limit = (min(FIRST_MB, bucket_mb) if not buckets else bucket_mb) * 2**20
         if members and open_bytes[kind] + p.nbytes > limit:
             buckets.append(Bucket(tuple(members)))
             members = open_buckets[kind] = []
@@ -74,10 +73,10 @@ def assign_buckets(
 def assign_buckets_by_group(groups: Sequence[Mapping[str, Any]], bucket_mb: float) -> list[Bucket]:
     """Assign an optimizer's trained parameters to buckets, in the order in which these will be full.
 
-    A bucket has parameters of one group, so that `split_groups` keeps experts, which ZeRO reduces along
-    another axis, in separate buckets. The order is a guess: a group may be
-    spread over the model, as all biases are, and is then complete when the backward is. So the k-th of a
-    group's n parameters is expected after k/n of the backward, and among equals the last group's first.
+    A bucket has parameters of one group. Experts are reduced along another axis, so `split_groups` makes them
+    groups of their own first. The order is a guess: a group may be spread over the model, as all biases are,
+    and is then complete when the backward is. So the k-th of a group's n parameters is expected after k/n of
+    the backward, and among equals the last group's first.
     """
     expected: list[tuple[float, Bucket]] = []
     for group in reversed(groups):
@@ -98,6 +97,12 @@ def split_groups(
         for group in groups
         for side in (False, True)
     ]
+
+
+def count_expected(parameters: Iterable[torch.nn.Parameter]) -> int:
+    """For how many gradients of a bucket its reduction waits. A backward brings none for a parameter that was
+    frozen since, but if that has an earlier gradient, the bucket is reduced at the end of the backward."""
+    return sum(p.requires_grad or p.grad is not None for p in parameters)
 
 
 def fill_bucket(

@@ -60,10 +60,14 @@ def compare_replicas(module: torch.nn.Module, axis: Axis) -> dict[str, float]:
             continue
         first = tensor.clone()
         dist.broadcast(first, src=axis.ranks[0], group=axis.group)
-        norm = first.double().norm()
-        difference = (tensor.double() - first.double()).norm()
-        distances.append(difference / torch.where(norm > 0, norm, 1.0))
-    largest = torch.stack(distances)
+        wide = torch.complex128 if tensor.is_complex() else torch.float64
+        norm = first.to(wide).norm()
+        difference = (tensor.to(wide) - first.to(wide)).norm()
+        distance = difference / torch.where(norm > 0, norm, 1.0)
+        distances.append(torch.where(distance.isfinite(), distance, math.nan))
+    here = torch.stack(distances)
+    # A maximum over nan depends on the backend, so whether there is one is a maximum of its own.
+    largest = torch.stack([here.nan_to_num(posinf=math.inf), here.isnan().double()])
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=axis.group)
-    by_name = zip(tensors, largest.tolist(), strict=True)
-    return {name: distance for name, distance in by_name if distance != 0}
+    by_name = zip(tensors, *largest.tolist(), strict=True)
+    return {name: math.nan if nan else distance for name, distance, nan in by_name if nan or distance}

@@ -4,7 +4,8 @@
     grad = (1/N) sum over ranks r of grad_r            one all-reduce, bucket by bucket, during the backward
 
 Replicas that start equal and apply equal gradients stay equal. So parameters and buffers are sent once, at
-the start, and only buffers (batch statistics) again before each forward.
+the start, and only buffers (batch statistics) again before each forward in training mode, outside of
+no_sync, unless broadcast_buffers is off.
 
 DataParallel is the hook owner of the parameters (`hpnb.gradients`), and calls a sink when a gradient is
 ready. The sink sums: a `Reducer`, a `SplitReducer` with experts, or a `ZeroOptimizer`.
@@ -222,6 +223,9 @@ class DataParallel(HookOwner, nn.Module):
 
     def _before_accumulation(self, parameter: torch.nn.Parameter, _: torch.Tensor) -> None:
         self.sink.before_accumulation(parameter)
+
+    def _call_begin(self) -> None:
+        self.sink.begin_backward()
 
     def _call_ready(self, parameter: torch.nn.Parameter) -> None:
         self.sink.ready(parameter)

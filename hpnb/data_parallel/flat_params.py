@@ -60,7 +60,7 @@ class FSDPPolicy:
 
 
 class FlatParam:
-    """Parameters of a unit that one call gathers: of one dtype, and at first all trained or all frozen.
+    """Parameters of a unit that one all-gather brings: of one dtype, and at first all trained or all frozen.
 
     Args:
         named: {name: parameter}. They become this rank's shards, with the values of the axis's rank 0.

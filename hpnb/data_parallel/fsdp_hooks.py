@@ -31,10 +31,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hpnb.background import Background
 from hpnb.data_parallel.copied_hooks import HookOfOriginal, do_nothing, refuse_forward
 from hpnb.data_parallel.flat_params import FlatParam, FSDPPolicy
+from hpnb.data_parallel.fsdp_checks import refuse_second_derivative_of_zero3, zero3_unused_message
 from hpnb.data_parallel.fsdp_prefetch import PrefetchOrder
 from hpnb.data_parallel.fsdp_reductions import Reductions, find_used
 from hpnb.data_parallel.fsdp_units import FSDPUnit, assign_parameters
-from hpnb.data_parallel.reducer import refuse_second_derivative_of_zero3, zero3_unused_message
 from hpnb.data_parallel.split_reducer import is_expert
 from hpnb.gradients import GradientSink, after_backward, in_backward, set_hook_owner
 from hpnb.mesh import Axis

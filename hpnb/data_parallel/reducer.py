@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from hpnb.background import Background, Pending, wait_all
-from hpnb.data_parallel.buckets import assign_buckets, fill_bucket
-from hpnb.gradients import GradientSink, refuse_second_derivative
+from hpnb.data_parallel.buckets import assign_buckets, count_expected, fill_bucket
+from hpnb.gradients import GradientSink
 from hpnb.mesh import Axis
 from hpnb.record.recorder import separate_compute
 
@@ -81,10 +81,13 @@ class Reducer(GradientSink):
 
     # --- the sink ---------------------------------------------------------------------------
 
+    def begin_backward(self) -> None:
+        self._missing = [count_expected(bucket.parameters) for bucket in self.buckets]
+
     def before_accumulation(self, parameter: torch.nn.Parameter) -> None:
         """A second backward adds to .grad. If that is a sum over the ranks already, every rank would send the
-        sum again. So rank 0 keeps it, and the others clear theirs: until the next reduction .grad is this
-        backward's alone on all ranks but 0."""
+        sum again. Rank 0 keeps the old sum and adds to it; the others set .grad to None. So the next sum
+        counts the old one once."""
         number = self._number[id(parameter)]
         if number in self._summed:
             self._summed.discard(number)
@@ -260,15 +263,6 @@ def unused_message(names: Sequence[str], count: int) -> str:
     )
 
 
-def zero3_unused_message(names: Sequence[str], count: int) -> str:
-    """The same where ZeRO 3 shards the weights. There torch.autograd.grad by inputs ends in this error too:
-    it gives no parameter a gradient."""
-    return (
-        f"{unused_message(names, count)}; torch.autograd.grad through the model, as for saliency or a "
-        "gradient penalty, needs zero_stage 0, 1 or 2"
-    )
-
-
 def thawed_message(names: Sequence[str]) -> str:
     """The error for parameters `names` that were frozen when gradients were hooked, and are trained now."""
     return (
@@ -276,13 +270,4 @@ def thawed_message(names: Sequence[str]) -> str:
         "are trained now, and nobody reduces their gradients: wrap or boost it with these parameters "
         "trainable, and freeze them afterwards. To go on with a run, detach() a DataParallel and wrap it "
         "again; with a Booster save a checkpoint, make and boost the model anew, and load the checkpoint"
-    )
-
-
-def refuse_second_derivative_of_zero3() -> None:
-    """Raise in the hook of a sharded model's backward if autograd makes a graph of it."""
-    refuse_second_derivative(
-        "ZeRO 3",
-        "it frees the weights after this backward, and the next one needs them; use zero_stage 0, 1 or 2, "
-        "which are DataParallel and ZeroOptimizer",
     )

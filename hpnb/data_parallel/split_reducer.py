@@ -43,6 +43,10 @@ class SplitReducer(GradientSink):
         self.names = {p: name for reducer in self.reducers for p, name in reducer.names.items()}
         self._reducer_of = {id(p): reducer for reducer in self.reducers for p in reducer.names}
 
+    def begin_backward(self) -> None:
+        for reducer in self.reducers:
+            reducer.begin_backward()
+
     def before_accumulation(self, parameter: torch.nn.Parameter) -> None:
         self._reducer_of[id(parameter)].before_accumulation(parameter)
 

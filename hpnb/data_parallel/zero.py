@@ -170,9 +170,9 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
             **group_numbers([{**defaults, **group} for group in self._full_groups]),
         }
         check_replicas({name: p for p, name in self.names.items()}, axis, options)
-        # Whether a DataParallel around the parameters may go on to reduce, while shards take slices.
-        ddp_may_reduce = stage == 1 and not cpu_offload and communication_dtype is None
-        ddp = find_ddp(self.names, axis, average, ddp_may_reduce)
+        # A DataParallel around the parameters, if there is one, goes on to reduce, and shards take slices.
+        ddp_reduces = stage == 1 and not cpu_offload and communication_dtype is None
+        ddp = find_ddp(self.names, axis, average, ddp_reduces)
 
         self._axes = [axis]
         if experts := [name for p, name in self.names.items() if is_expert(p)]:
@@ -214,7 +214,7 @@ class ZeroOptimizer(ZeroReduceScatter, Optimizer):
         # Hooks of self.optimizer.step give float32 masters their gradients, and copy masters into shards.
         self.masters = Masters(self.optimizer) if is_16_bit else None
         self._note_versions()
-        self._connect(ddp, ddp_may_reduce)
+        self._connect(ddp, ddp_reduces)
 
     _step_supports_amp_scaling = True  # so that torch.amp.GradScaler calls `step`, which refuses it
 

@@ -84,7 +84,7 @@ def find_ddp(
 
     Args:
         average: what the ZeroOptimizer is to do with sums; DataParallel must do the same.
-        ddp_reduces: DataParallel goes on to reduce. Otherwise it must train exactly these parameters.
+        ddp_reduces: a DataParallel goes on to reduce. Otherwise it must train exactly these parameters.
     """
     owners = {id(owner): owner for owner in map(hook_owner_of, names)}
     ddp, *others = owners.values()

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from hpnb.background import Background
+from hpnb.data_parallel.buckets import count_expected
 from hpnb.data_parallel.ddp import DataParallel
 from hpnb.data_parallel.reducer import Reducer, agree_on_unused, unused_message
 from hpnb.data_parallel.zero_bucket import ZeroBucket
@@ -105,6 +106,9 @@ class ZeroReduceScatter(HookOwner, GradientSink):
         set_hook_owner(self.names, None)
         return self
 
+    def _call_begin(self) -> None:
+        self.begin_backward()
+
     def _call_ready(self, parameter: nn.Parameter) -> None:
         self.ready(parameter)
 
@@ -112,6 +116,12 @@ class ZeroReduceScatter(HookOwner, GradientSink):
         self.finish()
 
     # --- the sink ---------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        if self.reducing_sink is not None:
+            self.reducing_sink.begin_backward()
+        else:
+            self._missing = [count_expected(bucket.parameters) for bucket in self.buckets]
 
     def before_accumulation(self, parameter: nn.Parameter) -> None:
         """Pass it on, if DataParallel's Reducer reduces. Otherwise reduced gradients are on shards, and
@@ -135,8 +145,8 @@ class ZeroReduceScatter(HookOwner, GradientSink):
             )
         if id(parameter) in self._ready:
             raise RuntimeError(
-                f"the gradient of {self.names[parameter]} was ready twice in one backward; with "
-                "checkpoints, use_reentrant=False"
+                f"the gradient of {self.names[parameter]} was ready twice: after a backward that raised call "
+                "zero_grad(), which forgets what that one has left; with checkpoints, use_reentrant=False"
             )
         self._ready.add(id(parameter))
         self._missing[number] -= 1

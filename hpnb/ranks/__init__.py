@@ -1,4 +1,4 @@
-"""Run a function on N processes, from a cell. Knows nothing of models or meshes."""
+"""Run a function on N processes, from a cell. Imports nothing of models or meshes."""
 
 from __future__ import annotations
 

@@ -41,14 +41,10 @@ class DeviceChoice:
         return 0 < self.gpus < self.ranks
 
     @property
-    def ranks_per_gpu(self) -> int:
-        """Ranks on the fullest GPU; 0 on the CPU."""
-        return -(-self.ranks // self.gpus) if self.gpus else 0
-
-    @property
     def name(self) -> str:
+        """How ranks communicate. On several GPUs that they share, only ranks on one GPU use CUDA IPC."""
         if self.shares_gpus:
-            return "CUDA IPC"
+            return "CUDA IPC" if self.gpus == 1 else "CUDA IPC and CPU memory"
         return "NCCL" if self.device == "cuda" else "gloo"
 
     def __str__(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import math
 import os
 import re
@@ -14,19 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from hpnb.ranks.last_seen import Frame, Note
 
 OUT_OF_MEMORY = "OutOfMemoryError"  # of torch, on a GPU
 _STARTS_A_RANK = "worker|cell_syntax|last_seen|forkserver_process"
 _RANK_INTERNALS = re.compile(rf"[/\\]hpnb[/\\]ranks[/\\]({_STARTS_A_RANK})\.py$")
 _PLUMBING = re.compile(r"[/\\](multiprocessing[/\\]\w+|threading)\.py$|^<string>$")
-_WAITS = re.compile(r"\.wait\(")
-_WAITS_FOR_GPU = re.compile(r"\.(item|tolist|cpu|numpy|wait)\(|synchronize\(")
-_WAITS_FOR_WORK = re.compile(r"\b(work|handle|req)\w*\.wait\(")  # of a collective that was started before
-_COLLECTIVES = dist.distributed_c10d.__file__
-_DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
 _ABOVE_HPNB = str(Path(__file__).parents[2])
 _FRAME = re.compile(r"  (File \"[^\"]+\"|Cell In\[\d+\]), line \d+")
 _LIBRARY = re.compile(r'  File "(torch|hpnb|numpy|transformers|torchvision|datasets|multiprocessing)/')
@@ -118,29 +110,6 @@ def stack_text(note: Note) -> str:
         return ""
     age = f"  (last seen {note.age:.1f} s ago)\n" if 1.0 < note.age < math.inf else ""
     return readable(age + "".join(parts))
-
-
-def waits_for_others(note: Note) -> bool:
-    """True if the main thread is inside torch.distributed, or waits for a result from the GPU, which may be a
-    collective's: such a rank is not to blame."""
-    main = note.threads.get("MainThread", [])
-    if any(f.startswith(_DISTRIBUTED) for f, _, _ in main[-6:]):
-        return True
-    pattern = _WAITS_FOR_GPU if note.on_gpu else _WAITS  # on a CPU, `.item()` only computes
-    return bool(main) and bool(pattern.search(linecache.getline(main[-1][0], main[-1][1])))
-
-
-def stands_in_collective(note: Note) -> bool:
-    """True if the main thread is inside a collective, a send or a receive of torch.distributed itself.
-
-    Stricter than `waits_for_others`: a rank that writes a checkpoint with torch.distributed, or waits for
-    kernels of its GPU, may be at work.
-    """
-    main = note.threads.get("MainThread", [])
-    if not main:
-        return False
-    file, line, _ = main[-1]
-    return file == _COLLECTIVES or bool(_WAITS_FOR_WORK.search(linecache.getline(file, line)))
 
 
 def tells_of_lost_rank(summary: str) -> bool:

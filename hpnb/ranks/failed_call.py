@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hpnb.ranks import errors, last_seen
+from hpnb.ranks import errors, last_seen, waits
 from hpnb.ranks.errors import RankError, RankInterrupt
 from hpnb.ranks.worker import Done, Failed
 
@@ -58,7 +58,7 @@ class FailedCall:
         return {r: reply for r, reply in self.raised.items() if not errors.tells_of_lost_rank(reply.summary)}
 
     @property
-    def dead(self) -> list[int]:
+    def died_first(self) -> list[int]:
         """Ranks that died before anything else went wrong.
 
         Other ranks fail because one dies, at about that time; one that raised well before had another
@@ -72,13 +72,13 @@ class FailedCall:
     def all_raised_alike(self) -> bool:
         """Whether all members raised at one line of code, in a loop perhaps at different steps."""
         places = {reply.place for reply in self.raised.values()}
-        return not self.dead and len(places) == 1 and len(self.raised) == len(self.members)
+        return not self.died_first and len(places) == 1 and len(self.raised) == len(self.members)
 
-    def error(self, too_long: TooLong) -> RankError:
-        """The error to raise; `too_long` is the sentence for ranks that only gave no answer."""
-        dead, raised, stacks = self.dead, self.raised, self.stacks()
-        if dead:
-            rank = dead[0]
+    def error(self, if_silent: TooLong) -> RankError:
+        """The error to raise; `if_silent` is the sentence for ranks that only gave no answer."""
+        died_first, raised, stacks = self.died_first, self.raised, self.stacks()
+        if died_first:
+            rank = died_first[0]
             summary = f"rank {rank} of {self.size} {errors.exit_reason(self.exit_codes[rank])}"
             text = errors.stack_text(self.notes[rank]) or "  (it ended before it could note where it was)\n"
             return RankError(
@@ -91,13 +91,13 @@ class FailedCall:
             return RankError(summary, rank=rank, traceback=text, stacks=stacks, error=raised[rank].error)
         rank = self._at_work(self.waiting)[0]
         caught = self._caught()
-        if too_long.kind == "hung" and self._left_waiting:
-            too_long = left_waiting(caught)
+        if if_silent.kind == "hung" and self._left_waiting:
+            if_silent = left_waiting(caught)
         elif caught:
-            too_long = replace(too_long, advice=f". {caught}{too_long.advice}")
-        summary = too_long.sentence.format(ranks=self._names(self.waiting)) + self._what_they_do()
+            if_silent = replace(if_silent, advice=f". {caught}{if_silent.advice}")
+        summary = if_silent.sentence.format(ranks=self._names(self.waiting)) + self._what_they_do()
         return RankError(
-            summary + too_long.advice, rank=rank, traceback=stacks[rank], stacks=stacks, error=too_long.kind
+            summary + if_silent.advice, rank=rank, traceback=stacks[rank], stacks=stacks, error=if_silent.kind
         )
 
     def interrupted(self) -> RankInterrupt:
@@ -126,7 +126,7 @@ class FailedCall:
     def _left_waiting(self) -> bool:
         """Whether all that have not answered wait for others, of which some have returned."""
         returned = any(isinstance(reply, Done) for reply in self.replies.values())
-        return returned and all(errors.waits_for_others(self.notes[rank]) for rank in self.waiting)
+        return returned and all(waits.waits_for_others(self.notes[rank]) for rank in self.waiting)
 
     def _caught(self) -> str:
         """What ranks have raised in this call, though they went on; empty if nothing."""
@@ -143,7 +143,7 @@ class FailedCall:
     def _what_they_do(self) -> str:
         if len(self.waiting) < len(self.members):
             return ", though the others have returned"
-        if all(errors.waits_for_others(self.notes[rank]) for rank in self.waiting):
+        if all(waits.waits_for_others(self.notes[rank]) for rank in self.waiting):
             return ": all of them wait for others, in calls that do not match"
         busy = self._at_work(self.waiting)
         if len(busy) == 1:
@@ -153,7 +153,7 @@ class FailedCall:
 
     def _at_work(self, ranks: Sequence[int]) -> list[int]:
         """Those of these ranks that do not wait for another rank; all, if each of them does."""
-        busy = [rank for rank in ranks if not errors.waits_for_others(self.notes[rank])]
+        busy = [rank for rank in ranks if not waits.waits_for_others(self.notes[rank])]
         return busy or list(ranks)
 
     def _names(self, ranks: Sequence[int]) -> str:
@@ -185,8 +185,9 @@ def hung(seconds: float) -> TooLong:
 def left_waiting(caught: str = "") -> TooLong:
     """`caught`: what is known of why the others have made fewer calls."""
     caught = caught or (
-        "The others have made fewer calls: if their loop over a loader ended earlier, "
-        "plugin.prepare_dataloader(dataset, batch_size) gives every rank as many batches"
+        "The others have made fewer calls: if their loop over a loader ended earlier, use one "
+        "that gives every rank as many batches: hpnb.data.Loader(dataset, batch_size, mesh.dp), or with a "
+        "Booster plugin.prepare_dataloader(dataset, batch_size)"
     )
     advice = f", so nobody answers. {caught}"
     return TooLong("no answer from {ranks}, in a collective", "hung", advice)

@@ -23,12 +23,12 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing
 
 from hpnb.ranks.messages import receive_message, send_message
+from hpnb.ranks.process_stat import all_processes
 
 # An optimizer's first step imports this, a second of every rank's time; the server does it once, when idle.
 _IMPORTED_WHEN_IDLE = "torch._dynamo"
@@ -219,7 +219,7 @@ class ForkedRanks:
 
 def _kill_orphans(deadline: float) -> None:
     """Kill what ranks have left behind in other sessions; this process has become its parent."""
-    while orphans := _children_of(os.getpid()):
+    while orphans := [process.pid for process in all_processes() if process.parent == os.getpid()]:
         for pid in orphans:
             os.kill(pid, signal.SIGKILL)  # it holds its pid: only this process could reap it
             with contextlib.suppress(ChildProcessError):
@@ -227,12 +227,3 @@ def _kill_orphans(deadline: float) -> None:
         if time.monotonic() > deadline:
             break
         time.sleep(0.002)
-
-
-def _children_of(parent: int) -> list[int]:
-    children = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            if int(entry.read_text().rsplit(")", 1)[1].split()[1]) == parent:
-                children.append(int(entry.parent.name))
-    return children

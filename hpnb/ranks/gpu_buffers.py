@@ -44,8 +44,7 @@ class SharedBuffers:
         device: this rank's GPU, or the CPU, for which the host's memory is used.
 
     Attributes:
-        tensors: the ranks' buffers, in order.
-        on_gpu: whether they are the GPU's memory.
+        tensors: the ranks' buffers, in order, all on the GPU or none.
     """
 
     def __init__(self, rank: int, exchange: Exchange, nbytes: int, device: torch.device) -> None:
@@ -61,8 +60,8 @@ class SharedBuffers:
         if all(offer.handle and offer.gpu == gpu for offer in offers):
             tensors = self._open_on_gpu(rank, offers)
         # All of them use the GPU's memory or none does, so they agree after opening it.
-        self.on_gpu = all(answer == b"opened" for answer in exchange(b"opened" if tensors else b"failed"))
-        if not self.on_gpu or tensors is None:
+        on_gpu = all(answer == b"opened" for answer in exchange(b"opened" if tensors else b"failed"))
+        if not on_gpu or tensors is None:
             tensors = [_map_file(offer.file, nbytes) for offer in offers]
             exchange(b"mapped")  # nobody closes a file that another is about to open
             _free(self._allocation)

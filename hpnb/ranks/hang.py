@@ -2,10 +2,10 @@
 
 No limit fits all programs, so a call is judged by what its ranks do. A rank makes progress while the
 processes of its group use the CPU, or while it prints. There is one exception: NCCL and CUDA may spin while
-they wait, so a rank that has stood at one place of a collective does not count, whatever it uses. On a GPU
-that is also a line that asks for a result, such as `.item()`. Once no rank has made progress for `limit`
-seconds, the call hangs: ranks wait in collectives that do not match, or for a rank that was stopped or
-sleeps. A rank that waits while another one computes is no hang.
+they wait, so a rank that has stood at one place of a collective (`waits.py`) does not count, whatever it
+uses. On a GPU that is also a line that asks for a result, such as `.item()`. Once no rank has made progress
+for `limit` seconds, the call hangs: ranks wait in collectives that do not match, or for a rank that was
+stopped or sleeps. A rank that waits while another one computes is no hang.
 
 A rank that has returned answers no collective any more. So where some ranks have returned and all the others
 stand in collectives without using the CPU, nobody can end the call, and it hangs after `GRACE` seconds. One
@@ -14,15 +14,14 @@ rank that does anything else, be it slow, keeps the call going.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpnb.ranks import errors, last_seen
+from hpnb.ranks import last_seen, waits
+from hpnb.ranks.process_stat import all_processes
 
 if TYPE_CHECKING:
     from hpnb.ranks.processes import RankProcesses
@@ -35,8 +34,6 @@ GRACE = 10.0  # seconds in which ranks wait for ones that have returned
 _LOOK_EVERY = 1.0  # meanwhile
 _STALE = 2.0  # seconds after which a rank that writes no notes is stopped, and not in a collective
 _LONGEST_PERIOD = 10.0
-_GROUP, _TIMES = 2, slice(11, 15)  # fields of /proc/PID/stat behind the name: group; user, system, children's
-
 
 CpuSeconds = Mapping[int, float] | None
 
@@ -95,7 +92,7 @@ class HangWatch:
             return False
         self._looked = now
         notes = [last_seen.read(self._processes.pages[rank]) for rank in waiting]
-        stand = all(errors.stands_in_collective(note) and note.age < _STALE for note in notes)
+        stand = all(waits.stands_in_collective(note) and note.age < _STALE for note in notes)
         cpu = self._cpu_seconds(self._processes.pids) if stand else None
         if cpu is None:
             self._stood = None
@@ -111,7 +108,7 @@ class HangWatch:
     def _computes(self, rank: int, cpu: CpuSeconds, now: float) -> bool:
         """Whether a rank has used the CPU, since the last check or since it was last seen to."""
         note = last_seen.read(self._processes.pages[rank])
-        if errors.waits_for_others(note) and note.unchanged > self.period:
+        if waits.waits_for_others(note) and note.unchanged > self.period:
             return False
         pid = self._processes.pids[rank]
         for before, since in ((self._cpu, self._checked), (self._cpu_at_progress, self._progress)):
@@ -126,10 +123,8 @@ def cpu_seconds_of_groups(leaders: Sequence[int]) -> dict[int, float] | None:
     """CPU seconds that each of these process groups has used, workers of a DataLoader included."""
     if not Path("/proc/self/stat").exists():
         return None
-    ticks, seconds = os.sysconf("SC_CLK_TCK"), dict.fromkeys(leaders, 0.0)
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            fields = entry.read_text().rsplit(")", 1)[1].split()
-            if int(fields[_GROUP]) in seconds:
-                seconds[int(fields[_GROUP])] += sum(map(int, fields[_TIMES])) / ticks
+    seconds = dict.fromkeys(leaders, 0.0)
+    for process in all_processes():
+        if process.group in seconds:
+            seconds[process.group] += process.cpu_seconds
     return seconds

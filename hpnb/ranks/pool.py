@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from hpnb.ranks import errors, serialize_function
+from hpnb.ranks import serialize_function, waits
 from hpnb.ranks.call_checks import limit_in_seconds, refuse_limits, warn_under_torchrun, wrong_members
 from hpnb.ranks.caller_globals import (
     KnownGlobals,
@@ -74,8 +74,9 @@ def launch(
         device: "auto" (the GPUs, which ranks share if there are too few; the CPU if there are none), "cpu" or
             "cuda".
         timeout: seconds after which the call fails, however busy the ranks are; None: no limit.
-        hang_timeout: seconds after which the call fails if no rank has computed or printed anything in them;
-            None: never. A rank may wait for another one that computes for as long as it takes.
+        hang_timeout: seconds after which the call fails if no rank has computed or printed anything in them,
+            10 s where all that have not returned wait for ranks that have; None: never. A rank may wait for
+            another one that computes for as long as it takes.
         start_timeout: seconds that each of three steps may take: the process that starts ranks answers, it
             imports and forks, the ranks find each other. None: no limit.
 
@@ -271,8 +272,8 @@ class Ranks:
                 hangs = self._collect(members, replies, begun + limit, hang_limit)
             self._learn_names(replies, namespace, sent)
             if not all(isinstance(replies.get(rank), Done) for rank in {*members, *replies}):
-                too_long = did_not_start(limit) if call is None else timed_out(limit)
-                error = self._failure(members, replies, hung(hang_limit) if hangs else too_long)
+                if_silent = did_not_start(limit) if call is None else timed_out(limit)
+                error = self._failure(members, replies, hung(hang_limit) if hangs else if_silent)
                 if passed.number is not None and error.error == Stopped.__name__:
                     leave_stopped(passed.number, error)
                 raise error
@@ -347,13 +348,13 @@ class Ranks:
 
     # --- when it does not end well ------------------------------------------------------------
 
-    def _failure(self, members: Sequence[int], replies: Replies, too_long: TooLong) -> RankError:
+    def _failure(self, members: Sequence[int], replies: Replies, if_silent: TooLong) -> RankError:
         notes = self._processes.notes()
         died = [rank for rank, reply in replies.items() if reply is None]
         exit_codes = self._processes.exit_codes(died) if died else {}
         failure = FailedCall(self.size, members, replies, notes, self._died, exit_codes)
-        error = failure.error(too_long)
-        if failure.dead or failure.waiting or not self._may_stay(failure):
+        error = failure.error(if_silent)
+        if failure.died_first or failure.waiting or not self._may_stay(failure):
             self._stop(error.summary)
             if self.assigned and not self._one_call:
                 error.summary += "; the ranks were stopped, and the variables that they had assigned are gone"
@@ -370,7 +371,7 @@ class Ranks:
         if self._one_call or seconds > _GRACE_OF_STATE or self._processes.gone:
             return False
         notes = self._processes.last_notes()
-        return not any(errors.waits_for_others(notes[rank]) for rank in waiting)
+        return not any(waits.waits_for_others(notes[rank]) for rank in waiting)
 
     def _interrupted(self, members: Sequence[int], replies: Replies) -> RankInterrupt:
         self._ended = "it was interrupted"  # at once: a second Ctrl-C may be on its way

@@ -12,7 +12,6 @@ import socket
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -21,12 +20,12 @@ from hpnb.ranks.devices import DeviceChoice
 from hpnb.ranks.forkserver import ForkServer, server
 from hpnb.ranks.messages import Inbox, send_message
 from hpnb.ranks.output import Output
+from hpnb.ranks.process_stat import all_processes
 from hpnb.ranks.worker import Call, Done, Failed, RankSpec
 
 _GOODBYE = 3.0  # seconds that ranks have to leave on their own
 _ANSWER_LIMIT = 1.0  # seconds that a rank has to say where it is; one that is stopped never does
 _LONGEST_WAIT = 3600.0  # seconds; some systems refuse more
-_GROUP, _STARTED = 2, 19  # fields of /proc/PID/stat behind the name
 _CHUNK = 1 << 16  # bytes, as much as a pipe holds
 
 
@@ -37,14 +36,7 @@ def _seconds_since_boot() -> float:
 def _in_groups_of(leaders: Sequence[int], since: float) -> list[int]:
     """Processes in the process groups of these ranks. Those that started before the ranks are strangers, who
     have got a number that was free again."""
-    pids = []
-    ticks = os.sysconf("SC_CLK_TCK")
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            fields = entry.read_text().rsplit(")", 1)[1].split()
-            if int(fields[_GROUP]) in leaders and int(fields[_STARTED]) / ticks > since - 1:
-                pids.append(int(entry.parent.name))
-    return pids
+    return [p.pid for p in all_processes() if p.group in leaders and p.started > since - 1]
 
 
 @dataclass

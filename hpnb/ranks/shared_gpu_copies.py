@@ -26,7 +26,7 @@ from hpnb.ranks.copy_thread import CopyThread
 from hpnb.ranks.gpu_buffers import SharedBuffers, unlisted_memory
 from hpnb.ranks.gpu_turns import gpu_turns
 
-CHUNK = 8 << 20  # bytes; a buffer has room for two chunks, so that writing waits for nobody's reading
+CHUNK = 8 << 20  # bytes; SharedChunks has room for two, so that writing waits for nobody's reading
 BARRIER, SENT, READ, OFFER, PAIR_OFFER = (((1 << 28) + i) for i in range(5))  # gloo's tags of signals
 _OFFER_BYTES = 512
 Combine = Callable[[torch.Tensor, torch.Tensor], object]  # changes the first tensor

@@ -864,7 +864,7 @@ def test_a_model_made_elsewhere_can_be_taught_to_accept_no_rows() -> None:
 
 def test_a_gpt2_block_could_be_given_no_rows_too() -> None:
     """Masks come by name and with as many rows."""
-    from hpnb.models.empty_batch import _PlaceholderSample
+    from hpnb.models.placeholder_sample import _PlaceholderSample
 
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=11, n_positions=6))
     block, row = model.transformer.h[0], _PlaceholderSample()

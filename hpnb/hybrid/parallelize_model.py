@@ -51,7 +51,7 @@ from hpnb.hybrid.recompute import enable_recomputation
 from hpnb.meta_device import Unfilled, move_module
 from hpnb.models import accept_empty_batch, anatomy, chunk_loss, use_patch_matmul
 from hpnb.models.compare_parts import skip_first_step_check
-from hpnb.models.empty_batch import drop_empty_mask
+from hpnb.models.placeholder_sample import drop_empty_mask
 from hpnb.pipeline_parallel import Builder, Pipeline
 from hpnb.placement import keep_placements, placement_of, set_placement
 from hpnb.ranks.current_rank import device as this_device

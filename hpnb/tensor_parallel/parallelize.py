@@ -31,7 +31,7 @@ from hpnb.meta_device import move_module
 from hpnb.models import Role, anatomy, attentions, roles
 from hpnb.models.compare_parts import FirstStepCheck, first_step_check
 from hpnb.models.model_anatomy import Inputs, Part, WrappedAnatomy, wrap_anatomy
-from hpnb.models.registry import explain_alias, is_registered_by_user, registration_of
+from hpnb.models.registry import explain_alias, is_not_built_in, registration_of
 from hpnb.placement import Placement
 from hpnb.ranks.current_rank import device as this_device
 from hpnb.tensor_parallel.grouped_queries import heads_per_unit, keep_groups_together
@@ -136,7 +136,7 @@ def parallelize(
     placement.keep_placements(model)
     if first_forward_check is not None:
         _check_first_forward(model, first_forward_check)
-    if axis.size > 1 and (not to_shard.attentions or (mode != "1d" and is_registered_by_user(model))):
+    if axis.size > 1 and (not to_shard.attentions or (mode != "1d" and is_not_built_in(model))):
         for block in to_shard.anatomy.blocks:
             explain_first_failure(block, axis.size, to_shard, sequence_parallel, is_grid=mode != "1d")
     if not any(p.is_meta for p in model.parameters()):

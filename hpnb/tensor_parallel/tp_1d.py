@@ -26,7 +26,7 @@ from hpnb import comm
 from hpnb.mesh import Axis
 from hpnb.models import Role
 from hpnb.models.in_place_cross_entropy import VocabShard
-from hpnb.models.registry import is_registered_by_user
+from hpnb.models.registry import is_not_built_in
 from hpnb.placement import Cut
 from hpnb.ranks.current_rank import device as this_device
 from hpnb.split_sizes import split_sizes
@@ -169,7 +169,7 @@ class TensorParallel1D(TensorParallelMode):
             self._pass_batch_shape(block, model)
         else:
             self._sum_replicated_grads(name, [p for p in paths if _sums_grads(model.layers[p][1])], model)
-            if is_registered_by_user(model.module):
+            if is_not_built_in(model.module):
                 compare_first_gradient(name, block, self.axis)
         for region in find_regions(model, paths, self.sharding):
             self._connect_region(region, model.module.get_submodule(region.path), block)

@@ -37,7 +37,7 @@ from hpnb.grad_norm import total_norm
 from hpnb.tensor_parallel import axes, full_gradients, full_state_dict, parallelize
 from hpnb.tensor_parallel.activation_layout import ActivationLayout
 from hpnb.tensor_parallel.batch_arguments import BatchArguments
-from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
+from hpnb.tensor_parallel.replicated_grad_sum import ReplicatedGradSum
 from hpnb.tensor_parallel.sharded_layer_norm import ShardedLayerNorm
 from hpnb.tensor_parallel.summa import SummaGrid, ab, abt, linear_gradients
 from hpnb.tensor_parallel.tp_grid_layers import GridClassifier

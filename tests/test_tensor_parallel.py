@@ -40,7 +40,7 @@ from hpnb.models.role import linear, norm
 from hpnb.placement import placement_of
 from hpnb.tensor_parallel import cross_entropy, full_gradients, full_state_dict, parallelize
 from hpnb.tensor_parallel.async_all_reduce import DeferredWeightGrad
-from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
+from hpnb.tensor_parallel.replicated_grad_sum import ReplicatedGradSum
 from hpnb.tensor_parallel.sequence_parallel import SequenceSharding
 from hpnb.tensor_parallel.tp_1d_linear import RowParallelLinear
 

@@ -72,8 +72,8 @@ def parallelize(
     before, but not have stepped: its state would have the old shapes.
 
     Two things happen in the first forward only. If the class was given to `hpnb.models.register`, rank 0
-    checks that its parts, one after the other, are its forward. If a block raises a RuntimeError, on a grid
-    or without registered attentions, the message says what a rank has of it.
+    checks that its parts, one after the other, are its forward. If a block raises a RuntimeError, the message
+    says what a rank has of it: of a class that was registered on a grid, and of any that has no attentions.
 
     Args:
         model: one that `hpnb.models` knows: a ViTForImageClassification, GPT2LMHeadModel or
@@ -84,7 +84,8 @@ def parallelize(
         sequence_parallel: shard what lies between the matrices along the tokens. For "1d"; the grids shard
             everything anyway.
         depth: the d of "2.5d".
-        overlap: let sequence parallelism's reduce-scatters overlap the computation of weight gradients.
+        overlap: let sequence parallelism's reduce-scatters overlap the computation of weight gradients
+            (without sequence parallelism the all-reduce always overlaps).
 
     Raises:
         TypeError: a model of another kind, or a wrapped one.

@@ -238,6 +238,7 @@ def drawn_shapes() -> list[Any]:
     return list(cifar10(size=1500))
 
 
+@pytest.mark.slow  # leaves are, above
 def test_shapes_can_be_told_apart() -> None:
     rows = drawn_shapes()
     assert learned(rows[:1000], rows[1000:1400], 10, epochs=8) > 0.7
@@ -266,6 +267,7 @@ def words(text: str) -> list[str]:
     return re.findall(r"\w+", text)
 
 
+@pytest.mark.slow  # the generator is fixed, and leaves are told apart
 def test_a_bag_of_words_learns_something_about_pairs() -> None:
     rows = [words(f"{row['sentence1']} {row['sentence2']}".lower()) for row in (*mrpc(), *mrpc("validation"))]
     known = {word: i for i, word in enumerate(sorted({w for row in rows for w in row if not w.isdigit()}))}

@@ -877,6 +877,7 @@ def test_a_gpt2_block_could_be_given_no_rows_too() -> None:
     assert all(p.grad is not None and not p.grad.any() for p in block.parameters())
 
 
+@pytest.mark.slow  # test_data.py learns from leaves
 def test_the_laptop_vit_learns_to_tell_leaves_apart() -> None:
     leaves = beans("train", size=256, image_size=32, kind="generated")
     loader = Loader(leaves, 16, transform=ImageTransform(32))

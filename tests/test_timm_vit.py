@@ -221,7 +221,7 @@ def train_in_context(options: dict[str, Any], knobs: dict[str, Any]) -> tuple[fl
     return None if value is None else float(value), hybrid_cases.weights(boosted)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", CONTEXT)
 @pytest.mark.parametrize(
     "options",

@@ -76,7 +76,7 @@ test: $(STAMP)
 	step() { name=$$1; shift; echo "== $$name"; "$$@" || failed="$$failed $$name"; }; \
 	step lint python -m ruff check .; \
 	step types python -m mypy; \
-	step tests python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(SWEEPS); \
+	step tests python -m pytest -q -p no:nbmake -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(SWEEPS); \
 	if ls notebooks/*.ipynb >/dev/null 2>&1; then \
 		step notebooks env HPNB_HOME="$(CURDIR)/build/home" HF_HUB_OFFLINE=1 python -m pytest -q --timeout=0 -n $(WORKERS) \
 			--nbmake --nbmake-kernel=python3 --nbmake-timeout=600 notebooks; \

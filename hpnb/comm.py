@@ -10,9 +10,14 @@ backward turns the gradient back, so that every rank ends up with the gradient o
     gather           sharded -> replicated       slice                replicated -> sharded
     split            replicated -> sharded       all-gather           sharded    -> replicated
     all_gather       sharded -> used by all      reduce-scatter       partial    -> sharded
-    reduce_scatter   partial -> sharded          all-gather           sharded    -> partial's
+    reduce_scatter   partial -> sharded          all-gather           sharded    -> replicated
     all_to_all       sharded on i -> on j        all-to-all           sharded on j -> on i
-    exchange_rows    rows to other ranks         rows back            to the rows' own ranks
+    exchange_rows    rows to other ranks         rows back            to the ranks that sent the rows
+    broadcast        of one rank -> replicated   reduce               partial    -> of that rank
+    reduce           partial -> of one rank      broadcast            of that rank -> replicated
+    send, receive    from rank i to rank j       receive, send        from rank j to rank i
+
+The gradient of a partial tensor is that of each rank's summand, and it is replicated.
 
 `replicate` and `all_reduce` are Megatron's f and g (Shoeybi et al. 2019, arXiv 1909.08053, section 3);
 `all_gather` and `reduce_scatter` its g and g-bar of sequence parallelism (Korthikanti et al. 2022,
@@ -22,7 +27,7 @@ their gradients must be summed.
 
 Slices are as even as they can be (`split_sizes.py`): 25 heads over 4 ranks are 7, 6, 6 and 6. An uneven
 gather pads to the largest slice and needs the total. On an axis of one rank every function returns its
-argument.
+argument, but `send` and `receive`, which raise ValueError: there is no other rank.
 """
 
 from __future__ import annotations
@@ -245,16 +250,21 @@ def gather_slices(x: torch.Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -
 def sum_slices(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Sum over the ranks and keep a slice of `dim`, for autograd functions that have their backward."""
     sizes = split_sizes(x.size(dim), axis.size)
-    largest, rows = max(sizes), x.movedim(dim, 0)
-    if min(sizes) < largest:
-        rows = torch.cat([_pad(part, largest) for part in rows.split(sizes)])
-    rows = rows.contiguous()  # (ranks * largest, ...)
+    rows, largest = pad_slices(x.movedim(dim, 0), sizes).contiguous(), max(sizes)
     summed = rows.new_empty((largest, *rows.shape[1:]))
     with communication("reduce_scatter", axis.name, rows.nbytes, axis.ranks):
         dist.reduce_scatter_tensor(summed, rows, group=axis.group)
     if sizes[axis.rank] < largest:
         summed = summed[: sizes[axis.rank]].clone()
     return _move_rows_to(summed, dim)
+
+
+def pad_slices(rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """The slices of `sizes`, each padded with zeros to the largest: (ranks * largest, ...)."""
+    largest = max(sizes)
+    if min(sizes) == largest:
+        return rows
+    return torch.cat([_pad(part, largest) for part in rows.split(list(sizes))])
 
 
 def _keep_slice(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:

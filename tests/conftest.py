@@ -23,6 +23,9 @@ os.environ["HPNB_HOME"] = _home
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 
+# Before anything imports nbformat, whose jsonschema makes 39 grammars for formats that no notebook has.
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
+
 # Containers often forbid files of bytecode. A hundred processes import hpnb here, and without such files each
 # of them compiles it, for half a second.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -32,7 +32,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: Any) -> torch.Tensor:  # (B, s)
         mask = mask[0] if isinstance(mask, tuple) else mask
-        q, k, v = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (f(x).unflatten(-1, (-1, 8)).transpose(1, 2) for f in (self.q, self.k, self.v))
         scores = q @ k.transpose(-1, -2) + torch.where(mask, 0.0, -1e9)[:, None, None]
         return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
@@ -89,14 +89,14 @@ def parts(net: Net) -> Parts:
 def roles(net: Net) -> dict[str, Role]:
     table = [*embedding("tokens"), *norm("norm"), *linear("out", "head", vocabulary=True)]
     for i in range(2):
-        table += [*norm(f"blocks.{i}.norm"), *linear(f"blocks.{i}.attention.o", "row", 4)]
+        table += [*norm(f"blocks.{i}.norm"), *linear(f"blocks.{i}.attention.o", "row", 2)]
         for name in "qkv":
-            table += linear(f"blocks.{i}.attention.{name}", "column", 4)
+            table += linear(f"blocks.{i}.attention.{name}", "column", 2)
     return dict(table)
 
 
 def attentions(net: Net) -> tuple[Attention, ...]:
-    return tuple(Attention(f"blocks.{i}.attention", 4, lambda n: None) for i in range(2))
+    return tuple(Attention(f"blocks.{i}.attention", 2, lambda n: None) for i in range(2))
 
 
 def build(how: str, named: bool = True) -> Net:
@@ -161,7 +161,7 @@ def test_a_mask_of_samples_computes_what_one_process_does(
 
 
 REFUSED = [
-    ("positional", "2d", 1, True, batch(6), r"attention gets .* \(6, 6\).*6 tokens each.*\(6, 1, 1, 6\)"),
+    ("positional", "2d", 1, True, batch(6), r"attention gets .* \(6, 6\).*6 tokens too.*\(6, 1, 1, 6\)"),
     ("positional", "3d", 1, False, batch(4), r"blocks\.0 gets .*attentions=.*2\.5d"),
     ("attribute", "2.5d", 4, True, batch(4), r"blocks\.0 makes \(4, 6, 16\) of hidden states \(1, 6, 16\)"),
     ("in the block", "3d", 1, True, batch(4), r"blocks\.0 makes \(4, 6, 8\) of hidden states \(1, 6, 8\)"),

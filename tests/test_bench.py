@@ -227,6 +227,7 @@ def matrices_are_printed(capsys: pytest.CaptureFixture[str], folder: Path) -> No
     assert len(re.findall(r"^ +[\d.]+ ms +[\d.]+% +\d+ x  \S", text, re.MULTILINE)) == 24
 
 
+@pytest.mark.slow  # a command of test_bench_layouts.py prints one too
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("printed", [replicas_are_printed, pipelines_are_printed, matrices_are_printed])
 def test_a_benchmark_prints_its_table(

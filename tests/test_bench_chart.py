@@ -193,6 +193,7 @@ def test_of_each_task_the_most_layouts_and_the_newest_of_each(tmp_path: Path) ->
     assert made.sources == ("old.json", "wide.json", "images.json")
 
 
+@pytest.mark.slow  # the committed picture is drawn
 def test_a_long_picture_has_fewer_peers_and_every_name_has_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,7 @@ def test_three_steps_differ_in_pairs_and_in_messages() -> None:
         assert left_out < 0.1 * apart  # the numbers of rows alone
 
 
+@pytest.mark.slow  # the three steps are compared above
 @pytest.mark.timeout(600)
 def test_steps_by_the_clock() -> None:
     """The program for GPUs, on a CPU: its times mean nothing here."""

@@ -813,6 +813,7 @@ def test_a_run_is_printed_and_written_and_becomes_a_table(
     assert run.commit in table
 
 
+@pytest.mark.slow  # the other of the two is drawn
 @pytest.mark.sampled(1, of="losses")
 def test_losses_of_layouts_are_held_to_another_order_of_rows(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path

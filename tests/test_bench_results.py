@@ -71,6 +71,7 @@ def test_a_run_of_some_programs_that_has_all_of_the_earlier_ones_replaces_them()
         assert result_files.left_out(runs) == []
 
 
+@pytest.mark.slow  # test_bench_layouts.py runs the command
 def test_a_run_says_which_programs_were_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

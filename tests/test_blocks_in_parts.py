@@ -174,7 +174,7 @@ def train_boosted(kind: type[Model], layout: dict[str, Any]) -> tuple[list[float
     return losses, float(optimizer.last_step.norm)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 # The explorer of each is on the page when all cells have run. The short page has nothing else.
 SHORT = "short"
 EXPLORED = {
-    SHORT: (),
+    SHORT: (pytest.mark.slow,),
     "00_ranks_and_collectives": (pytest.mark.slow,),
     "02_vit_pipeline_parallel": (pytest.mark.slow,),
     "08_gpt2_hybrid_parallel": (pytest.mark.slow,),

@@ -214,12 +214,14 @@ def two() -> Iterator[hpnb.Ranks]:
         yield pool
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("factory", SHARED)
 def test_stages_share_what_layers_share(two: hpnb.Ranks, factory: Callable[[], Make]) -> None:
     (wanted,), _ = train_alone(factory, 1)
     assert two.run(step_pipelines, factory)[1] == pytest.approx([wanted] * 2, abs=1e-14)
 
 
+@pytest.mark.sampled(5, cover=True)
 @pytest.mark.parametrize(
     "knobs", [{"pp_size": 2}, {"pp_size": 2, "pp_style": "zb-v"}, {"zero_stage": 3}], ids=str
 )

@@ -34,7 +34,7 @@ def try_runs(counts: Tally, folder: Path, seed: int, trials: int) -> None:
 
 
 def test_runs_in_one_folder(counts: Tally, tmp_path: Path) -> None:
-    try_runs(counts, tmp_path, 0, 2)
+    try_runs(counts, tmp_path, 0, 1)
 
 
 @pytest.mark.slow

@@ -179,7 +179,7 @@ def name(case: Case) -> str:
     return "-".join([case.kind, f"{case.dp}x{case.pp}x{case.tp}", *filter(None, ways)])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", SAVED, ids=map(name, SAVED))
 def test_a_saved_model_is_an_ordinary_one(pools: Pools, case: Case, tmp_path: Path) -> None:
     whole = on(pools, case.ranks).run(save_whole, case, tmp_path / "model")[0]
@@ -399,7 +399,7 @@ def take(case: Case, path: Path, step: bool = False) -> Weights:
     return weights(run.model)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "case",
     [
@@ -636,7 +636,7 @@ def sound(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "wrong",
-    [pytest.param(wrong, marks=[pytest.mark.sampled(3)] if wrong != BIT else []) for wrong in DAMAGED],
+    [pytest.param(wrong, marks=[pytest.mark.sampled(1)] if wrong != BIT else []) for wrong in DAMAGED],
 )
 def test_what_does_not_fit_is_said_on_all_ranks_and_nothing_is_loaded(
     pools: Pools, sound: Path, wrong: str, tmp_path: Path
@@ -831,6 +831,7 @@ def test_a_save_in_the_background_leaves_random_numbers_alone(pools: Pools, tmp_
     assert drawn == expected
 
 
+@pytest.mark.slow  # a save beside training is tested above
 def test_the_benchmark_takes_turns(pools: Pools, tmp_path: Path) -> None:
     """What it measures is not asserted; that a save in the background is one, is."""
     windows, saved = on(pools, 4).run(bench.measure, str(tmp_path), 1, 2, 16, 2, 1)[0]
@@ -851,6 +852,7 @@ def killed(folder: Path, *what: str) -> list[str]:
     return [life.partition("left ")[2] for life in lives]
 
 
+@pytest.mark.slow  # test_chaos_saves.py kills saves too
 @pytest.mark.sampled(1, of="killed")
 def test_a_model_that_is_killed_while_it_is_saved_is_the_one_before(tmp_path: Path) -> None:
     """16 times, each in place of the last: what loads is wholly the old one or wholly the new."""
@@ -859,6 +861,7 @@ def test_a_model_that_is_killed_while_it_is_saved_is_the_one_before(tmp_path: Pa
     assert any("'.hpnb-save-model'" not in names for names in left)  # after it
 
 
+@pytest.mark.slow  # test_chaos_saves.py kills saves too
 @pytest.mark.sampled(1, of="killed")
 def test_a_run_that_is_killed_has_its_last_checkpoint(tmp_path: Path) -> None:
     """25 times, at moments of a clock and at every phase of a save (checkpoint_killed.py)."""

@@ -82,7 +82,7 @@ def load_and_go_on(name: str, layout: str, folder: Path) -> list[float | None]:
     return [run.step(2), run.step(3)]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=["-".join(case) for case in CASES])
 def test_every_weight_is_saved_and_loaded(pools: RankPools, name: str, layout: str, tmp_path: Path) -> None:
     losses = pools[2].run(save_and_go_on, name, layout, tmp_path)
@@ -126,7 +126,7 @@ def train(name: str, folder: Path, epochs: int, background: bool) -> list[Any]:
     return [t.clone() for t in run.model.state_dict().values()]
 
 
-@pytest.mark.sampled(3, cover=True)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("name", ["vit head", "untied", "gpt2 lora"])
 def test_a_trainer_saves_it_and_resumes(

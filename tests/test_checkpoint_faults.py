@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
 import random
 import re
 import shutil
-import subprocess
-import sys
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from preloaded_python import Program
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -370,10 +370,64 @@ def test_a_save_that_was_killed_before_it_got_its_name_is_read(
     assert manifest.newest(tmp_path) == tmp_path / "step-8"
 
 
+class Killed(BaseException):
+    """In place of SIGKILL: no handler of the code takes it."""
+
+
+def kill_at(patch: pytest.MonkeyPatch, step: int) -> None:
+    """Raise before that step of those that change folders, counted from 0."""
+    steps = itertools.count()
+
+    def dies(act: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            if next(steps) == step:
+                raise Killed
+            return act(*args, **options)
+
+        return run
+
+    for module, name in ((os, "rename"), (shutil, "rmtree"), (atomic, "seal"), (atomic, "sync")):
+        patch.setattr(module, name, dies(getattr(module, name)))
+
+
+def test_a_save_that_is_killed_at_any_step_leaves_the_one_before_or_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so does the save that follows it, killed at the same or at any other step."""
+
+    def save(path: Path, text: str, step: int) -> bool:
+        with monkeypatch.context() as patch:
+            kill_at(patch, step)
+            try:
+                part = atomic.begin(path)
+                atomic.commit(path, {"x": write_bytes(part / "x", text.encode())}, {})
+            except Killed:
+                return False
+        return True
+
+    ended = set()
+    for first, second in itertools.product(range(9), repeat=2):
+        path = tmp_path / f"{first}-{second}" / "last"
+        assert save(path, "old", -1)
+        for step, texts in ((first, {"old", "new"}), (second, {"old", "new", "newer"})):
+            text = "new" if step == first and len(texts) == 2 else "newer"
+            if save(path, text, step):
+                ended.add(step)
+                texts = {text}
+            found = manifest.standing(path)
+            assert manifest.is_complete(found), (first, second, step)
+            assert (found / "x").read_text() in texts
+        assert save(path, "last", -1)
+        assert os.listdir(path.parent) == ["last"]
+        assert (path / "x").read_text() == "last"
+    assert {8} <= ended  # all steps of a save were among them
+    assert 0 not in ended
+
+
 # --- two runs in one folder --------------------------------------------------------------------------------
 
 OTHER_RUN = """
-    import sys
+    import sys, time
     from pathlib import Path
     from hpnb.hybrid.checkpoint import atomic
     from hpnb.hybrid.checkpoint.write_files import write_bytes
@@ -383,23 +437,23 @@ OTHER_RUN = """
         atomic.commit(folder / name, {"x": write_bytes(part / "x", b"other")}, {})
     atomic.begin(folder / "step-3")
     print("ready", flush=True)
-    sys.stdin.read()
+    time.sleep(600)
 """
 
 
 @pytest.fixture
-def other_run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def other_run(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
     """Another process, which has saved step-1 and step-2 and is writing step-3."""
-    program = [sys.executable, "-c", textwrap.dedent(OTHER_RUN), str(tmp_path)]
-    other = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert other.stdout is not None
+    script = tmp_path_factory.mktemp("other") / "program.py"
+    script.write_text(textwrap.dedent(OTHER_RUN))
+    other = Program(script, str(tmp_path))
     assert other.stdout.readline() == "ready\n"
     yield other
     other.kill()
-    other.communicate()
+    other.wait()
 
 
-def test_a_living_run_keeps_its_checkpoints(other_run: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_a_living_run_keeps_its_checkpoints(other_run: Program, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="step-2 was saved by another run that is still alive"):
         atomic.begin(tmp_path / "step-2")
     with pytest.raises(ValueError, match=r"another process is writing .*step-3.part"):
@@ -408,7 +462,7 @@ def test_a_living_run_keeps_its_checkpoints(other_run: subprocess.Popen[str], tm
     assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2", "step-3.part", "step-4"]
 
 
-def test_what_a_dead_run_has_left_is_taken_over(other_run: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_what_a_dead_run_has_left_is_taken_over(other_run: Program, tmp_path: Path) -> None:
     other_run.kill()
     other_run.wait()
     sealed(tmp_path / "step-2")

@@ -58,6 +58,7 @@ def test_what_belongs_to_a_machine_is_taken_out(text: str, left: str) -> None:
     assert said(left) == left
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "piece", [".", "x", "/x", "/", "a/tmp", " 0x", "x@y", "data:", "\x1b[3m", "/" + "tmp/"]
 )

@@ -206,13 +206,13 @@ def parity(call: str, sequence: bool, samples: int = 8, mode: str = "1d", **opti
 EXACT_ON_SEQUENCES = [call for call in CALLS if call != "input added inside"]
 
 
-@pytest.mark.parametrize("tp", [2, pytest.param(3, marks=pytest.mark.sampled(3))])
+@pytest.mark.parametrize("tp", [2, pytest.param(3, marks=pytest.mark.sampled(1))])
 @pytest.mark.parametrize("call", CALLS)
 def test_equal_to_one_process(pools: RankPools, call: str, tp: int) -> None:
     assert max(pools[tp].run(parity, call, False)) < 1e-12
 
 
-@pytest.mark.sampled(9, cover=True)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("samples", [2, 3])  # as many samples as ranks; tokens that do not divide
 @pytest.mark.parametrize("call", EXACT_ON_SEQUENCES)
 def test_equal_with_sequence_parallelism(pools: RankPools, call: str, samples: int) -> None:
@@ -227,7 +227,7 @@ def test_equal_with_recomputation(pools: RankPools, call: str, sequence: bool, r
     assert max(pools[2].run(parity, call, sequence, reentrant=reentrant)) < 1e-12
 
 
-@pytest.mark.sampled(4, cover=True)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mode", "ranks", "options"), [("2d", 4, {}), ("2.5d", 8, {"depth": 2}), ("3d", 8, {})]
 )
@@ -253,7 +253,7 @@ def weights_after_two_steps(call: str, sequence: bool, **options: Any) -> dict[s
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-@pytest.mark.sampled(3, cover=True)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("sequence", "options"),
     [

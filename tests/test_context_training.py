@@ -210,7 +210,7 @@ def check_training(name: str, layout: str, packed: bool, pools: RankPools, folde
         assert distance(loaded[key], value) < 1e-12, key
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_training_step_is_one_process(layout: str, pools: RankPools, tmp_path: Any) -> None:
     grouped = "cp2-tp2", "dp2-cp2-zero3", "pp2-cp2", "cp2-ulysses", "cp4-all-gather"
@@ -218,7 +218,7 @@ def test_a_training_step_is_one_process(layout: str, pools: RankPools, tmp_path:
     check_training(name, layout, False, pools, tmp_path)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

@@ -238,6 +238,7 @@ def drawn_shapes() -> list[Any]:
     return list(cifar10(size=1500))
 
 
+@pytest.mark.slow  # leaves are, above
 def test_shapes_can_be_told_apart() -> None:
     rows = drawn_shapes()
     assert learned(rows[:1000], rows[1000:1400], 10, epochs=8) > 0.7
@@ -266,6 +267,7 @@ def words(text: str) -> list[str]:
     return re.findall(r"\w+", text)
 
 
+@pytest.mark.slow  # the generator is fixed, and leaves are told apart
 def test_a_bag_of_words_learns_something_about_pairs() -> None:
     rows = [words(f"{row['sentence1']} {row['sentence2']}".lower()) for row in (*mrpc(), *mrpc("validation"))]
     known = {word: i for i, word in enumerate(sorted({w for row in rows for w in row if not w.isdigit()}))}
@@ -496,6 +498,19 @@ def test_mrpc_from_the_tables_of_glue(data: Path) -> None:
     assert mrpc("validation").describe() == "MRPC: real, 2 sentence pairs, from $DATA/glue/MRPC."
     with pytest.raises(ValueError, match="tables of MRPC, and none for 'test'"):
         mrpc("test")
+
+
+def test_a_train_tsv_of_another_dataset_is_no_mrpc(data: Path) -> None:
+    (data / "train.tsv").write_text("sentence\tlabel\na nice film\t1\n")
+    assert mrpc(size=3).source.kind == "generated"
+    write_table(data / "msr_paraphrase_train.txt", 20)
+    assert len(mrpc(kind="real")) == 18
+    write_table(data / "train.tsv", 4, HEADER[1:])
+    assert len(mrpc(kind="real")) == 4
+    (data / "mrpc").mkdir()
+    (data / "mrpc/train.tsv").write_text("sentence\tlabel\na nice film\t1\n")
+    with pytest.raises(ValueError, match=r"MRPC in \$DATA/mrpc cannot be read"):
+        mrpc()
 
 
 def test_mrpc_from_parquet(data: Path) -> None:
@@ -822,7 +837,7 @@ def test_a_sampler_needs_no_data_and_no_processes() -> None:
     sampler = DistributedBatchSampler(samples=10, batch_size=2, ranks=3, rank=1, shuffle=False)
     assert (sampler.global_batch_size, sampler.batches) == (6, 2)
     assert sampler.global_batch(0, 1) == [6, 7, 8, 9]
-    assert sampler.rank_batch(0, 1) == [8]
+    assert sampler.batch_samples(0, 1, with_partners=False).samples == (8,)
 
 
 # --- pictures and texts for a model ----------------------------------------------------------------
@@ -937,6 +952,9 @@ def test_mixup_mixes_labels_as_it_mixes_pictures() -> None:
 def test_pictures_that_fit_no_batch_and_mixup_without_classes_are_refused() -> None:
     items = [{"img": picture(0, 8), "label": 0}, {"img": picture(0, 9), "label": 0}]
     with pytest.raises(ValueError, match="8 x 8 and 9 x 9 pixels"):
+        collate_images(items)
+    items[1]["img"] = picture(0, 8).convert("L")
+    with pytest.raises(ValueError, match=r"shapes \(8, 8\) and \(8, 8, 3\) .*convert\('RGB'\)"):
         collate_images(items)
     with pytest.raises(ValueError, match=r"mixup=0.2 with classes=None mixes nothing"):
         ImageTransform(8, mixup=0.2)

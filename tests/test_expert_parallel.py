@@ -238,7 +238,7 @@ OTHERS = [(layout, kind) for layout in LAYOUTS for kind in KINDS if (layout, kin
     [
         *ALWAYS,
         *(
-            pytest.param(*case, marks=pytest.mark.slow if case[0] in SIMPLER else pytest.mark.sampled(5))
+            pytest.param(*case, marks=pytest.mark.slow if case[0] in SIMPLER else pytest.mark.sampled(3))
             for case in OTHERS
         ),
     ],
@@ -264,6 +264,7 @@ def test_boosted_steps_and_their_checkpoint_equal_one_process(
     assert max(distances(dict(loaded.named_parameters()), dict(wanted.named_parameters())).values()) < 1e-12
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "plugin", [{}, {"ep_size": 2}, {"tp_size": 2}, {"cp_size": 2}, {"cp_size": 2, "ep_size": 2}], ids=str
 )
@@ -279,7 +280,7 @@ def test_the_balancing_loss_is_that_of_all_tokens(pools: RankPools, plugin: dict
     assert losses[0] > without[0][0] + 0.4
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "plugin",
     [{"ep_size": 2}, {"ep_size": 2, "tp_size": 2}, {"ep_size": 2, "pp_size": 2, "num_microbatches": 2}],

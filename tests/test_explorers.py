@@ -203,6 +203,7 @@ CHALLENGES: dict[str, list[dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", CHALLENGES)
 def test_a_challenge_is_hard_and_can_be_met(name: str) -> None:
     with pytest.MonkeyPatch.context() as on_the_way:  # pictures are drawn, and only the last becomes a file
@@ -217,7 +218,7 @@ def test_a_challenge_is_hard_and_can_be_met(name: str) -> None:
     assert bytes(shown.image.value).startswith(b"\x89PNG")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CHALLENGES)
 def test_without_widgets_opening_trade_off_and_answer_are_shown(name: str) -> None:
     shown = getattr(lesson.explorers, name)()

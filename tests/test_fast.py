@@ -492,7 +492,7 @@ HALVES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", HALVES, ids=str)
 def test_one_pass_on_ranks(pair: hpnb.Ranks, case: Case, tmp_path: Any) -> None:
     """Masters and states of a run with one pass are those of a run without, and it resumes bit for bit."""

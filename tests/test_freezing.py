@@ -112,7 +112,7 @@ def compare(folder: Path, layers: str) -> None:
         torch.testing.assert_close(saved[name], expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.sampled(8, cover=True)
+@pytest.mark.sampled(5, cover=True)
 @pytest.mark.parametrize("run", [frozen_after_boost, from_a_checkpoint])
 @pytest.mark.parametrize("executes", [False, True])
 @pytest.mark.parametrize("options", ZERO + STAGES, ids=str)

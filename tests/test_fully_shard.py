@@ -309,6 +309,7 @@ def broken(what: str) -> float:
         FlatParam._count_gradient = on_gradient  # type: ignore[method-assign]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", ["second gather", "all gradients", "whole until used", "average"])
 def test_the_comparison_notices_what_is_left_out(two: hpnb.Ranks, what: str) -> None:
     assert max(two.run(broken, "nothing")) < 1e-12
@@ -799,6 +800,7 @@ def survives(where: str, error: BaseException, look: bool) -> tuple[list[str], f
     return wrong, distance(whole_gradients(model, axis), whole_gradients(other, axis))
 
 
+@pytest.mark.sampled(2, cover=True)
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_error_leaves_the_module_usable(two: hpnb.Ranks, where: str, error: BaseException) -> None:

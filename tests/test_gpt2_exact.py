@@ -47,7 +47,7 @@ def of_each(kind: str) -> list[Any]:
     return [pytest.param(*one, marks=[] if one in often else pytest.mark.slow) for one in every]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("style", "zero"), of_each("gpt2"))
 def test_tied_embeddings_padded_and_clipped(four: hpnb.Ranks, style: str, zero: int) -> None:
     """Words are looked up on the first stage and are the last one's weight; a V has both on one rank."""
@@ -55,7 +55,7 @@ def test_tied_embeddings_padded_and_clipped(four: hpnb.Ranks, style: str, zero: 
     assert off(one, four.run(train, one)) < 1e-11
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("style", "zero"), of_each("gpt2 classifies"))
 def test_padded_classification(four: hpnb.Ranks, style: str, zero: int) -> None:
     """The last stage reads the last token that is no padding from the batch, row by row."""

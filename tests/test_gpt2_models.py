@@ -87,6 +87,7 @@ KINDS = {
 # --- sizes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(5, cover=True)
 @pytest.mark.parametrize("name", GPT2_SIZES)
 @pytest.mark.parametrize("classes", [None, 3])
 def test_parameters_are_those_of_the_real_model(name: str, classes: int | None) -> None:
@@ -408,6 +409,7 @@ def batches() -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
+@pytest.mark.sampled(24, cover=True)
 @pytest.mark.parametrize("batch", batches())
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -573,6 +575,7 @@ def test_a_pipeline_takes_a_gpt2_apart() -> None:
 # --- roles ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(5, cover=True)
 @pytest.mark.parametrize("name", GPT2_SIZES)
 @pytest.mark.parametrize("classes", [None, 3])
 def test_every_parameter_has_a_role_that_fits_its_shape(name: str, classes: int | None) -> None:
@@ -742,6 +745,7 @@ def test_pairs_of_sentences_go_through_a_classifier() -> None:
     assert torch.equal(taken_apart(model, dict(batch)).logits, whole)
 
 
+@pytest.mark.slow  # that it computes what transformers does is above
 def test_the_laptop_gpt2_learns_to_go_on() -> None:
     """Rows that count on from a number: what comes next is known."""
     model = gpt2("laptop", length=16)

@@ -37,7 +37,7 @@ from hpnb.grad_norm import total_norm
 from hpnb.tensor_parallel import axes, full_gradients, full_state_dict, parallelize
 from hpnb.tensor_parallel.activation_layout import ActivationLayout
 from hpnb.tensor_parallel.batch_arguments import BatchArguments
-from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
+from hpnb.tensor_parallel.replicated_grad_sum import ReplicatedGradSum
 from hpnb.tensor_parallel.sharded_layer_norm import ShardedLayerNorm
 from hpnb.tensor_parallel.summa import SummaGrid, ab, abt, linear_gradients
 from hpnb.tensor_parallel.tp_grid_layers import GridClassifier
@@ -134,7 +134,7 @@ def test_equal_to_one_process(pools: RankPools, grid: str, name: str) -> None:
     assert max(pools[GRIDS[grid][2]].run(parity_of, grid, name, serial_run(name, 1))) < 1e-12
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("grid", "name", "reentrant"), [(grid, *case) for grid, cases in AGAIN.items() for case in cases]
 )
@@ -148,6 +148,7 @@ def three_by_three() -> float:
     return apart(train(model, case, own_loss, full_gradients, full_state_dict), serial(case))
 
 
+@pytest.mark.slow  # nine ranks; the grids of 4 and 8 are above
 def test_three_by_three(pools: RankPools) -> None:
     assert max(pools[9].run(three_by_three)) < 1e-12
 
@@ -204,7 +205,7 @@ def broken(what: str) -> float:
         return parity(lm_case(**SMALL), "3d" if what == "mask of other samples" else "2.5d")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", BREAKAGES)
 def test_what_is_broken_shows(pools: RankPools, what: str) -> None:
     assert min(pools[8].run(broken, what)) > 1e-3
@@ -298,6 +299,7 @@ def predicted_linear(grid: str, n_x: float, n_w: float, n_y: float) -> dict[str,
     return {"tp.0": 1.5 * n_w, "tp.1": n_y, "tp.2": 1.5 * n_x}
 
 
+@pytest.mark.sampled(3, cover=True)
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_bytes_of_a_layer(pools: RankPools, grid: str, transposed: bool) -> None:
@@ -360,6 +362,7 @@ def predicted_block(grid: str, mlp: int, h: int = 16, rows: int = 8 * 6, size: i
     return total
 
 
+@pytest.mark.sampled(3, cover=True)
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("name", ["vit", "gpt2"])
 def test_bytes_of_a_block(pools: RankPools, grid: str, name: str) -> None:

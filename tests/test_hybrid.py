@@ -117,7 +117,7 @@ def name(case: Case) -> str:
 
 @pytest.mark.parametrize(
     "case",
-    [*CHOSEN, *(pytest.param(case, marks=pytest.mark.sampled(3)) for case in SAMPLE if case not in CHOSEN)],
+    [*CHOSEN, *(pytest.param(case, marks=pytest.mark.sampled(1)) for case in SAMPLE if case not in CHOSEN)],
     ids=name,
 )
 def test_is_one_process(pools: dict[int, hpnb.Ranks], case: Case) -> None:

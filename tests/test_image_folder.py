@@ -171,6 +171,7 @@ def of_images(folder: Path, run: Path, **changes: Any) -> dict[str, Any]:
     return tables(run, **(own | changes))
 
 
+@pytest.mark.slow  # the loader is tested above, run files in test_train.py
 def test_a_run_file_trains_on_images_of_ones_own(pools: RankPools, tmp_path: Path) -> None:
     pets = draw(tmp_path / "pets", 20)
     long = {"training__epochs": 4, "training__learning_rate": 1e-2, "layout__pp_size": 2}

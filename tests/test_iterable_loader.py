@@ -211,6 +211,32 @@ def test_a_stream_goes_on_where_it_was(pools: RankPools, kind: str, workers: int
         assert left == everything[3:]
 
 
+def shuffled_stream(how: str) -> Any:
+    import datasets
+
+    stream = datasets.Dataset.from_dict({"number": list(range(40))}).to_iterable_dataset()
+    shuffled = stream.shuffle(seed=1, buffer_size=10)
+    if how == "changed afterwards":
+        return shuffled.map(lambda sample: {"number": sample["number"]}).with_format("torch")
+    if how == "one of two":
+        return datasets.interleave_datasets([stream, shuffled], stopping_strategy="all_exhausted")
+    return shuffled
+
+
+@pytest.mark.parametrize("how", ["plain", "changed afterwards", "one of two"])
+def test_a_stream_that_the_caller_shuffled_goes_on_with_the_batches_that_were_left(how: str) -> None:
+    def numbers(loader: Any) -> list[list[int]]:
+        return [batch["number"].tolist() for batch in loader]
+
+    loader = hpnb.data.IterableLoader(shuffled_stream(how), 4)
+    uninterrupted = numbers(loader)
+    seen = iter(loader)
+    first = [next(seen)["number"].tolist() for _ in range(3)]
+    resumed = hpnb.data.IterableLoader(shuffled_stream(how), 4)
+    resumed.load_state_dict(loader.state_dict())
+    assert first + numbers(resumed) == uninterrupted
+
+
 def test_a_position_is_taken_up_without_reading_what_was_before(pools: RankPools) -> None:
     """By the dataset's own state, or torchdata's; the layout may change where batches are the same ones."""
 

@@ -535,7 +535,7 @@ def everywhere(weight: Any, axis: Any) -> Any:
         ),
     ],
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_what_an_answer_lacks_is_said_in_numbers(
     exercise: lesson.Exercise, answer: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

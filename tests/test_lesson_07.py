@@ -385,7 +385,7 @@ counter = itertools.count()
         (exercises.activation_bytes, lambda layer: 34.0 * layer.s * layer.b * layer.h, "0.298 times"),
     ],
 )  # fmt: skip
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 def test_what_an_answer_lacks_is_said_in_numbers(exercise: lesson.Exercise, answer: Any, words: str) -> None:
     found = off(exercise, answer)
     assert any(re.search(words, text) for text in found), found

@@ -117,6 +117,7 @@ CONTEXT_PLANS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow  # cp alone is above
 def test_layouts_with_cp_have_the_losses_bytes_and_messages_that_are_predicted() -> None:
     link = Link(1e-5, 1e9)
     made = task(block=CONTEXT.block(1, None, 4), inside=link)

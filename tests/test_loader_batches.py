@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import time
+import warnings
 from collections import namedtuple
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from PIL import Image
 from torch.utils._pytree import tree_map
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from hpnb.data import ImageTransform, IterableLoader, Loader, collate_images
+from hpnb.data import ImageTransform, IterableLoader, Loader, batch_agreement, collate_images, worker_shards
 from hpnb.data.batch_agreement import BatchReport, _refuse_unlike, count_rows, digest
 from hpnb.data.distributed_sampler import DistributedBatchSampler
 from hpnb.data.image_folder import _held_out
@@ -178,6 +179,51 @@ def test_batches_without_tensors_have_digests_and_rows() -> None:
     assert count_rows({"text": ["a", "b", "c"]}) == 3
 
 
+class Graph:
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+@pytest.mark.parametrize(
+    ("batches", "warns"),
+    [
+        ([Graph(torch.tensor(1)), Graph(torch.tensor(2))], False),
+        ([Graph(torch.tensor(1)), Graph(torch.tensor(1))], True),
+        ([Graph([Graph(1)]), Graph([Graph(2)])], False),
+        ([{"graph": Graph(1), "size": 8}, {"graph": Graph(2), "size": 8}], False),
+        ([["a", None], ["a", None]], True),
+    ],
+)
+def test_objects_are_only_compared_by_their_tensors(
+    monkeypatch: pytest.MonkeyPatch, batches: list[Any], warns: bool
+) -> None:
+    monkeypatch.setattr(
+        batch_agreement, "gather_numbers", lambda *_: [[i, 1, digest(x), 1] for i, x in enumerate(batches)]
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        next(batch_agreement.iterate_together(batches, SimpleNamespace(size=2, rank=0)))
+    assert ["all read the same first batch" in str(w.message) for w in caught] == [True] * warns
+
+
+def test_ranks_of_one_replica_with_objects_of_other_tensors_are_refused() -> None:
+    def refuse(first: Any, second: Any) -> None:
+        reports = [BatchReport(0, 1, digest(x), True) for x in (first, second)]
+        _refuse_unlike(dict(enumerate(reports)), together=True)
+
+    refuse(Graph(1), Graph(2))  # which may be the same graph: nothing is known of them
+    with pytest.raises(ValueError, match="ranks 0 and 1 hold one replica"):
+        refuse(Graph(torch.tensor(1)), Graph(torch.tensor(2)))
+
+
+def test_samples_that_can_be_read_only_once_are_not_compared() -> None:
+    class Once(list[int]):
+        def __getitem__(self, i: Any) -> Any:
+            return self.pop()
+
+    assert batch_agreement._digest_samples(Once([1, 2, 3]), [0, 1]) == -1
+
+
 # --- positions ---------------------------------------------------------------------------------------------
 
 
@@ -213,6 +259,19 @@ class AsksForEverything(IterableDataset[Any]):
 
 def test_a_stream_sees_all_attributes_of_its_worker() -> None:
     assert next(iter(IterableLoader(AsksForEverything(), 2))).tolist() == [1, len("multiprocessing")]
+
+
+def test_a_sample_costs_no_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    patched: list[str] = []
+    plain = worker_shards.patch.object
+
+    def counting(module: Any, name: str, *args: Any) -> Any:
+        patched.append(name)
+        return plain(module, name, *args)
+
+    monkeypatch.setattr(worker_shards, "patch", SimpleNamespace(object=counting))
+    assert len(list(worker_shards.shard_stream(Numbers(), 1, 0, 4))) == 12
+    assert len(patched) < 12  # only those that note who asks for its rank, once
 
 
 def test_ranks_of_one_replica_end_together() -> None:

@@ -89,6 +89,7 @@ def test_a_rank_alone_takes_what_it_takes_among_others(
         assert alone.peak_of(category) == pytest.approx(real.peak_of(category), rel=0.03, abs=4096), category
 
 
+@pytest.mark.slow  # the command counts one of 32, below
 def test_one_rank_of_a_thousand_and_the_process_is_as_before(tmp_path: Path) -> None:
     name, code = write_config(tmp_path, "gpt2", n_layer=8), "dp64-pp8-tp2-zero1-1f1b-mb1"
     task, layout = task_of(name, code, 512), parse_layout_code(code)

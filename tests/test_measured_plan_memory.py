@@ -117,6 +117,7 @@ def test_what_gpus_have_measured_is_predicted(
     assert predicted == pytest.approx(measured, rel=0.05)
 
 
+@pytest.mark.slow  # a benchmark; test_plan_axes.py compares with ranks
 def test_real_ranks_are_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "folder" / "rows.json"
     (real,) = plan_memory.run("cpu", models=["llama"], layouts=["dp2-zero2-mb2-full"], out=out)

@@ -35,7 +35,7 @@ def pools() -> Iterator[RankPools]:
     "name",
     [
         "Qwen3NextConfig",
-        *(pytest.param(n, marks=pytest.mark.sampled(2)) for n in NAMES if n != "Qwen3NextConfig"),
+        *(pytest.param(n, marks=pytest.mark.sampled(1)) for n in NAMES if n != "Qwen3NextConfig"),
     ],
 )
 def test_tensor_and_pipeline_parallel_train_as_one_process(pools: RankPools, name: str) -> None:
@@ -54,7 +54,7 @@ def test_other_layouts_train_as_one_process(pools: RankPools, name: str, layout:
 RECOMPUTING = [name for name, layout in LAYOUTS.items() if layout.recomputation]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("layout", RECOMPUTING)
 def test_recomputation_trains_as_one_process(pools: RankPools, name: str, layout: str) -> None:

@@ -19,6 +19,7 @@ from tiny_models import build, planned_architecture
 import hpnb
 from hpnb import HybridParallelPlugin, models, placement
 from hpnb.hybrid import parallelize_model
+from hpnb.models import plan_groups
 from hpnb.models.compare_parts import run_parts
 from hpnb.models.registry import registration_of
 from hpnb.pipeline_parallel import Stages, full_state_dict
@@ -327,6 +328,24 @@ def _parallelize(kind: str, options: dict[str, Any], sequence: bool) -> None:
     model = plan_models.build(kind, num_hidden_layers=1, **options)
     tp = hpnb.Mesh(hpnb.Layout(tp=2)).tp
     hpnb.tensor_parallel.parallelize(model, tp, sequence_parallel=sequence)
+
+
+def test_modules_are_looked_up_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = transformers.LlamaConfig(
+        num_hidden_layers=10, hidden_size=16, intermediate_size=32, num_attention_heads=4, vocab_size=20
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    plain, calls = model.named_modules, []
+
+    def counting() -> Any:
+        calls.append(1)
+        return plain()
+
+    monkeypatch.setattr(model, "named_modules", counting)
+    groups = plan_groups.groups_of(model)
+    assert [group.kind for group in groups.values()] == ["attention", "mlp"] * 10
+    assert len(calls) == 1  # and once for each of 70 matrices, if each looks for itself
 
 
 def test_an_attention_is_resized_from_what_it_was() -> None:

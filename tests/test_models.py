@@ -864,7 +864,7 @@ def test_a_model_made_elsewhere_can_be_taught_to_accept_no_rows() -> None:
 
 def test_a_gpt2_block_could_be_given_no_rows_too() -> None:
     """Masks come by name and with as many rows."""
-    from hpnb.models.empty_batch import _PlaceholderSample
+    from hpnb.models.placeholder_sample import _PlaceholderSample
 
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=11, n_positions=6))
     block, row = model.transformer.h[0], _PlaceholderSample()
@@ -877,6 +877,7 @@ def test_a_gpt2_block_could_be_given_no_rows_too() -> None:
     assert all(p.grad is not None and not p.grad.any() for p in block.parameters())
 
 
+@pytest.mark.slow  # test_data.py learns from leaves
 def test_the_laptop_vit_learns_to_tell_leaves_apart() -> None:
     leaves = beans("train", size=256, image_size=32, kind="generated")
     loader = Loader(leaves, 16, transform=ImageTransform(32))

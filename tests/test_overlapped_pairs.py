@@ -178,7 +178,7 @@ def steps(kind: str, plugin: dict[str, Any], overlaps: bool) -> Any:
     return losses, momenta, len(ran)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "more"),
     [
@@ -208,6 +208,7 @@ def bytes_of_steps(more: dict[str, Any], overlaps: bool) -> dict[str, float]:
     return dict(sent.bytes)
 
 
+@pytest.mark.slow  # test_bench_experts.py compares bytes of pairs
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("more", [{}, {"zero_stage": 3}], ids=str)
 def test_what_both_sides_of_a_pair_send_is_counted(pools: RankPools, more: dict[str, Any]) -> None:

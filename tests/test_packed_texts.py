@@ -150,7 +150,7 @@ def test_packed_texts_are_separated_in_layouts_of_four(pools: RankPools, layout:
     assert our_norm == pytest.approx(norm, rel=1e-6)
 
 
-@pytest.mark.sampled(10, cover=True)
+@pytest.mark.sampled(1, cover=True)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2"])
 def test_packed_texts_are_separated_in_every_layout(

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hpnb
 from hpnb.models import Anatomy, Part, accept_empty_batch
 from hpnb.models.compare_parts import run_parts
+from hpnb.models.model_shell import ModelShell
 
 
 def llama(**options: Any) -> Any:
@@ -40,6 +41,27 @@ def test_parts_train_on_a_batch_that_they_ran_in_inference_mode(make: Any) -> No
     run_parts(parts, inputs).logits.sum().backward()
     with torch.inference_mode():
         run_parts(parts, inputs)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_layers_are_prepared_once_in_a_forward(monkeypatch: pytest.MonkeyPatch, inference: bool) -> None:
+    prepared: list[int] = []
+    plain = ModelShell._prepare
+
+    def counting(self: Any, *args: Any) -> Any:
+        prepared.append(1)
+        return plain(self, *args)
+
+    monkeypatch.setattr(ModelShell, "_prepare", counting)
+    model = llama()
+    parts = hpnb.models.anatomy(model)
+    with torch.inference_mode() if inference else torch.no_grad():
+        inputs = batch()
+        run_parts(parts, inputs)
+        assert len(prepared) == 1
+        inputs["attention_mask"][0, 2:] = 0  # the same tensor, other values
+        torch.testing.assert_close(run_parts(parts, inputs).logits, model(**inputs).logits)
+        assert len(prepared) == 2
 
 
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])

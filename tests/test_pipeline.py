@@ -424,7 +424,7 @@ def serial_vit() -> tuple[float, dict[str, Any]]:
     return loss.item(), alone.state_dict()
 
 
-@pytest.mark.sampled(8, cover=True)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize(
     ("schedule", "cut"), list(zip(CHUNKS, itertools.cycle(["uniform", "parameters", "flops", "time"])))

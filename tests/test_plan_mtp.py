@@ -237,6 +237,7 @@ def test_a_model_without_modules_is_refused(
     assert "num_nextn" not in capsys.readouterr().out
 
 
+@pytest.mark.slow  # test_logical_rank.py counts one rank, and what --mtp says is above
 def test_one_rank_is_of_the_model_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without experts; a module has some."""
     config = Config("deepseek_v3", **{**TINY, "first_k_dense_replace": 9, "v_head_dim": 48})

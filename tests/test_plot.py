@@ -314,6 +314,7 @@ def ticks_beyond_limits(ax: Axes) -> Iterator[Text]:
         yield from (t for t in labels if not min(limits) <= t.get_position()[axis] <= max(limits))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", FIGURES)
 def test_no_words_leave_the_card_or_meet(name: str) -> None:
     fig = FIGURES[name]()
@@ -409,6 +410,7 @@ def test_a_number_is_left_out_where_it_does_not_fit() -> None:
     assert [t.get_text() for t in plot.timeline(short).axes[0].texts if t.get_text().isdigit()] == ["7"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("source", ["simulated", "replayed from measured CPU time", "measured"])
 def test_the_title_names_the_source_and_the_bubble(source: str) -> None:
     tl = one_f_one_b(4, 8, source=source)
@@ -680,6 +682,7 @@ def test_a_link_joins_two_ranks_of_one_group() -> None:
         assert pairs == {pair for group in layout.groups(axis) for pair in itertools.pairwise(group)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("layout", "hosts_of", "borders"), [
     (Layout(2, 2, 2), 4, 2), (Layout(2, 2, 2), 2, 4), (Layout(2, 2, 2), 8, 1), (Layout(1, 2, 3), 4, 3),
     (Layout(2, 4, 8), 8, 8),

@@ -45,6 +45,7 @@ def receive_from_0() -> None:
     dist.recv(torch.zeros(1), src=0)  # which sends nothing
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "act", [lambda: time.sleep(600), stop_oneself, receive_from_0], ids=["sleeps", "stopped", "mismatch"]
 )
@@ -146,6 +147,7 @@ def step_with_a_refused_criterion(waits_on: bool) -> None:
             dist.recv(torch.zeros(1), src=0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("waits_on", [False, True])
 def test_an_error_of_hpnb_that_a_function_caught_is_named(
     waits_on: bool, monkeypatch: pytest.MonkeyPatch
@@ -172,6 +174,7 @@ def backward_that_one_rank_refuses() -> None:
         booster.backward(loss, optimizer)
 
 
+@pytest.mark.slow  # that of a step is above
 def test_so_is_one_of_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hang, "GRACE", 1.0)
     with pytest.raises(hpnb.RankError) as caught:

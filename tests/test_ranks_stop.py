@@ -80,6 +80,7 @@ def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("number", "group", "saves"),
     [(signal.SIGTERM, True, True), (signal.SIGINT, True, True), (signal.SIGTERM, False, False)],

@@ -133,7 +133,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_with_the_loss_of_routers_equals_one_process(
@@ -156,7 +156,7 @@ def test_ranks_and_microbatches_without_samples_take_part(
     check(pools, "Mixtral", 3, 2 * pp.get("pp_size", 1), plugin, losses, weights, tmp_path)
 
 
-@pytest.mark.sampled(3, cover=True)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["ring", "all-gather", "ulysses"])
 @pytest.mark.parametrize(("cp", "width", "length"), [(2, 7, 2), (4, 5, 5)])
 def test_context_ranks_whose_tokens_are_all_padding_take_part(

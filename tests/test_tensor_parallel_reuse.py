@@ -21,9 +21,9 @@ from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 import hpnb
 from hpnb import Layout, Mesh
 from hpnb.tensor_parallel import full_gradients, parallelize
-from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
 from hpnb.tensor_parallel.lazy_logits import with_lazy_logits
 from hpnb.tensor_parallel.mode import check_ranks
+from hpnb.tensor_parallel.replicated_grad_sum import ReplicatedGradSum
 from hpnb.tensor_parallel.tp_grid_layers import GridLinear, SharedInputLinears
 
 

@@ -303,7 +303,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["vit", "gpt2"])
 @pytest.mark.parametrize(("ranks", "options"), WAYS)
 def test_a_block_sends_and_keeps_what_is_predicted(

@@ -150,8 +150,17 @@ def test_documents_are_files_parts_and_modules(folder: Path, tmp_path: Path) -> 
         "A heading\n=====\n\nOne text.  \n\n\n   Indented\n   alike.<|endoftext|>Another.\r\n\r\nOne text."
     )
     first, second = text_sources.text_files(parts).documents()
-    assert first.paragraphs == ("A heading", "One text.", "Indented\nalike.")
+    assert first.paragraphs == ("A heading\n=====", "One text.", "   Indented\n   alike.")
     assert second.paragraphs == ("Another.",)  # the rest was there before
+
+
+def test_lines_of_ones_own_files_stay_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("all:\n\tgcc -o x x.c\n---\n#\n+\ntext after\n\nThe second.")
+    (document,) = text_sources.text_files(tmp_path / "a.txt").documents()
+    assert document.paragraphs == ("all:\n\tgcc -o x x.c\n---\n#\n+\ntext after", "The second.")
+    raw = {"topic with": b"  Heading\n  -------\n  \tSome text"}
+    (topic,) = text_sources.TextSource(hpnb.data.Source("-", "real", "-"), raw, with_modules=True).documents()
+    assert topic.paragraphs == ("Heading\n      Some text",)
 
 
 def test_what_is_left_out_of_the_standard_library_is_not_looked_into(
@@ -223,6 +232,14 @@ def test_ragged_rows_hold_every_token(folder: Path, rows: Any, block: int) -> No
     assert max(lengths) <= block
     assert len(lengths) > 1
     assert found.tokens == sum(len(row["input_ids"]) for row in found)
+
+
+def test_short_documents_stay_and_short_paragraphs_are_headings(tmp_path: Path) -> None:
+    file = tmp_path / "texts.txt"
+    file.write_text("<|endoftext|>".join(["Yes.", "No, no!", "Maybe.", *(f"Text {i}" for i in range(20))]))
+    assert len(text(source=file, rows="document", tokenizer=byte_tokenizer())) == 23 - 2  # 2 are in "test"
+    with pytest.raises(ValueError, match=r"no paragraph of 8 or more: .* use rows='document'"):
+        text(source=file, rows="paragraph", tokenizer=byte_tokenizer())
 
 
 def test_ragged_rows_are_padded_by_their_loader(folder: Path) -> None:
@@ -313,6 +330,18 @@ def test_a_tokenizer_of_ones_own(folder: Path) -> None:
     assert int(found[0]["input_ids"].max()) < 256
     ids = torch.cat([row["input_ids"] for row in found])
     assert (ids == 50256).sum() >= 15
+
+
+def test_tokenizers_that_end_texts_in_another_way_share_no_tokens(folder: Path) -> None:
+    ends = []
+    for end in ("<A>", "<B>"):
+        tokenizer = bpe_tokenizer((), WORDS)
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<A>", "<B>"]})
+        tokenizer.eos_token = end
+        found = text(source=folder, block=16, tokenizer=tokenizer)
+        assert (found.rows.ids == found.end).sum() == 18
+        ends.append(found.end)
+    assert ends[0] != ends[1]
 
 
 def test_a_tokenizer_that_has_padded_and_truncated_encodes_texts_in_full(folder: Path) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 import hpnb
 from hpnb.models import timm_vit
+from hpnb.models.compare_parts import run_parts
 
 pytestmark = pytest.mark.usefixtures("launches_on_a_pool")
 
@@ -177,6 +178,18 @@ def test_a_distillation_token_and_a_representation_are_exact(
                     assert (weight - wanted).norm() < 1e-12 * max(1.0, float(wanted.norm())), name
 
 
+def test_without_a_second_head_nothing_is_drawn_for_its_token() -> None:
+    timm_vit.register(VisionTransformer)
+    model = build()
+    model.pre_logits = nn.Dropout(0.5)
+    parts = hpnb.models.anatomy(model)
+    torch.manual_seed(3)
+    wanted, after = model(images()["x"]), torch.rand(())
+    torch.manual_seed(3)
+    assert torch.equal(run_parts(parts, images()), wanted)
+    assert torch.equal(torch.rand(()), after)
+
+
 def drop_paths(tp: int) -> float | None:
     return step({"drop_path_rate": 0.5}, {"tp_size": tp} if tp > 1 else {})[0]
 
@@ -208,7 +221,7 @@ def train_in_context(options: dict[str, Any], knobs: dict[str, Any]) -> tuple[fl
     return None if value is None else float(value), hybrid_cases.weights(boosted)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", CONTEXT)
 @pytest.mark.parametrize(
     "options",

@@ -442,6 +442,7 @@ def test_a_run_that_is_not_continued_is_refused(
     assert found.history[-1]["lr"] == pytest.approx(0.5e-2 * (1 + math.cos(math.pi * 13 / 14)))
 
 
+@pytest.mark.slow  # a run that was stopped goes on, above
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("every", [None, 2, 3])
 def test_more_steps_than_before_go_on_inside_the_epoch(
@@ -564,6 +565,7 @@ def test_what_cannot_be_saved_is_said_before_the_first_step(pools: RankPools, tm
         pools[4].run(on_a_full_disk, changed(folder=tmp_path))
 
 
+@pytest.mark.slow  # test_checkpoint.py fills a disk too
 def test_a_disk_that_fills_up_stops_the_run_or_is_a_warning(
     pools: RankPools, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -753,6 +755,7 @@ def test_a_model_of_ones_own_is_the_same_in_every_layout(four: hpnb.Ranks) -> No
 # --- the command --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_a_second_command_goes_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], number: signal.Signals
@@ -836,6 +839,7 @@ def test_under_torchrun_a_refusal_is_said_once_and_at_the_end(tmp_path: Path) ->
     assert len(lines) - said[-1] < 8, "the last lines of the log have it too"
 
 
+@pytest.mark.slow  # a refusal under torchrun is above
 @pytest.mark.sampled(1)  # without torchrun both are tested above, and torchrun passes on either
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_under_torchrun_it_is_one_of_the_ranks_and_a_signal_saves(

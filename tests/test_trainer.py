@@ -309,7 +309,7 @@ def counted_by_hand(criterion: Any) -> Any:
     return losses, curve, curve[-1], norm.item(), model.state_dict()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("how", "plain", "ranks"),
     [
@@ -1598,7 +1598,7 @@ def check_same(found: Found, wanted: Found, off: float = 1e-10) -> None:
         }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "how", "ranks", "accumulation", "shows"),
     [

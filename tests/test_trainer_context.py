@@ -149,7 +149,7 @@ def train_ragged(kind: str, packed: bool = False, **layout: Any) -> tuple[list[f
     return losses, trainer.evaluate(loader)["loss"], weights
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "packed", "layout"),
     [

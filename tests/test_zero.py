@@ -247,7 +247,14 @@ SGD_CASES = {
 EVERYWHERE = ("unused, accumulated, clipped", "ragged", "whole", "replica before")
 
 
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.sampled(1)) for n in (1, 3, 4))])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        2,
+        *(pytest.param(n, marks=pytest.mark.sampled(1)) for n in (1, 3)),
+        pytest.param(4, marks=pytest.mark.slow),
+    ],
+)
 def test_equal_to_one_process(pools: RankPools, ranks: int) -> None:
     for name in SGD_CASES if ranks in (2, 4) else EVERYWHERE:
         check(pools[ranks], name)
@@ -278,7 +285,7 @@ NOT_ELEMENTWISE = {"Adafactor": {"lr": 0.1}}
 @pytest.mark.parametrize(
     ("name", "defaults"),
     [
-        *(pytest.param(*case, marks=pytest.mark.sampled(3)) for case in ELEMENTWISE.items()),
+        *(pytest.param(*case, marks=pytest.mark.sampled(2)) for case in ELEMENTWISE.items()),
         *NOT_ELEMENTWISE.items(),
     ],
 )
@@ -360,6 +367,7 @@ def broken(what: str, stage: int) -> float:
     return distance(dict(model.named_parameters()), dict(wanted.named_parameters()))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", ["average", "gather", "accumulation"])
 def test_the_comparison_notices_what_is_left_out(pools: RankPools, what: str) -> None:
     for stage in (1, 2):
@@ -387,6 +395,7 @@ def go_on(case: Case, state: Any) -> Any:
     return model.state_dict(), zero.state_dict()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Adafactor"])
 def test_a_state_goes_on_anywhere(pools: RankPools, name: str) -> None:
     near = 1e-12 if name == "SGD" else 1e-6

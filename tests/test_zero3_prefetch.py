@@ -101,7 +101,7 @@ def step(kind: str, options: dict[str, Any]) -> tuple[Counter[str], bool]:
     return count_gathers(events), booster.plugin.stage_manager.is_last_stage()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "style"),
     [

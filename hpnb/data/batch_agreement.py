@@ -31,6 +31,7 @@ from hpnb.mesh import Axis
 from hpnb.record.traffic import uncounted
 
 _SAMPLED = 256  # elements of a tensor that enter a digest one by one
+INCOMPLETE = 1 << 32  # a bit of digests, which have 32 others: some contents are of a class that has none
 
 
 class RankOnAxis(Protocol):
@@ -48,7 +49,7 @@ class BatchReport(NamedTuple):
     Attributes:
         replica: its rank on the data-parallel axis.
         samples: of the batch; -1 if the loader has ended.
-        digest: of the contents.
+        digest: of the contents; with the bit INCOMPLETE if some have none.
         has_example: whether the rank knows the fields of a batch.
     """
 
@@ -68,7 +69,7 @@ def gather_reports(
     """The reports of all ranks, in order of rank; all of them call it.
 
     Args:
-        together: whether ranks of one replica must also end after as many batches.
+        together: whether ranks of one replica must also end at the same step.
 
     Raises:
         ValueError: ranks of one replica have different batches.
@@ -132,7 +133,8 @@ def iterate_together(loader: Iterable[Any], axis: RankOnAxis) -> Iterator[Any]:
                     stacklevel=2,
                 )
             return
-        if number == 0 and axis.size > 1 and len({report.digest for report in reports}) == 1:
+        first = {report.digest for report in reports}
+        if number == 0 and axis.size > 1 and len(first) == 1 and not max(first) & INCOMPLETE:
             warnings.warn(
                 f"the {axis.size} data-parallel ranks all read the same first batch, so they probably train "
                 "on the same samples; plugin.prepare_dataloader(dataset, batch_size) splits them",
@@ -235,7 +237,10 @@ def _digest_samples(dataset: Any, places: list[int]) -> int:
         except Exception:
             return -1  # a batch will say it
     with _equal_random_numbers():  # a dataset with a generator of its own gives other ones now
-        again = [sample_digest(dataset[i]) for i in places]
+        try:
+            again = [sample_digest(dataset[i]) for i in places]
+        except Exception:
+            return -1  # if only this rank raised here, the others would wait for its digest
     return zlib.crc32(str(first).encode()) if first == again else -1
 
 
@@ -295,16 +300,27 @@ def count_rows(batch: Any) -> int:
 
 
 def sample_digest(sample: Any) -> int:
-    """As `digest`, of one sample: of its tensors, arrays, pictures, texts and numbers."""
+    """As `digest`, of one sample: of its tensors, arrays, pictures, texts and numbers.
+
+    Of an object of another class it is that of the tensors among its attributes. One without tensors has no
+    digest: it counts as equal to any other, and the bit INCOMPLETE says so.
+    """
     if isinstance(sample, torch.Tensor):
         return digest(sample)
     if isinstance(sample, Mapping):
         sample = list(sample.items())
     if isinstance(sample, (list, tuple)):
-        return zlib.crc32(str([sample_digest(part) for part in sample]).encode())
+        return _join_digests([sample_digest(part) for part in sample])
     if hasattr(sample, "tobytes"):  # an array, or a picture of Pillow
         return zlib.crc32(sample.tobytes())
-    return zlib.crc32(repr(sample).encode()) if isinstance(sample, (str, bytes, int, float)) else 0
+    if sample is None or isinstance(sample, (str, bytes, int, float)):
+        return zlib.crc32(repr(sample).encode())
+    tensors = list(tensors_in(getattr(sample, "__dict__", None)))
+    return _join_digests([digest(tensor) for tensor in tensors]) if tensors else INCOMPLETE
+
+
+def _join_digests(parts: list[int]) -> int:
+    return zlib.crc32(str(parts).encode()) | (INCOMPLETE if any(part & INCOMPLETE for part in parts) else 0)
 
 
 def digest(batch: Any) -> int:
@@ -317,7 +333,7 @@ def digest(batch: Any) -> int:
     if isinstance(batch, Mapping):
         batch = list(batch.values())
     if isinstance(batch, (list, tuple)):
-        return zlib.crc32(str([digest(part) for part in batch]).encode())
+        return _join_digests([digest(part) for part in batch])
     if not isinstance(batch, torch.Tensor):
         return sample_digest(batch)
     flat = batch.detach().reshape(-1)

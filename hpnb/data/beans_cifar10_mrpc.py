@@ -64,6 +64,7 @@ MRPC = DatasetSpec(
     repo="nyu-mll/glue",
     config="mrpc",
     read_original=dataset_formats.read_mrpc_table,
+    read_in_data=partial(dataset_formats.read_mrpc_table, by_header=True),
 )
 
 

@@ -31,7 +31,7 @@ class Source:
     """Where the samples of a dataset come from.
 
     Attributes:
-        name: "Beans", "CIFAR-10" or "MRPC".
+        name: "Beans", "CIFAR-10", "MRPC", "Python documentation", or one that names the reader's folder.
         kind: "real", or "generated" by this library in place of the real samples.
         where: the place of real samples, or the reason why samples are generated.
         note: what else there is to say of real samples, such as files that are left out.

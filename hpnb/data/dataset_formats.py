@@ -133,16 +133,22 @@ def read_saved(folder: Path, split: str) -> MapDataset | None:
     return None
 
 
-def read_mrpc_table(folder: Path, split: str) -> MapDataset | None:
+def read_mrpc_table(folder: Path, split: str, by_header: bool = False) -> MapDataset | None:
     """Samples {sentence1, sentence2, label, idx} of MRPC's tables, with five columns parted by tabs.
 
     The original files have no validation split: GLUE took 408 samples out of the training file, listed in
     mrpc_dev_ids.tsv. Without that list the last tenth of the file is the validation split.
+
+    Args:
+        by_header: take a train.tsv or dev.tsv for a table of MRPC only if its first line says so: other
+            datasets have files of these names.
     """
-    names = {name for names in TABLES.values() for name in names}
-    if not any((folder / name).is_file() for name in names):
+    names = {name for names in TABLES.values() for name in names if (folder / name).is_file()}
+    if by_header:
+        names = {name for name in names if name.startswith("msr_") or _has_header_of_mrpc(folder / name)}
+    if not names:
         return None
-    path = next((folder / name for name in TABLES[split] if (folder / name).is_file()), None)
+    path = next((folder / name for name in TABLES[split] if name in names), None)
     if path is None:
         raise ValueError(f"it holds tables of MRPC, and none for {split!r}")
     rows: list[Item] = []
@@ -160,6 +166,11 @@ def read_mrpc_table(folder: Path, split: str) -> MapDataset | None:
         return rows
     validation = _validation_rows(folder, ids)
     return [row for row in rows if (row["idx"] in validation) == (split == "validation")]
+
+
+def _has_header_of_mrpc(table: Path) -> bool:
+    with table.open(encoding="utf-8-sig", errors="replace") as lines:
+        return lines.readline().startswith("Quality\t")
 
 
 def _validation_rows(folder: Path, ids: list[tuple[str, str]]) -> set[int]:

@@ -88,10 +88,6 @@ class DistributedBatchSampler:
         start = batch * self.global_batch_size
         return [int(i) for i in order[start : start + self.global_batch_size]]
 
-    def rank_batch(self, epoch: int, batch: int) -> list[int]:
-        """The samples of a batch on this rank."""
-        return list(self.batch_samples(epoch, batch, with_partners=False).samples)
-
     def batch_samples(self, epoch: int, batch: int, with_partners: bool) -> BatchSamples:
         """This rank's samples, and those to mix them with: the global batch rotated by a random step."""
         everyone = self.global_batch(epoch, batch)

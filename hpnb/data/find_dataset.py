@@ -1,7 +1,8 @@
 """Where the real datasets are looked for, and what is said when they are not there.
 
     1. $DATA                a folder that the reader chose (dataset_formats.py has the formats)
-    2. the network          CIFAR-10 goes into $DATA through torchvision; everything else to the hub's cache
+    2. the network          CIFAR-10 goes into $DATA through torchvision if DATA is set. Otherwise the hub
+                            fills its cache, as with all other datasets
     3. the hub's cache      $HF_DATASETS_CACHE, else $HF_HOME/datasets
 
 Step 2 is skipped if HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set, or if the host does not answer within
@@ -51,6 +52,7 @@ class DatasetSpec:
         fields: its columns; `image_field` is the one that holds images, if any.
         repo, config: its name on the hub.
         read_original: reads the format in which it was first published, from a folder below $DATA or $DATA.
+        read_in_data: the same for $DATA itself, if files of other datasets there may have the same names.
         download: (address, function of a folder) if it can be had without the hub.
     """
 
@@ -65,6 +67,7 @@ class DatasetSpec:
     config: str | None
     read_original: Callable[[Path, str], MapDataset | None]
     download: tuple[str, Callable[[Path], None]] | None = None
+    read_in_data: Callable[[Path, str], MapDataset | None] | None = None
 
 
 def load_real_dataset(spec: DatasetSpec, split: str) -> tuple[MapDataset, str]:
@@ -155,7 +158,8 @@ def _read_folder(data: Path, spec: DatasetSpec, split: str) -> tuple[MapDataset,
             continue
         where = "$DATA" + (f"/{name}" if name else "")
         try:
-            rows = spec.read_original(folder, split)
+            read = spec.read_original if name else spec.read_in_data or spec.read_original
+            rows = read(folder, split)
             if rows is None and name:
                 with quiet_datasets():
                     rows = dataset_formats.read_saved(folder, split)

@@ -180,18 +180,27 @@ def stack_images(items: Sequence[Item]) -> Batch:
     """{"pixel_values" (B, 3, h, w) uint8, "labels" (B,) int64}: a quarter of the bytes to send to a device.
 
     Raises:
-        ValueError: the images differ in size.
+        ValueError: the images differ in size or channels.
     """
     images = [np.asarray(_field(item, "image", "img")) for item in items]
     if len({image.shape for image in images}) > 1:
-        sizes = " and ".join(sorted({f"{image.shape[1]} x {image.shape[0]}" for image in images}))
-        raise ValueError(f"images of {sizes} pixels cannot be in one batch; load them with image_size=")
+        sizes = sorted({f"{image.shape[1]} x {image.shape[0]}" for image in images})
+        if len(sizes) > 1:
+            raise ValueError(
+                f"images of {' and '.join(sizes)} pixels cannot be in one batch; load them with image_size="
+            )
+        shapes = " and ".join(sorted({str(image.shape) for image in images}))
+        raise ValueError(
+            f"images of shapes {shapes} cannot be in one batch; image.convert('RGB') gives each 3 channels"
+        )
     pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
     return {"pixel_values": pixels, "labels": _labels(items)}
 
 
 def collate_images(items: Sequence[Item], processor: Any = None) -> Batch:
-    """{"pixel_values" (B, 3, h, w) float32, normalised for ViT, "labels" (B,) int64}, without augmentation.
+    """{"pixel_values" (B, 3, w, w) float32, normalised for ViT, "labels" (B,) int64}, without augmentation.
+
+    A ViT takes square images: those of another height are stretched or shrunk to their width w.
 
     Args:
         processor: of transformers, such as ViTImageProcessor.from_pretrained(...), which then resizes and

@@ -12,7 +12,8 @@ without get an empty batch, and if not, the epoch is over. The last global batch
 
 A run resumes in the middle of an epoch in one of three ways. If torchdata is installed, its
 StatefulDataLoader keeps the position. If not, the dataset's `state_dict` does, where it has one and no worker
-loads ahead. In all other cases the batches before the position are read again and skipped.
+loads ahead. In all other cases the batches before the position are read again and skipped: so is a stream of
+`datasets` that somebody shuffled, because no state holds the samples in its buffer.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from hpnb.data.loader import Collate, ResumableLoader, Transform, empty_batch
 from hpnb.data.seeds import seeded_generator
 from hpnb.data.worker_shards import ShardedStream, shard_stream
 
-_EMPTY = 3  # warn after so many batches in which a replica has no samples
+WARN_AFTER = 3  # batches in which a replica has no samples
 
 
 def is_iterable_dataset(dataset: Any) -> bool:
@@ -153,7 +154,7 @@ class IterableLoader(ResumableLoader):
         return split_dataset_by_node(copy.copy(self.dataset), self.replica, self.replicas)
 
     def _run(self, batches: Iterator[Any], epoch: int) -> Iterator[Any]:
-        without = 0  # batches that are empty on a replica
+        batches_with_an_empty_replica = 0
         while True:
             batch, ended = next_or_none(batches)
             if not ended and self._example is None:
@@ -161,8 +162,8 @@ class IterableLoader(ResumableLoader):
             reports = gather_reports(batch, ended, self.replica, self._example is not None, together=True)
             if all(r.ended for r in reports) or (self.drop_last and any(r.ended for r in reports)):
                 return
-            without += any(r.ended for r in reports)
-            if without == _EMPTY and not self._warned:
+            batches_with_an_empty_replica += any(r.ended for r in reports)
+            if batches_with_an_empty_replica == WARN_AFTER and not self._warned:
                 self._warn_of_empty_batches(reports)
             if not all(report.has_example for report in reports):
                 self._share_example(next(rank for rank, r in enumerate(reports) if r.has_example))
@@ -181,7 +182,7 @@ class IterableLoader(ResumableLoader):
         empty = [replica for replica, n in samples.items() if n == 0]
         who = f"rank {empty[0]} has" if len(empty) == 1 else f"ranks {', '.join(map(str, empty))} have"
         warnings.warn(
-            f"data-parallel {who} had no samples for {_EMPTY} batches while others go on, so that a step "
+            f"data-parallel {who} had no samples for {WARN_AFTER} batches while others go on, so that a step "
             f"trains on {sum(samples.values())} samples instead of {self.global_batch_size}. Shards of "
             f"this {type(self.dataset).__name__} differ in length, and each data-parallel rank reads some of "
             "them: give it shards of equal length, or drop_last=True, which leaves out what only some have",
@@ -258,8 +259,8 @@ class IterableLoader(ResumableLoader):
 
     def _keeper(self) -> str:
         """Who keeps the position within the stream."""
-        if self.shuffle:
-            return "count"  # a buffer of samples is part of no state
+        if self.shuffle or _has_shuffle_buffer(self.dataset):
+            return "count"  # the samples in the buffer are part of no state
         if _has_torchdata():
             return "torchdata"
         return "dataset" if self.num_workers == 0 and hasattr(self.dataset, "load_state_dict") else "count"
@@ -285,6 +286,20 @@ def _is_from_datasets(dataset: Any) -> bool:
     """Without importing `datasets`: whoever made one has."""
     module = sys.modules.get("datasets")
     return module is not None and isinstance(dataset, module.IterableDataset)
+
+
+def _has_shuffle_buffer(dataset: Any) -> bool:
+    """Whether `datasets` shuffles it, or one of the streams that it was made from, in a buffer."""
+    if not _is_from_datasets(dataset):
+        return False
+    left: list[Any] = [dataset._ex_iterable]
+    while left:
+        stream = left.pop()
+        if "Shuffled" in type(stream).__name__:  # BufferShuffledExamplesIterable, which is private
+            return True
+        inner = getattr(stream, "ex_iterable", None)
+        left += [*getattr(stream, "ex_iterables", ()), *(() if inner is None else (inner,))]
+    return False
 
 
 def _has_torchdata() -> bool:

@@ -162,9 +162,10 @@ def _another(kind: EventKind, rng: np.random.Generator) -> tuple[str, Fact]:
 
 
 def _say(template: str, fact: Fact, rng: np.random.Generator, inside: bool = False) -> str:
-    """The fact in words, without a full stop; `inside` a sentence it starts with a small letter."""
+    """The fact in words, without a full stop; `inside` a sentence it starts with a small letter, unless a
+    slot or a choice of words comes first: these keep their letters."""
     if inside:
-        template = template[0].lower() + template[1:]  # what fills a slot keeps its letters
+        template = template[0].lower() + template[1:]
     else:
         template += TAILS[rng.integers(len(TAILS))]
     text = template.format(**fact, **DIRECTIONS[fact.get("way", "up")])

@@ -8,8 +8,9 @@ A sequence is a row of the dataset, and there are three kinds. Packed sequences 
 keep texts apart.
 
     rows="block"       a b c | d e f        documents end to end with end-of-text between, split every `block`
-    rows="paragraph"   a b . | c d e        one paragraph and an end-of-text; a longer one takes several rows
-    rows="document"    a b . | c d e        the same with documents
+    rows="paragraph"   a b . | c d e        one paragraph and an end-of-text; a longer one takes several rows.
+                                            One of fewer than 8 tokens is left out as a heading
+    rows="document"    a b . | c d e        the same with documents, however short
 
 Labels are the input_ids: transformers shifts them, so a sequence of s tokens has s - 1 targets. With
 overlap=1 a block starts with the token that ended the one before: use block = s + 1, and every token is a
@@ -32,7 +33,7 @@ from hpnb.data.tokenizer import collate_texts
 
 Cut = Literal["block", "paragraph", "document"]
 LAPTOP = 509  # tokens of the laptop's GPT-2
-_HEADING = 8  # tokens: what is shorter is a heading, not a paragraph
+_HEADING = 8  # tokens: a paragraph that is shorter is a heading
 
 
 class TextDataset(Dataset):
@@ -87,7 +88,8 @@ def text(
         block: sequence length, in tokens; the maximum if sequences differ in length.
         rows: what a sequence is, see above.
         overlap: tokens that a block shares with the one before.
-        source: a file or folder to read instead.
+        source: a file or folder to read instead. Its lines stay as they are; a paragraph that occurs a second
+            time is left out (text_sources.py).
         tokenizer: one of transformers to use instead, such as GPT-2's; it has its own vocabulary size.
 
     Raises:
@@ -113,12 +115,18 @@ def text(
         noun = f"blocks of {block} tokens"
     else:
         spans = tokens.paragraphs if rows == "paragraph" else tokens.documents
-        sequences = TextSpans(tokens.ids, spans, block, tokenized.eos_token_id)
+        shortest = _HEADING if rows == "paragraph" else 1
+        sequences = TextSpans(tokens.ids, spans, block, tokenized.eos_token_id, shortest)
         noun = f"{rows}s of up to {block} tokens"
     if not len(sequences):
+        there = f"the {split!r} split of {text_source.source.name} has {len(tokens.ids)} tokens"
+        if rows == "block":
+            raise ValueError(
+                f"{there}, which make no block of block={block}; use a smaller block or a longer text"
+            )
         raise ValueError(
-            f"the {split!r} split of {text_source.source.name} has {len(tokens.ids)} tokens, which make no "
-            f"{rows} of block={block}; use a smaller block or a longer text"
+            f"{there}, and no {rows} of {shortest} or more: shorter ones are left out, as headings are; "
+            "use rows='document' or rows='block', or a longer text"
         )
     return TextDataset(sequences, tokenized, text_source.source, noun, size)
 
@@ -140,13 +148,14 @@ class PackedBlocks:
 
 
 class TextSpans:
-    """Spans of a stream, followed by an end-of-text; those longer than `block` take several rows."""
+    """Spans of a stream, followed by an end-of-text; those longer than `block` take several rows, and those
+    below `shortest` tokens none."""
 
-    def __init__(self, ids: torch.Tensor, spans: torch.Tensor, block: int, end: int) -> None:
+    def __init__(self, ids: torch.Tensor, spans: torch.Tensor, block: int, end: int, shortest: int) -> None:
         self.ids, self.end = ids, end
         self.spans: list[tuple[int, int, bool]] = []  # (start, stop, whether an end-of-text follows)
         for start, stop in spans.tolist():
-            if stop - start < _HEADING:
+            if stop - start < shortest:
                 continue
             while stop - start >= block:
                 # Without the last token if only the end-of-text would follow: one token has no target.

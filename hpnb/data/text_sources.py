@@ -6,6 +6,9 @@
 
 A document is a topic, a module, or a file; a file that holds <|endoftext|> is several documents. Paragraphs
 are separated by an empty line. A paragraph that appears word for word a second time is left out.
+
+Python's documentation is indented, and rows of = or - underline its headings. Its paragraphs are dedented,
+tabs become spaces, and such rows are left out. Lines of the reader's files stay as they are.
 """
 
 from __future__ import annotations
@@ -61,7 +64,8 @@ class TextSource:
     Attributes:
         source: what these are and where they come from.
         raw: their bytes, by name, in order.
-        with_modules: whether a name that begins with "module " is a Python file, whose docstrings are read.
+        with_modules: whether it is Python's documentation. A name that begins with "module " is a Python file
+            then, whose docstrings are read, and paragraphs are dedented.
     """
 
     source: Source
@@ -81,7 +85,7 @@ class TextSource:
             documents = [
                 Document(name, paragraphs)
                 for name, text in self._texts()
-                if (paragraphs := _split_paragraphs(text, seen))
+                if (paragraphs := _split_paragraphs(text, seen, self.with_modules))
             ]
         finally:
             if collects:
@@ -238,12 +242,17 @@ def _statements_in(node: ast.AST) -> Iterator[ast.AST]:
             yield from _statements_in(child)
 
 
-def _split_paragraphs(text: str, seen: set[str]) -> tuple[str, ...]:
+def _split_paragraphs(text: str, seen: set[str], is_documentation: bool) -> tuple[str, ...]:
     paragraphs = []
-    for part in re.split(r"\n[ \t\r]*\n", text.replace("\r\n", "\n").expandtabs()):
-        lines = [line.rstrip() for line in textwrap.dedent(part.strip("\n")).split("\n")]
-        paragraph = "\n".join(line for line in lines if not _RULE.fullmatch(line)).strip()
+    for part in re.split(r"\n[ \t\r]*\n", text.replace("\r\n", "\n")):
+        paragraph = _without_layout(part) if is_documentation else part.strip("\n").rstrip()
         if paragraph and paragraph not in seen:
             seen.add(paragraph)
             paragraphs.append(paragraph)
     return tuple(paragraphs)
+
+
+def _without_layout(paragraph: str) -> str:
+    """Without its indentation, and without lines that underline a heading."""
+    lines = [line.rstrip() for line in textwrap.dedent(paragraph.expandtabs().strip("\n")).split("\n")]
+    return "\n".join(line for line in lines if not _RULE.fullmatch(line)).strip()

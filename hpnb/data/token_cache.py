@@ -3,9 +3,10 @@
     $HPNB_HOME/text-<digest>.npz          else $XDG_CACHE_HOME/hpnb, else ~/.cache/hpnb
     $HPNB_HOME/docstrings-<digest>.json   documents of Python files, for a vocabulary of another size
 
-The digest is of every byte that was read, of the vocabulary or tokenizer, and of FORMAT_VERSION, so another
-text, size or rule makes another file. One process makes it and the others wait; a file that cannot be read is
-made again. If the folder cannot be written, every process makes the tokens for itself, and they are equal.
+The digest is of every byte that was read, of the vocabulary or tokenizer with the token that ends its texts,
+and of FORMAT_VERSION, so another text, size or rule makes another file. One process makes it and the others
+wait; a file that cannot be read is made again. If the folder cannot be written, every process makes the
+tokens for itself, and they are equal.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from hpnb.data import text_sources
 from hpnb.data.text_sources import Document, TextSource
 from hpnb.data.tokenizer import Merge, bpe_tokenizer, check_vocab_size, train_merges
 
-FORMAT_VERSION = 2  # raise it when documents are read, split or encoded in another way
+FORMAT_VERSION = 3  # raise it when documents are read, split or encoded in another way
 _READ_ERRORS = (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError)
 
 
@@ -67,7 +68,8 @@ def tokenize_source(source: TextSource, vocab_size: int, tokenizer: Any = None) 
     else:
         if tokenizer.eos_token_id is None:
             raise ValueError("this tokenizer has no eos_token, which separates texts; set one")
-        reads, vocab_size = _backend(tokenizer).to_str(), len(tokenizer)
+        # Which token ends a text is no part of the backend, and is written into the ids.
+        reads, vocab_size = f"{tokenizer.eos_token_id} {_backend(tokenizer).to_str()}", len(tokenizer)
     name = f"text-{_digest(source, vocab_size, reads)}.npz"
     folder = files.writable_home()
     if folder is None:

@@ -22,8 +22,7 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
-from itertools import count
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -36,6 +35,7 @@ from hpnb.data.batch_agreement import sample_digest
 from hpnb.data.seeds import seed_generators
 
 _FIRST = 8  # samples that ranks compare
+_NO_MORE = object()  # where a stream ends
 
 
 class _ReplicaWorkerInfo:
@@ -81,7 +81,9 @@ class ShardedStream(IterableDataset[Any]):
         self.shards_itself: bool | None = None  # known once a sample was read in this process
         # What this process, or its first worker, has seen of the dataset; a worker shares the memory.
         self.seen = torch.full((2,), -1, dtype=torch.int64).share_memory_()
-        self.samples_read = 0  # where the next iteration begins, and what the one under way has read
+        # Samples of the dataset that the current iteration has read. After load_state_dict the dataset begins
+        # behind them, and the next iteration counts from there.
+        self.samples_read = 0
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
@@ -132,16 +134,23 @@ def shard_stream(dataset: Any, replicas: int, replica: int, batch_size: int) -> 
 
 def _run_with(info: _ReplicaWorkerInfo, dataset: Any) -> Iterator[Any]:
     """The samples of `dataset`, whose code sees `info` as its worker."""
-    with patch.object(torch_worker, "_worker_info", info), _noting_rank(info):
-        samples = iter(dataset)
-    for number in count():
-        noting = nullcontext() if number else _noting_rank(info)
-        with patch.object(torch_worker, "_worker_info", info), noting:
-            try:
-                sample = next(samples)
-            except StopIteration:
-                return
+    with _noting_rank(info):
+        samples = _call_as(info, iter, dataset)
+        sample = _call_as(info, next, samples, _NO_MORE)
+    while sample is not _NO_MORE:
         yield sample
+        sample = _call_as(info, next, samples, _NO_MORE)
+
+
+def _call_as(info: _ReplicaWorkerInfo, function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, inside which get_worker_info() returns `info`. It is called for every sample, and
+    `mock.patch` would cost more than many a sample does."""
+    worker: Any = torch_worker
+    before, worker._worker_info = worker._worker_info, info
+    try:
+        return function(*args)
+    finally:
+        worker._worker_info = before
 
 
 @contextmanager

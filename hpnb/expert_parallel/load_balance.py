@@ -30,8 +30,8 @@ from hpnb.expert_parallel.router_sums import (
 )
 from hpnb.mesh import Axis
 from hpnb.models.compare_parts import skip_first_step_check
-from hpnb.models.empty_batch import drop_empty_mask
 from hpnb.models.model_anatomy import wrap_anatomy
+from hpnb.models.placeholder_sample import drop_empty_mask
 
 
 def balancing_loss(

@@ -170,7 +170,7 @@ def _count_in_batch(chosen: torch.Tensor, in_batch: torch.Tensor, num_experts: i
 def _note_empty_batches(model: nn.Module, experts: ExpertParallel) -> None:
     try:
         blocks = anatomy(model).blocks
-    except TypeError:  # a model that hpnb does not know gets no placeholder (`hpnb.models.empty_batch`)
+    except TypeError:  # a model that hpnb does not know gets no placeholder (placeholder_sample.py)
         return
     for block in blocks:
         for name in experts.num_experts:

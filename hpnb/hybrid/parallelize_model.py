@@ -51,11 +51,11 @@ from hpnb.hybrid.recompute import enable_recomputation
 from hpnb.meta_device import Unfilled, move_module
 from hpnb.models import accept_empty_batch, anatomy, chunk_loss, use_patch_matmul
 from hpnb.models.compare_parts import skip_first_step_check
-from hpnb.models.empty_batch import drop_empty_mask
+from hpnb.models.placeholder_sample import drop_empty_mask
 from hpnb.pipeline_parallel import Builder, Pipeline
 from hpnb.placement import keep_placements, placement_of, set_placement
 from hpnb.ranks.current_rank import device as this_device
-from hpnb.tensor_parallel.dropout_rng import has_dropout
+from hpnb.tensor_parallel.dropout_rng import may_draw
 
 Model = nn.Module | Builder
 
@@ -259,7 +259,7 @@ def _shard_experts(
 def _overlaps_experts(plugin: HybridParallelPlugin, model: Model) -> bool:
     """Whether tokens travel to experts while another microbatch computes, for which DualPipe is made. What
     recomputes dropout sets the state of the random numbers that the other microbatch would draw."""
-    draws = plugin.activation_checkpointing and isinstance(model, nn.Module) and has_dropout(model)
+    draws = plugin.activation_checkpointing and isinstance(model, nn.Module) and may_draw(model)
     return plugin.ep_size > 1 and plugin.pp_style == "dualpipe-v" and not draws
 
 

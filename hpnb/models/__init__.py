@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from hpnb.models.empty_batch import accept_empty_batch
     from hpnb.models.gpt2_chunked_loss import chunk_loss
     from hpnb.models.gpt2_model import gpt2
     from hpnb.models.linear_cross_entropy import chunked_cross_entropy
     from hpnb.models.model_anatomy import Anatomy, Attention, Part, root_parameters, tied
     from hpnb.models.patch_matmul import use_patch_matmul
+    from hpnb.models.placeholder_sample import accept_empty_batch
     from hpnb.models.registry import anatomy, attentions, decay_groups, register, roles
     from hpnb.models.vit_model import vit
 
@@ -70,7 +70,7 @@ __all__ = [
 # These import transformers, so they are imported when they are first used. Sizes and roles need no import.
 _FROM = {
     "check": "hpnb.hybrid.check_model",  # above this package, because it runs every strategy
-    "accept_empty_batch": "empty_batch",
+    "accept_empty_batch": "placeholder_sample",
     "chunk_loss": "gpt2_chunked_loss",
     "gpt2": "gpt2_model",
     "chunked_cross_entropy": "linear_cross_entropy",

@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hpnb.models.model_anatomy import TARGETS, Anatomy, Part, WrappedAnatomy
-from hpnb.models.registry import anatomy, is_registered_by_user
+from hpnb.models.registry import anatomy, is_not_built_in
 
 LARGEST = 2**26  # parameters whose values the check of a first step compares, in a second and not a minute
 _CHECKS: WeakKeyDictionary[nn.Module, FirstStepCheck | None] = WeakKeyDictionary()
@@ -81,7 +81,7 @@ def first_step_check(model: nn.Module) -> FirstStepCheck | None:
     if model not in _CHECKS:
         tensors = [*model.parameters(), *model.buffers()]
         _CHECKS[model] = None
-        if not is_registered_by_user(model) or any(t.is_meta for t in tensors):
+        if not is_not_built_in(model) or any(t.is_meta for t in tensors):
             return None
         try:
             _CHECKS[model] = FirstStepCheck(model)

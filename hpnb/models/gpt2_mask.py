@@ -29,10 +29,13 @@ class CausalMask:
         self._cache = BatchCache()
         self._needs_none: tuple[Any, ...] | None = None  # for which shapes sdpa takes no mask
 
-    def __call__(self, config: Any, hidden: torch.Tensor, inputs: Inputs) -> torch.Tensor | None:
+    def __call__(
+        self, config: Any, hidden: torch.Tensor, inputs: Inputs, block: str = ""
+    ) -> torch.Tensor | None:
         """The mask of `inputs`, (B, 1, s, s) or None if none is needed, for hidden states like `hidden`.
 
         Of `hidden` only the device and dtype count: it may be a shard of the batch or of the hidden size.
+        `block` is the name of the block that asks.
         """
         batch_size, length = inputs["input_ids"].shape
         padding, positions = inputs.get("attention_mask"), inputs.get("position_ids")
@@ -48,7 +51,9 @@ class CausalMask:
             mask = None if form == self._needs_none else _make_mask(*arguments)
             self._needs_none = form if mask is None else None
             return mask
-        return self._cache.get({"source": source, "form": form}, hidden, lambda: _make_mask(*arguments))
+        return self._cache.get(
+            {"source": source, "form": form}, hidden, lambda: _make_mask(*arguments), block
+        )
 
 
 def _make_mask(

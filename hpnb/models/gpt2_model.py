@@ -16,9 +16,9 @@ from dataclasses import replace
 import torch
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
-from hpnb.models.empty_batch import accept_empty_batch, drop_empty_mask
 from hpnb.models.gpt2_load import load
 from hpnb.models.gpt2_size import GPT2_SIZES, GPT2Size
+from hpnb.models.placeholder_sample import accept_empty_batch, drop_empty_mask
 from hpnb.models.registry import anatomy
 from hpnb.models.seeded_init import seeded_init
 

@@ -24,7 +24,16 @@ from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadMo
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput, SequenceClassifierOutput
 
 from hpnb.models.gpt2_mask import CausalMask
-from hpnb.models.model_anatomy import Anatomy, Attention, Inputs, Part, check_heads, check_token_ids, tied
+from hpnb.models.model_anatomy import (
+    Anatomy,
+    Attention,
+    Inputs,
+    Part,
+    check_token_ids,
+    set_heads,
+    tied,
+    tokens_of_ids,
+)
 from hpnb.models.role import Role, conv1d, linear, norm
 
 AnyGPT2: TypeAlias = GPT2LMHeadModel | GPT2ForSequenceClassification | GPT2Model
@@ -61,14 +70,12 @@ class GPT2Anatomy(Anatomy):
         return out
 
     def run(self, block: Part, hidden: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-        mask = self.mask(self.config, hidden, inputs)
+        mask = self.mask(self.config, hidden, inputs, block.name)
         positions = inputs.get("position_ids")
         out: torch.Tensor = block.module(hidden, None, mask, use_cache=False, position_ids=positions)
         return out
 
-    def tokens(self, inputs: Inputs) -> tuple[int, int]:
-        batch_size, length = inputs["input_ids"].shape
-        return batch_size, length
+    tokens = tokens_of_ids
 
     def finish(self, hidden: torch.Tensor, inputs: Inputs) -> Any:
         ln_f, *last = (part.module for part in self.head)
@@ -141,13 +148,11 @@ def _table(path: str, layers: int, heads: int, mlp: int) -> Iterator[tuple[str, 
 def attentions(model: AnyGPT2) -> tuple[Attention, ...]:
     core, path = _core(model)
     modules = ((f"{path}h.{i}.attn", block.attn) for i, block in enumerate(core.h))
-    return tuple(Attention(name, attn.num_heads, partial(_resize, name, attn)) for name, attn in modules)
-
-
-def _resize(path: str, attention: Any, heads: int) -> None:
-    check_heads(path, heads)
-    attention.num_heads = heads
-    attention.split_size = heads * attention.head_dim  # the width of q, of k and of v
+    # split_size is the width of q, of k and of v.
+    return tuple(
+        Attention(name, attn.num_heads, partial(set_heads, name, attn, "num_heads", "split_size"))
+        for name, attn in modules
+    )
 
 
 def _check(inputs: Inputs, most: int) -> None:

@@ -54,8 +54,12 @@ class _Chunking:
 
     @property
     def vocab_shard(self) -> VocabShard | None:
-        shard: VocabShard | None = getattr(self.loss_sum, "vocab_shard", None)
-        return shard
+        return _vocab_shard_of(self.loss_sum)
+
+
+def _vocab_shard_of(loss_sum: LossSum) -> VocabShard | None:
+    shard: VocabShard | None = getattr(loss_sum, "vocab_shard", None)
+    return shard
 
 
 def mean_over_targets(total: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
@@ -94,7 +98,7 @@ def chunked_cross_entropy(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)} "
             "do not fit: they need (n, h), (V, h) and (n,)"
         )
-    shard: VocabShard | None = getattr(loss_sum, "vocab_shard", None)
+    shard = _vocab_shard_of(loss_sum)
     if shard is not None or loss_sum is cross_entropy_sum:
         vocab_size = len(weight) if shard is None else shard.vocab_size
         is_token = (targets >= 0) & (targets < vocab_size) | (targets == IGNORE_INDEX)
@@ -137,12 +141,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if ctx.chunking.recompute:
             needs = ctx.needs_input_grad[:2]
             hidden, weight, targets = ctx.saved_tensors
-            _, d_hidden, d_weight = _loss_and_grads(hidden, weight, targets, ctx.chunking, needs, grad)
+            _, d_hidden, d_weight = _loss_and_grads(hidden, weight, targets, ctx.chunking, needs)
         else:
             d_hidden, d_weight = ctx.saved_tensors
-            d_hidden = None if d_hidden is None else d_hidden * grad.to(d_hidden.dtype)
-            d_weight = None if d_weight is None else d_weight * grad.to(d_weight.dtype)
-        return d_hidden, None if d_weight is None else d_weight.to(ctx.dtype), None, None
+        d_hidden = None if d_hidden is None else _scale(d_hidden, grad)
+        d_weight = None if d_weight is None else (d_weight * grad).to(ctx.dtype)
+        return d_hidden, d_weight, None, None
 
 
 def _loss_and_grads(
@@ -151,9 +155,8 @@ def _loss_and_grads(
     targets: torch.Tensor,
     chunking: _Chunking,
     needs: tuple[bool, bool],
-    grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(loss, dhidden, dW), None for a gradient that is not needed; gradients times `grad` if it is given."""
+    """(loss, dhidden, dW), None for a gradient that is not needed."""
     dtype, vocab_size = torch.promote_types(hidden.dtype, torch.float32), len(weight)
     padded = weight.to(hidden.dtype)  # under autocast, once for all chunks
     if padding := -vocab_size % ROWS.get(hidden.device.type, 1):
@@ -170,8 +173,6 @@ def _loss_and_grads(
         loss += chunk_loss.to(dtype)
         if d_logits is None:
             continue
-        if grad is not None:
-            d_logits *= grad
         if d_hidden is not None:
             torch.mm(d_logits, padded, out=d_hidden[chunk])
         if d_weight is not None:
@@ -208,6 +209,12 @@ def _chunk_loss_and_grad(
             loss = chunking.loss_sum(leaf, targets)
         loss, d_logits = loss.detach(), torch.autograd.grad(loss, leaf)[0]
     return loss, F.pad(d_logits, (0, padding)) if padding else d_logits
+
+
+def _scale(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """values * factor, in the dtype of `values`. The factor is a tensor () in float32 at least, and a GPU
+    would round a tensor without dims to the dtype of `values` first."""
+    return torch.mul(values, factor.view((1,) * values.dim()), out=torch.empty_like(values))
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

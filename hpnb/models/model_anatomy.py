@@ -281,6 +281,21 @@ def check_heads(path: str, heads: int) -> None:
         raise ValueError(f"{path} cannot compute with {heads} heads; 1 is the least")
 
 
+def set_heads(path: str, attention: Any, count: str, width: str | None, heads: int) -> None:
+    """Let `attention` compute `heads` heads; `count` and `width` name its attributes for their number and for
+    the width of all of them."""
+    check_heads(path, heads)
+    setattr(attention, count, heads)
+    if width is not None:
+        setattr(attention, width, heads * attention.head_dim)
+
+
+def tokens_of_ids(anatomy: Anatomy, inputs: Inputs) -> tuple[int, int]:
+    """`Anatomy.tokens` of a model that reads input_ids (B, s)."""
+    batch_size, length = inputs["input_ids"].shape
+    return batch_size, length
+
+
 def check_token_ids(kind: str, inputs: Inputs, refused: Sequence[str]) -> torch.Tensor:
     """The input_ids (B, s) of a batch for a `kind` of model that is cut."""
     if given := [name for name in refused if inputs.get(name) is not None]:

@@ -1,13 +1,15 @@
 """A model's own forward, run around its layers: whatever it prepares for them is not written a second time.
 
-    model.forward       embed -> masks, rotary tables -> layer 0 .. n-1  -> norm -> lm_head -> soft cap
-    shell.embed         real                             stops here
-    shell.prepare       zeros    real                    notes their arguments
-    shell.finish        zeros    real                    hidden states      real    real       real
+                        embedding   between                 layers            head
+    model.forward       real        masks, rotary tables    layer 0 .. n-1    norm, lm_head, soft cap
+    shell.embed         real        real                    stops here
+    shell.prepare       zeros       real                    notes arguments
+    shell.finish        zeros       real                    hidden states     real
 
 A shell is a copy of the model's modules without parameters. The parts that are about to run are put into it
 for the time of a forward, so a pipeline stage needs its own parts and the shell, which is a few buffers. What
-layers are called with depends on the batch alone; it is kept as long as the batch's tensors live.
+layers are called with depends on the batch alone. It is kept as long as the batch's tensors live, and in
+inference mode for one forward (batch_cache.py).
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ class ModelShell(nn.Module):
         Only the device and dtype of `hidden` matter.
         """
         arguments = self._arguments(inputs)
-        of_layers = self.prepared.get(arguments, hidden, lambda: self._prepare(hidden, arguments))
+        of_layers = self.prepared.get(arguments, hidden, lambda: self._prepare(hidden, arguments), name)
         args, kwargs = of_layers[self.layers.index(name)]
         return partial(with_hidden, args, kwargs)
 

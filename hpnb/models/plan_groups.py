@@ -30,6 +30,7 @@ CUTS = (*COLUMNS, *ROWS, "packed_rowwise")
 SUMMED, LATENT, EXPERTS, IDENTITY = (
     "replicated_with_grad_allreduce", "mla_kv_a_proj", "moe_tp_experts", "moe_identity_expert",
 )  # fmt: skip
+Modules = dict[str, Any]  # {path: module} of the model
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_heads")
 
 
@@ -42,7 +43,8 @@ class Group(NamedTuple):
         widths: {path: relative widths} of weights that hold several matrices side by side.
         reason: why it is replicated, unless the plan says so.
         summed: paths of replicated parameters of which each rank uses its heads' or neurons' share.
-        latent: of latent attention, by path: how many last outputs go to all heads without another matrix.
+        latent: {path: n} of the projections down of latent attention. Their last n outputs are the rotary
+            part of keys, which all heads read as it is; the other outputs go through one more matrix.
         row_members: of experts: the weights whose results are summed over the ranks.
     """
 
@@ -72,16 +74,27 @@ def groups_of(model: Any) -> dict[str, Group]:
     for path, style in styles.items():
         if style in CUTS and (path not in modules or isinstance(modules[path], nn.Linear)):
             members.setdefault(path.rpartition(".")[0], {})[path] = style
+    inside_of: dict[str, dict[str, str]] = {parent: {} for parent in members}
+    for path, style in styles.items():
+        for parent in _with_ancestors(path):
+            if parent in inside_of:
+                inside_of[parent][path] = style
     groups = {}
     for parent, cuts in members.items():
-        inside = {p: s for p, s in styles.items() if p == parent or p.startswith(f"{parent}.")}
+        inside = inside_of[parent]
         if inside.get(parent) == EXPERTS or all(path not in modules for path in cuts):
             groups[parent] = _experts(model, parent, cuts, inside)
         elif _is_attention(modules[parent]):
-            groups[parent] = _attention(model, parent, cuts, inside)
+            groups[parent] = _attention(model, modules, parent, cuts, inside)
         else:
-            groups[parent] = _mlp(model, parent, cuts)
+            groups[parent] = _mlp(model, modules, parent, cuts)
     return groups
+
+
+def _with_ancestors(path: str) -> list[str]:
+    """`path` and the paths of all modules around it: "a.b" and "a" of "a.b"."""
+    names = path.split(".")
+    return [".".join(names[:length]) for length in range(len(names), 0, -1)]
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -92,10 +105,12 @@ def _is_attention(module: nn.Module) -> bool:
 # --- attention ----------------------------------------------------------------------------------------------
 
 
-def _attention(model: Any, parent: str, styles: dict[str, str], inside: dict[str, str]) -> Group:
-    config, module = core_of(model)[0].config, model.get_submodule(parent)
+def _attention(
+    model: Any, modules: Modules, parent: str, styles: dict[str, str], inside: dict[str, str]
+) -> Group:
+    config, module = core_of(model)[0].config, modules[parent]
     group = Group("attention", styles)
-    linear = {path: model.get_submodule(path) for path in styles if path in dict(model.named_modules())}
+    linear = {path: modules[path] for path in styles if path in modules}
     rows, columns = _rows_and_columns(linear, styles)
     gathered = all(styles[path] in GATHERED for path in linear)
     if len(rows) != 1 or not columns:
@@ -156,9 +171,9 @@ def _kv_heads(config: Any, module: Any, outputs: dict[str, int], head_dim: int, 
 # --- MLP and experts ----------------------------------------------------------------------------------------
 
 
-def _mlp(model: Any, parent: str, styles: dict[str, str]) -> Group:
+def _mlp(model: Any, modules: Modules, parent: str, styles: dict[str, str]) -> Group:
     group = Group("mlp", styles)
-    linear = {path: model.get_submodule(path) for path in styles if path in dict(model.named_modules())}
+    linear = {path: modules[path] for path in styles if path in modules}
     rows, columns = _rows_and_columns(linear, styles)
     gathered = all(style in GATHERED for style in styles.values())
     if len(rows) != 1 or not columns or len(linear) < len(styles):

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hpnb.meta_device import fill_buffers
-from hpnb.models.model_anatomy import Anatomy, Inputs, Part, tied
+from hpnb.models.model_anatomy import Anatomy, Inputs, Part, tied, tokens_of_ids
 from hpnb.models.model_shell import HANDS_ON, ModelShell
 
 
@@ -50,9 +50,7 @@ class PlanAnatomy(Anatomy):
         hidden_states: torch.Tensor = output[0]
         return hidden_states
 
-    def tokens(self, inputs: Inputs) -> tuple[int, int]:
-        batch_size, length = inputs["input_ids"].shape
-        return batch_size, length
+    tokens = tokens_of_ids
 
     def finish(self, hidden: torch.Tensor, inputs: Inputs) -> Any:
         return self.shell.finish(self.head, hidden, inputs)

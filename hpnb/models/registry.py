@@ -118,7 +118,7 @@ def has_roles(model: nn.Module) -> bool:
     return bool(_table_of(model))
 
 
-def is_registered_by_user(model: nn.Module) -> bool:
+def is_not_built_in(model: nn.Module) -> bool:
     """Whether `register` or a plan of transformers described the class of this model, and not hpnb."""
     nearest = next((kind for kind in type(model).__mro__ if kind in REGISTERED), None)
     return plan_parts.has_plan(model) if nearest is None else nearest not in _BUILT_IN
@@ -129,7 +129,8 @@ def anatomy(model: nn.Module) -> Anatomy:
 
     Raises:
         TypeError: a model of another kind, or one that is wrapped.
-        ValueError: a GPT-2 with cross attention; or what is registered gives no Anatomy of tuples of Parts.
+        ValueError: a GPT-2 with cross attention; a model of transformers whose pipeline plan names no list of
+            layers or leaves weights out; or what is registered gives no Anatomy of tuples of Parts.
     """
     parts = registration_of(model).anatomy(model)
     _check_anatomy(model, parts)
@@ -291,7 +292,7 @@ def _roles(model: nn.Module) -> dict[str, Role]:
         )
     if unknown := [name for name in names if name not in table]:
         listed = ", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if len(unknown) > 3 else "")
-        add = "add them to the roles that you register, or " if is_registered_by_user(model) else ""
+        add = "add them to the roles that you register, or " if is_not_built_in(model) else ""
         raise ValueError(
             f"{len(unknown)} of {len(names)} parameters have no role in a {kind}: {listed}; "
             f"{add}ask before modules are added or exchanged{SEE_CHECK}"

@@ -31,8 +31,10 @@ class Role:
     """What one parameter is.
 
     Attributes:
-        kind: see above; an embedding turns inputs into hidden states, with class token and positions; a head
-            turns hidden states into outputs.
+        kind: see above for "column" and "row". The others are replicated, unless `vocabulary` splits them,
+            and say what a weight does: an embedding turns inputs into hidden states, with class token and
+            positions; a norm scales or shifts; a head is any other matrix, such as the one that gives
+            outputs. No layout treats these three differently, but a bias must have the kind of its weight.
         out_dim: the dim of the tensor that counts outputs.
         in_dim: the dim that counts inputs; None if there is none, as in a bias, a norm or an embedding that
             is looked up. nn.Linear has (out, in), so 0 and 1; transformers' Conv1D has (in, out), so 1 and 0.
@@ -42,8 +44,8 @@ class Role:
             attention, the key-value heads of its k and v, the neurons of an MLP.
         fused: how many weights lie side by side along out_dim and are split separately: 3 where q, k and v
             are one weight. Where they alternate head by head, a head's three are one unit: 1.
-        widths: instead of `fused`, where the weights side by side are not equally wide: (4, 1, 1) where 4
-            query heads read one key and one value.
+        widths: instead of `fused`, relative widths of the weights side by side: with (4, 1, 1) q is four
+            times as wide as k and as v, because 4 query heads read one key and one value.
         vocabulary: the dim that counts tokens of the vocabulary; None if there is none. Positions are none.
         sum_grads: whether it is replicated and used on a rank's heads alone, as a norm of queries is. Its
             gradient is then summed over the ranks.
@@ -92,7 +94,7 @@ def linear(
     """Names and roles of weight (out, in) and bias (out,) of the nn.Linear at `path`.
 
     Args:
-        kind: "norm" for one that is replicated, such as a router.
+        kind: "column" or "row"; "head", "norm" or "embedding" for one that is replicated, such as a router.
         vocabulary: whether its outputs are logits of tokens, along which it may be split. A weight that is
             tied to an embedding has one role, under the embedding's name.
     """

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from hpnb.models import registry
-from hpnb.models.model_anatomy import Anatomy, Attention, Inputs, Part, check_heads, root_parameters, tied
+from hpnb.models.model_anatomy import Anatomy, Attention, Inputs, Part, root_parameters, set_heads, tied
 from hpnb.models.role import Role, linear, norm
 
 _TOKENS = ("cls_token", "dist_token", "pos_embed")
@@ -71,12 +71,11 @@ class TimmViTAnatomy(Anatomy):
         pieces = {part.name: part.module for part in self.head}
         hidden = pieces.pop("norm")(hidden)
         head, distilled = pieces.pop("head"), pieces.pop("head_dist", None)
-        x, x_dist = hidden[:, 0], hidden[:, -1 if distilled is None else 1]
-        for piece in pieces.values():  # fc_norm, pre_logits, head_drop
-            x, x_dist = piece(x), piece(x_dist)
+        before_head = nn.Sequential(*pieces.values())  # fc_norm, pre_logits, head_drop
+        logits = head(before_head(hidden[:, 0]))
         if distilled is None:
-            return head(x)
-        logits, logits_dist = head(x), distilled(x_dist)
+            return logits
+        logits_dist = distilled(before_head(hidden[:, 1]))
         both = self.both_heads and head.training
         return (logits, logits_dist) if both else (logits + logits_dist) / 2
 
@@ -126,14 +125,9 @@ def _table(model: Any) -> Iterator[tuple[str, Role]]:
 def attentions(model: Any) -> tuple[Attention, ...]:
     modules = ((f"blocks.{i}.attn", block.attn) for i, block in enumerate(model.blocks))
     return tuple(
-        Attention(path, module.num_heads, partial(_resize, path, module)) for path, module in modules
+        Attention(path, module.num_heads, partial(set_heads, path, module, "num_heads", "attn_dim"))
+        for path, module in modules
     )
-
-
-def _resize(path: str, attention: Any, heads: int) -> None:
-    check_heads(path, heads)
-    attention.num_heads = heads
-    attention.attn_dim = heads * attention.head_dim  # the width of all heads
 
 
 def _parts(model: Any, names: tuple[str, ...]) -> tuple[Part, ...]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from transformers import ViTConfig, ViTForImageClassification
 
-from hpnb.models.empty_batch import accept_empty_batch
+from hpnb.models.placeholder_sample import accept_empty_batch
 from hpnb.models.registry import anatomy
 from hpnb.models.seeded_init import seeded_init
 from hpnb.models.vit_load import load

@@ -19,7 +19,7 @@ import torch
 from transformers import ViTForImageClassification, ViTModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
 
-from hpnb.models.model_anatomy import Anatomy, Attention, Inputs, Part, check_heads, tied
+from hpnb.models.model_anatomy import Anatomy, Attention, Inputs, Part, set_heads, tied
 from hpnb.models.role import Role, linear, norm
 
 
@@ -104,12 +104,11 @@ def _table(path: str, layers: int, heads: int, mlp: int) -> Iterator[tuple[str, 
 def attentions(model: ViTForImageClassification | ViTModel) -> tuple[Attention, ...]:
     core, path = _core(model)
     modules = ((f"{path}layers.{i}.attention", block.attention) for i, block in enumerate(core.layers))
-    return tuple(Attention(name, m.num_attention_heads, partial(_resize, name, m)) for name, m in modules)
-
-
-def _resize(path: str, attention: Any, heads: int) -> None:
-    check_heads(path, heads)
-    attention.num_attention_heads = heads  # its forward folds heads by their width and never asks
+    # Its forward folds heads by their width and never asks for the width of all.
+    return tuple(
+        Attention(name, m.num_attention_heads, partial(set_heads, name, m, "num_attention_heads", None))
+        for name, m in modules
+    )
 
 
 def _core(model: ViTForImageClassification | ViTModel) -> tuple[ViTModel, str]:

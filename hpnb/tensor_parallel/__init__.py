@@ -23,10 +23,10 @@ What to read for what:
     vocab_embedding.py                       an embedding that is sharded along the vocabulary
     vocab_cross_entropy.py                   the loss of logits that are sharded along the vocabulary
     sharded_logits.py, lazy_logits.py        how a model uses that loss; outputs that gather logits when read
-    sharded_layer_norm.py, layernorm_grads.py     norms of a sharded width; gradients of replicated norms
+    sharded_layer_norm.py, replicated_grad_sum.py     norms of a sharded width; gradients of replicated norms
     compare_gradients.py                     a check of the first backward: equal gradients on all ranks
     summed_weights.py                        when a replicated weight goes through the sum of its gradient
-    dropout_rng.py                           random states of dropout
+    dropout_rng.py, block_dropout.py         random states of dropout; where a block uses which
     module_hooks.py                          forward hooks that a copy of the model gets too
 """
 

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import TypeVar
 
 import torch
 
 from hpnb import comm
 from hpnb.mesh import Axis
+from hpnb.models import Role
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -62,3 +66,13 @@ class ActivationLayout:
         for axis in self.batch_axes:
             x = comm.all_reduce(x, axis)
         return x
+
+
+def before_and_after(role: Role, hidden: T, inner: T) -> tuple[T, T]:
+    """What holds of the inputs and of the outputs of a column or row.
+
+    Args:
+        hidden: what holds between the regions of a block, in front of a column and behind a row.
+        inner: what holds inside a region, between the two.
+    """
+    return (hidden, inner) if role.kind == "column" else (inner, hidden)

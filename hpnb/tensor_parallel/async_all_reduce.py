@@ -185,12 +185,8 @@ class _Linear(torch.autograd.Function):
         region_exit: RegionExit | None,
     ) -> torch.Tensor:
         dtype = autocast_dtype(x)
-        ctx.deferred, ctx.region_exit, ctx.dtype, ctx.casts = (
-            deferred,
-            region_exit,
-            x.dtype,
-            dtype is not None,
-        )
+        ctx.deferred, ctx.region_exit = deferred, region_exit
+        ctx.dtype, ctx.casts = x.dtype, dtype is not None
         if dtype is not None:
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         ctx.save_for_backward(x, weight)
@@ -235,8 +231,8 @@ def _differentiable_gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor 
 
 
 def _add(computed: torch.Tensor | None, passed: torch.Tensor | None) -> torch.Tensor | None:
-    """A weight's gradient: what this backward has computed, and what its other uses passed on. That is more
-    than placeholders if the forward's gradient was differentiable, and is differentiated now."""
+    """A weight's gradient: what this backward has computed, and what its other uses passed on. After
+    create_graph=True, `passed` is a real gradient, from the graph of the first backward."""
     if passed is None or _is_placeholder(passed):
         return computed
     return passed if computed is None else computed + passed

@@ -5,19 +5,21 @@
 A grid splits the batch in front of the first block, and masks come from the batch as the model got it. So an
 argument with as many entries along its first dimension as the batch has samples is split, by position or by
 name, in a tuple, list or dict too. All else stays, such as a mask (1, 1, s, s) or (s, s). Two kinds are
-refused: what has fewer than 4 dimensions where a batch has as many samples as tokens, because its first one
-may count either, and what needs a gradient, because each rank would have a part of it.
+refused: what has fewer than 4 dimensions where a batch has as many samples as tokens or heads, because its
+first one may count either, as in a bias (heads, s, s), and what needs a gradient, because each rank would
+have a part of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from hpnb.tensor_parallel.activation_layout import ActivationLayout
+from hpnb.tensor_parallel.module_hooks import tensors_of
 
 # In transformers, the first dimension of these counts samples if there is more than one.
 _OF_SAMPLES = ("attention_mask", "position_ids")
@@ -30,16 +32,25 @@ class BatchArguments:
         path: its name in the model.
         layout: of the hidden states that it computes with.
         grid: such as "2d grid (2 x 2)".
-        refuses_unclear: refuse an argument whose first dimension may count samples or tokens. A block with
-            attentions leaves it as it is, and they get it with more dimensions or refuse it.
+        refuses_unclear: refuse an argument whose first dimension may count samples or tokens or heads. A
+            block with attentions leaves it as it is, and they get it with more dimensions or refuse it.
+        heads: how many heads its attentions have on all ranks together, and how many key-value heads.
     """
 
-    def __init__(self, path: str, layout: ActivationLayout, grid: str, refuses_unclear: bool = True) -> None:
+    def __init__(
+        self,
+        path: str,
+        layout: ActivationLayout,
+        grid: str,
+        refuses_unclear: bool = True,
+        heads: Collection[int] = (),
+    ) -> None:
         self.path, self.layout, self.grid, self.refuses_unclear = path, layout, grid, refuses_unclear
+        self.heads = heads
 
     def split(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before the forward: (arguments, arguments by name), with this rank's samples."""
-        hidden = _hidden_states(args, kwargs)
+        hidden = next(tensors_of(module, args, kwargs), None)
         if hidden is None:
             return args, kwargs
         by_name = {name: self._split(value, hidden, name) for name, value in kwargs.items()}
@@ -47,7 +58,7 @@ class BatchArguments:
 
     def refuse(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the forward of a block that has other samples between its columns and rows."""
-        hidden = _hidden_states(args, kwargs)
+        hidden = next(tensors_of(module, args, kwargs), None)
         for value in _tensors([*args, *kwargs.values()]):
             if hidden is not None and value.dim() and value.size(0) == self._batch_size(hidden):
                 raise ValueError(
@@ -61,7 +72,7 @@ class BatchArguments:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
     ) -> None:
         """After the forward: hidden states of one sample broadcast with a mask of all, without an error."""
-        hidden, output = _hidden_states(args, kwargs), next(_tensors([outputs]), None)
+        hidden, output = next(tensors_of(module, args, kwargs), None), next(_tensors([outputs]), None)
         if hidden is None or output is None or not hidden.dim():
             return
         if output.shape == (self._batch_size(hidden), *hidden.shape[1:]):
@@ -85,14 +96,15 @@ class BatchArguments:
         samples, shape = self._batch_size(hidden), tuple(value.shape)
         if shape[0] != samples or (name == "position_ids" and len(shape) == 1):
             return value
-        if samples in hidden.shape[1:-1] and len(shape) < (2 if name in _OF_SAMPLES else 4):
+        others = ["tokens"] * (samples in hidden.shape[1:-1]) + ["heads"] * (samples in self.heads)
+        if others and len(shape) < (2 if name in _OF_SAMPLES else 4):
             if not self.refuses_unclear:
                 return value
             ones = (1,) * (4 - len(shape))
             raise ValueError(
                 f"{self.path} gets a tensor of shape {shape}, and a {self.grid} splits the {samples} "
-                f"samples, of {samples} tokens each: its first dimension may count either. Pass it with 4 "
-                "dimensions, "
+                f"samples; there are {samples} {' and '.join(others)} too, so its first dimension may count "
+                "either. Pass it with 4 dimensions, "
                 f"{(samples, *ones, *shape[1:])} if it has an entry per sample and {(*ones, *shape)} if not, "
                 "or use another number of samples"
             )
@@ -103,11 +115,6 @@ class BatchArguments:
                 "detach it"
             )
         return self.layout.narrow_batch(value)
-
-
-def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The first tensor."""
-    return next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)), None)
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

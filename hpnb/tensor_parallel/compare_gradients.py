@@ -19,13 +19,14 @@ import torch.distributed as dist
 from torch import nn
 
 from hpnb.mesh import Axis
+from hpnb.tensor_parallel.module_hooks import tensors_of
 
 
 def compare_first_gradient(name: str, block: nn.Module, axis: Axis) -> None:
     """In its first backward, raise ValueError if the gradient of the block's input differs between ranks."""
 
     def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+        x = next(tensors_of(module, args, kwargs), None)
         if x is not None and x.requires_grad and torch.is_grad_enabled():
             for hooks in (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs):
                 hooks.pop(before.id, None)  # of a copy of the block, too, which `before.remove` does not know
@@ -35,9 +36,7 @@ def compare_first_gradient(name: str, block: nn.Module, axis: Axis) -> None:
     before = block.register_forward_pre_hook(watch, with_kwargs=True)
 
 
-def _compare(
-    grad: torch.Tensor | None, name: str, axis: Axis, hidden: torch.Tensor | None = None
-) -> None:
+def _compare(grad: torch.Tensor | None, name: str, axis: Axis, hidden: torch.Tensor | None = None) -> None:
     """Raise if `grad` differs between ranks; `hidden` is the sketch of what the block got, which may, too."""
     if grad is None or not grad.dim() or (grad.is_cuda and torch.cuda.is_current_stream_capturing()):
         return

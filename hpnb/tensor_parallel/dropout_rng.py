@@ -18,10 +18,11 @@ restore, and activation checkpointing, which restores the generator, draws the s
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+import inspect
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from hpnb.mesh import Axis
@@ -41,11 +42,15 @@ class DropoutRng:
 
     def use_rank_state(self) -> None:
         """From here on this rank draws independently. A second call does nothing."""
+        if not self._seeds_agree and self.axis.size > 1:
+            self.check_seeds(self.generator().get_state())
+        self.try_rank_state()
+
+    def try_rank_state(self) -> None:
+        """`use_rank_state` where perhaps nothing draws, so that other seeds may be right."""
         if self._common_state is not None or self.axis.size == 1:
             return
-        generator = self._generator()
-        if not self._seeds_agree:
-            self._check_seeds(generator)
+        generator = self.generator()
         torch.rand((), device=self.device)  # advance, so that the next rank state differs from this one
         self._common_state = generator.get_state()
         digest = hashlib.blake2b(
@@ -56,22 +61,26 @@ class DropoutRng:
     def use_common_state(self) -> None:
         """From here on all ranks of the axis draw alike again."""
         if self._common_state is not None:
-            self._generator().set_state(self._common_state)
+            self.generator().set_state(self._common_state)
             self._common_state = None
 
     def discard_rank_state(self) -> None:
         """Start afresh, after a forward that ended early, when somebody else has restored the generator."""
         self._common_state = None
 
-    def _generator(self) -> torch.Generator:
+    def generator(self) -> torch.Generator:
+        """What dropouts draw from."""
         if self.device.type == "cuda":
             index = torch.cuda.current_device() if self.device.index is None else self.device.index
             return torch.cuda.default_generators[index]
         return torch.default_generator
 
-    def _check_seeds(self, generator: torch.Generator) -> None:
-        """Ranks that are not seeded alike would drop different elements of one replicated activation."""
-        digest = hashlib.blake2b(generator.get_state().numpy().tobytes(), digest_size=7).digest()
+    def check_seeds(self, common_state: torch.Tensor) -> None:
+        """The first time: ranks that are not seeded alike would drop different elements of one replicated
+        activation."""
+        if self._seeds_agree:
+            return
+        digest = hashlib.blake2b(common_state.numpy().tobytes(), digest_size=7).digest()
         state = torch.tensor(int.from_bytes(digest, "little"), device=self.device)
         states = [torch.empty_like(state) for _ in range(self.axis.size)]
         dist.all_gather(states, state, group=self.axis.group)
@@ -85,9 +94,37 @@ class DropoutRng:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether a forward of `model` in training mode may draw: a Dropout, or an attention that has one."""
+    """Whether a forward of `model` in training mode draws: it has a Dropout, or a module with a rate, such as
+    the attention_dropout of transformers. A class that a user registers may draw without: see `BlockDropout`.
+    """
     rates = [m.p for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
-    for module in model.modules():
-        rate: Any = getattr(module, "attention_dropout", 0.0)  # transformers' attentions without a Dropout
-        rates.append(rate if isinstance(rate, float) else 0.0)
+    rates += [
+        value
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if "dropout" in name and isinstance(value, float)
+    ]
     return any(rate > 0 for rate in rates)
+
+
+def may_draw(model: nn.Module) -> bool:
+    """Whether a forward of `model` in training mode may draw: it has dropouts, or a module of a class that is
+    neither PyTorch's nor transformers' calls a dropout of torch.nn.functional, at whatever rate."""
+    return has_dropout(model) or any(_calls_dropout(module) for module in model.modules())
+
+
+def _calls_dropout(module: nn.Module) -> bool:
+    names: set[object] = set()
+    for kind in type(module).__mro__:
+        if not kind.__module__.startswith(("torch.", "transformers.")):
+            for method in filter(inspect.isfunction, vars(kind).values()):
+                names.update(method.__code__.co_names)
+                for constant in method.__code__.co_consts:  # among them the names of keyword arguments
+                    names.update(constant if isinstance(constant, tuple) else ())
+    called = names & _DROPOUTS  # a Dropout that is called by the same name is a module, and has a rate
+    return any(not isinstance(getattr(module, str(name), None), nn.Module) for name in called)
+
+
+_DROPOUTS = {name for name in dir(F) if name.endswith("dropout") or name[:-2].endswith("dropout")} | {
+    "dropout_p"
+}

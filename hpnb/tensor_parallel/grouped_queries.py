@@ -3,9 +3,10 @@
     12 heads, 3 key-value heads, 2 ranks      k, v: 2 + 1 key-value heads      q, projection: 8 + 4 heads
 
 Roles count heads for q and the projection, and key-value heads for k and v. Split each by itself, and q would
-be 6 + 6 heads: the fifth and sixth head of rank 0 would read another key-value head than in the full model,
-and no shape would show it. So a unit of q and of the projection becomes a group of heads, as many units as
-there are key-value heads. A table of roles that says so already stays as it is.
+be 6 + 6 heads. Rank 0, with key-value heads 0 and 1, would give three queries to each: the fourth head would
+read 1 instead of 0. Rank 1 has only 2, and the seventh and eighth head read 1 in the full model. No shape
+would show it. So a unit of q and of the projection becomes a group of heads, as many units as there are
+key-value heads. A table of roles that says so already stays as it is.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def keep_groups_together(
     """`roles` in which q and the projection of grouped queries have as many units as k and v.
 
     Args:
-        ranks: fewer key-value heads than that cannot be split; they stay as they are, to be refused.
+        ranks: a role with fewer key-value heads than ranks is left unchanged, and `check` refuses it.
     """
     together = dict(roles)
     for block in blocks:

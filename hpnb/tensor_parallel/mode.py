@@ -108,6 +108,17 @@ class ModelToShard:
         assert dim is not None, f"{path} has no vocabulary"
         return self.shapes[f"{path}.weight"][dim]
 
+    def head_counts(self, path: str) -> set[int]:
+        """The numbers of heads and of key-value heads in the module at `path`, as its roles name them."""
+        counts = {
+            attention.heads for attention in self.attentions if f"{attention.path}.".startswith(f"{path}.")
+        }
+        for name, role in self.roles.items():
+            if name.startswith(f"{path}.") and role.kind == "column" and not role.bias and role.units > 1:
+                width = role.sections(role.out_dim, self.shapes[name][role.out_dim])[0]
+                counts |= {role.units} if width > role.units else set()  # else the neurons of an MLP
+        return counts
+
 
 class TensorParallelMode(ABC):
     """How one model is sharded over the ranks of one axis.

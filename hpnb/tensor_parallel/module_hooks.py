@@ -2,14 +2,16 @@
 
 A copy of a model must not use the original's regions and sums. `copy.deepcopy` follows a partial and a bound
 method, but shares a function, also what it has captured. So a hook that keeps a module, or an object with
-modules in it, is a partial or a bound method.
+modules in it, is a partial or a bound method. A hook may be a function if a copy does as well with what the
+original has: the mode, whose axes and batch shape both use, or words of a message.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -23,8 +25,8 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def change_input(module: nn.Module, change: Change, prepend: bool = False) -> None:
-    """Apply `change` to the module's first argument, however it is passed."""
-    hook = partial(_change_first_argument, change)
+    """Apply `change` to the first tensor that the module's forward takes, by position or by name."""
+    hook = partial(_change_first_tensor, change)
     module.register_forward_pre_hook(hook, with_kwargs=True, prepend=prepend)
 
 
@@ -42,19 +44,40 @@ def after_forward(module: nn.Module, call: Callable[[], None]) -> None:
 
 
 def around_forward(module: nn.Module, begin: Callable[[], None], end: Callable[[], None]) -> None:
-    """Call `begin` before the hooks of a forward that are registered so far, and `end` after it, also if it
-    raised."""
+    """`begin` runs before every pre-hook registered until now; `end` after the forward, also if it raised."""
     module.register_forward_pre_hook(partial(_call, begin), prepend=True)
     module.register_forward_hook(partial(_call, end), always_call=True)
 
 
-def _change_first_argument(
-    change: Change, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+def tensors_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors among a forward's arguments: the hidden states come first, in whatever order a caller
+    writes the names."""
+    values = (*args, *(kwargs[name] for name in _in_order(module, kwargs)))
+    return (value for value in values if isinstance(value, torch.Tensor))
+
+
+def _in_order(module: nn.Module, kwargs: dict[str, Any]) -> list[str]:
+    """The names in the order of the forward's parameters; last what it takes as **kwargs."""
+    names = _parameters(type(module).forward)
+    return sorted(kwargs, key=lambda name: names.index(name) if name in names else len(names))
+
+
+@lru_cache
+def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Of a class, because a module's forward may have been replaced by a partial of itself."""
+    return tuple(inspect.signature(forward).parameters)
+
+
+def _change_first_tensor(
+    change: Change, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    if args:
-        return (change(args[0]), *args[1:]), kwargs
-    name = next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor))
-    return args, {**kwargs, name: change(kwargs[name])}
+    for i, value in enumerate(args):
+        if isinstance(value, torch.Tensor):
+            return (*args[:i], change(value), *args[i + 1 :]), kwargs
+    for name in _in_order(module, kwargs):
+        if isinstance(kwargs[name], torch.Tensor):
+            return args, {**kwargs, name: change(kwargs[name])}
+    raise TypeError(f"a {type(module).__name__} of a sharded model gets no tensor; pass it the hidden states")
 
 
 def _change_output(change: Change, _: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ from hpnb.tensor_parallel.async_all_reduce import (
     WeightsWithDeferredGrads,
     enter_region,
 )
+from hpnb.tensor_parallel.module_hooks import tensors_of
 from hpnb.tensor_parallel.sequence_parallel import WITHOUT_IT, SequenceSharding
 from hpnb.tensor_parallel.sharded_linear import ShardedLinear
 
@@ -53,14 +54,14 @@ class _Input:
 
     Attributes:
         x: the tensor, as a column got it.
-        version: how often it had been changed in place by then.
+        version: how often it had been changed in place by then; None if nobody counts.
         with_grad: whether gradients were enabled then. Without them `inside` has no node.
         inside: the output of `enter_region`, which the columns multiply.
         weights: of all layers of the region. Their gradients come from the node that made `inside`.
     """
 
     x: torch.Tensor
-    version: int
+    version: int | None
     with_grad: bool
     inside: torch.Tensor
     weights: Mapping[ParallelLinear, WeightsWithDeferredGrads]
@@ -117,12 +118,11 @@ class ParallelRegion:
         self.end()
         return self._add(x).inside
 
-    def gather_arguments(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def gather_arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """With sequence parallelism: gather the first argument that is tokens of this rank, and all like it.
         Another one must not need a gradient, which would be a summand on each rank."""
         self.end()  # what is left of a forward that failed
-        values = (*args, *kwargs.values())
-        first = next((v for v in values if isinstance(v, torch.Tensor) and self._holds_tokens(v)), None)
+        first = next(filter(self._holds_tokens, tensors_of(module, args, kwargs)), None)
         if first is None:
             return None  # the columns gather what they read
 
@@ -165,7 +165,7 @@ class ParallelRegion:
     def _find(self, x: torch.Tensor) -> _Input | None:
         with_grad, version = torch.is_grad_enabled(), version_of(x)
         for known in self._inputs:
-            same = known.inside is x or (known.x is x and known.version == version)
+            same = known.inside is x or (known.x is x and known.version == version is not None)
             if same and known.with_grad == with_grad:
                 return known
         return None
@@ -192,7 +192,8 @@ class ParallelRegion:
     def _pass_gathered(
         self, x: torch.Tensor, column: ParallelLinear
     ) -> tuple[torch.Tensor, WeightsWithDeferredGrads]:
-        """Of an x that the module has computed from its gathered arguments: their nodes sum its gradient."""
+        """x was computed inside the module from arguments already gathered, so it needs no gather and no
+        sum: the nodes of the arguments sum the gradient."""
         if not self._gathers_arguments and not in_backward():  # where a part of the forward is recomputed
             raise ValueError(
                 f"a column-parallel layer of {self.path} gets a tensor of shape {tuple(x.shape)}: with "
@@ -201,10 +202,17 @@ class ParallelRegion:
             )
         if (last := self._last()) is not None:
             return x, last.weights[column]
-        x, (weights,) = enter_region(x, [column], NO_COMMUNICATION)
-        return x, weights
+        return enter_alone(x, column)
 
 
-def version_of(x: torch.Tensor) -> int:
-    """How often x has been changed in place."""
-    return 0 if x.is_inference() else x._version
+def enter_alone(x: torch.Tensor, layer: ParallelLinear) -> tuple[torch.Tensor, WeightsWithDeferredGrads]:
+    """(x, the weights that `layer` uses) where its region has no x: a part of the forward is recomputed, or
+    the layer is called by itself. Nothing is sent."""
+    x, (weights,) = enter_region(x, [layer], NO_COMMUNICATION)
+    return x, weights
+
+
+def version_of(x: torch.Tensor) -> int | None:
+    """How often x has been changed in place. None under torch.inference_mode, where nobody counts, so that
+    what was computed from x before may be out of date."""
+    return None if x.is_inference() else x._version

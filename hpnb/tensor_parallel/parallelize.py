@@ -31,7 +31,7 @@ from hpnb.meta_device import move_module
 from hpnb.models import Role, anatomy, attentions, roles
 from hpnb.models.compare_parts import FirstStepCheck, first_step_check
 from hpnb.models.model_anatomy import Inputs, Part, WrappedAnatomy, wrap_anatomy
-from hpnb.models.registry import explain_alias, is_registered_by_user, registration_of
+from hpnb.models.registry import explain_alias, is_not_built_in, registration_of
 from hpnb.placement import Placement
 from hpnb.ranks.current_rank import device as this_device
 from hpnb.tensor_parallel.grouped_queries import heads_per_unit, keep_groups_together
@@ -72,8 +72,8 @@ def parallelize(
     before, but not have stepped: its state would have the old shapes.
 
     Two things happen in the first forward only. If the class was given to `hpnb.models.register`, rank 0
-    checks that its parts, one after the other, are its forward. If a block raises a RuntimeError, on a grid
-    or without registered attentions, the message says what a rank has of it.
+    checks that its parts, one after the other, are its forward. If a block raises a RuntimeError, the message
+    says what a rank has of it: of a class that was registered on a grid, and of any that has no attentions.
 
     Args:
         model: one that `hpnb.models` knows: a ViTForImageClassification, GPT2LMHeadModel or
@@ -84,7 +84,8 @@ def parallelize(
         sequence_parallel: shard what lies between the matrices along the tokens. For "1d"; the grids shard
             everything anyway.
         depth: the d of "2.5d".
-        overlap: let sequence parallelism's reduce-scatters overlap the computation of weight gradients.
+        overlap: let sequence parallelism's reduce-scatters overlap the computation of weight gradients
+            (without sequence parallelism the all-reduce always overlaps).
 
     Raises:
         TypeError: a model of another kind, or a wrapped one.
@@ -136,7 +137,7 @@ def parallelize(
     placement.keep_placements(model)
     if first_forward_check is not None:
         _check_first_forward(model, first_forward_check)
-    if axis.size > 1 and (not to_shard.attentions or (mode != "1d" and is_registered_by_user(model))):
+    if axis.size > 1 and (not to_shard.attentions or (mode != "1d" and is_not_built_in(model))):
         for block in to_shard.anatomy.blocks:
             explain_first_failure(block, axis.size, to_shard, sequence_parallel, is_grid=mode != "1d")
     if not any(p.is_meta for p in model.parameters()):

@@ -26,11 +26,10 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from hpnb import comm
 from hpnb.background import Background
-from hpnb.comm import gather_slices, sum_slices
+from hpnb.comm import gather_slices, pad_slices, sum_slices
 from hpnb.gradients import in_backward
 from hpnb.mesh import Axis
 from hpnb.split_sizes import split_sizes
@@ -44,7 +43,7 @@ from hpnb.tensor_parallel.async_all_reduce import (
 
 TOKENS = 1  # the dim of (1, b s, h) that sequence parallelism shards
 WITHOUT_IT = "use enable_sequence_parallelism=False, which is sequence_parallel=False of parallelize"
-_SHAPE_KEY = "hpnb_batch_shape"  # in the metadata of the autograd node that made a block's input
+_SHAPE_KEY = "hpnb_batch_shape_of_node"  # in the metadata of the autograd node that made a block's input
 
 
 class SequenceSharding:
@@ -163,10 +162,8 @@ class SequenceSharding:
 
     def _start_reduce_scatter(self, grad: torch.Tensor, sizes: tuple[int, ...]) -> StartedCollective:
         """(b, s, h) -> (1, b s/t, h)."""
-        largest, flat = max(sizes), grad.reshape(-1, grad.size(-1))  # (b s, h)
-        if min(sizes) < largest:
-            flat = torch.cat([F.pad(part, (0, 0, 0, largest - len(part))) for part in flat.split(sizes)])
-        result = flat.new_empty((largest, flat.size(1)))
+        flat = pad_slices(grad.reshape(-1, grad.size(-1)), sizes)  # (t ceil(b s / t), h)
+        result = flat.new_empty((max(sizes), flat.size(1)))
         pending = self._background.reduce_scatter(result, flat)
         if not self.overlap:
             pending.wait()

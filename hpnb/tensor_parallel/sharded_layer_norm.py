@@ -27,7 +27,7 @@ from hpnb.gradients import differentiable_once
 from hpnb.mesh import Axis
 from hpnb.tensor_parallel.all_reduce_in_place import all_reduce_in_place
 from hpnb.tensor_parallel.async_weight_grads import NO_SECOND_DERIVATIVE
-from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
+from hpnb.tensor_parallel.replicated_grad_sum import ReplicatedGradSum
 
 
 class ShardedLayerNorm(nn.Module):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
+from hpnb.tensor_parallel.replicated_grad_sum import ReplicatedGradSum
 from hpnb.tensor_parallel.sequence_parallel import WITHOUT_IT
 
 
@@ -73,8 +73,8 @@ class SummedWeights:
                 self._watched.add(name)
                 parameter.register_hook(partial(self._check_gradient, name))
 
-    def _check_gradient(self, name: str, grad: torch.Tensor) -> None:
-        if name not in self._watched:
+    def _check_gradient(self, name: str, grad: torch.Tensor | None) -> None:
+        if grad is None or name not in self._watched:  # None: this backward has not used it either
             return
         self._watched.remove(name)
         if not self._was_replaced and bool(grad.any()):

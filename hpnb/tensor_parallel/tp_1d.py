@@ -26,13 +26,13 @@ from hpnb import comm
 from hpnb.mesh import Axis
 from hpnb.models import Role
 from hpnb.models.in_place_cross_entropy import VocabShard
-from hpnb.models.registry import is_registered_by_user
+from hpnb.models.registry import is_not_built_in
 from hpnb.placement import Cut
 from hpnb.ranks.current_rank import device as this_device
 from hpnb.split_sizes import split_sizes
+from hpnb.tensor_parallel.block_dropout import BlockDropout, draws_in_training
 from hpnb.tensor_parallel.compare_gradients import compare_first_gradient
-from hpnb.tensor_parallel.dropout_rng import DropoutRng, has_dropout
-from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
+from hpnb.tensor_parallel.dropout_rng import DropoutRng
 from hpnb.tensor_parallel.mode import ModelToShard, TensorParallelMode
 from hpnb.tensor_parallel.module_hooks import (
     after_forward,
@@ -42,6 +42,7 @@ from hpnb.tensor_parallel.module_hooks import (
     change_output,
 )
 from hpnb.tensor_parallel.parallel_region import ParallelRegion
+from hpnb.tensor_parallel.replicated_grad_sum import ReplicatedGradSum
 from hpnb.tensor_parallel.sequence_parallel import WITHOUT_IT, SequenceSharding
 from hpnb.tensor_parallel.split_heads import is_transposed, split_evenly, split_units
 from hpnb.tensor_parallel.summed_weights import EndOfForward, SummedWeights, reader_of
@@ -81,6 +82,7 @@ class TensorParallel1D(TensorParallelMode):
 
         if self.sharding.enabled:
             self._check_convolutions(model)
+            self._check_matrices(model)
             self._last_norm(_head_paths(model), model)
 
     def _check_convolutions(self, model: ModelToShard) -> None:
@@ -93,9 +95,30 @@ class TensorParallel1D(TensorParallelMode):
                     f"sequence parallelism a rank has some of the tokens that it looks at; {WITHOUT_IT}"
                 )
 
+    def _check_matrices(self, model: ModelToShard) -> None:
+        """A linear layer gathers tokens and sums. A module that multiplies by itself has its tokens alone."""
+        for path, (section, roles) in model.layers.items():
+            weight, module = roles.get("weight"), model.module.get_submodule(path)
+            if section != "block" or (weight is not None and weight.kind in ("column", "row")):
+                continue
+            sharded = [
+                n
+                for n, r in roles.items()
+                if r.kind == "row" or (r.kind == "column" and r.in_dim is not None)
+            ]
+            if sharded or (weight is not None and weight.partial_outputs):
+                what = f"multiplies by its shards of {' and '.join(sharded)} by itself"
+                if not sharded:
+                    what = "gives each rank some outputs for its heads alone (partial_outputs)"
+                raise ValueError(
+                    f"{path} ({type(module).__name__}) {what}, and with sequence parallelism each rank has "
+                    "other tokens there, so a sum over the ranks would add different tokens; let it call an "
+                    f"nn.Linear for each matrix, or {WITHOUT_IT}"
+                )
+
     def _check_units(self, units: int, what: str, path: str) -> None:
         if units < self.axis.size:
-            works = f"use at most {units} ranks along {self.axis.name}"
+            works = f"use at most {units} {'rank' if units == 1 else 'ranks'} along {self.axis.name}"
             if units == 1 and what != "heads":  # 1 is the default of Role.units, too
                 works = f"say units= in its role (its heads, or hidden columns), or {works}"
             raise ValueError(f"{path} has {units} {what}, which {self.axis.size} ranks cannot share; {works}")
@@ -138,7 +161,7 @@ class TensorParallel1D(TensorParallelMode):
             return
         if self.sharding.enabled:
             change_input(model.anatomy.blocks[0].module, self.sharding.split_tokens)
-        draws = has_dropout(model.module)
+        draws = draws_in_training(model.module)
         for block in model.anatomy.blocks:
             self._connect_block(block.name, block.module, model, draws)
         vocab_size = model.vocab_size
@@ -160,7 +183,7 @@ class TensorParallel1D(TensorParallelMode):
                 if not model.lazy_logits:
                     change_output(head, partial(comm.gather, axis=self.axis, dim=-1, total=vocab_size))
 
-    def _connect_block(self, name: str, block: nn.Module, model: ModelToShard, draws: bool) -> None:
+    def _connect_block(self, name: str, block: nn.Module, model: ModelToShard, draws: bool | None) -> None:
         paths = [path for path in model.layers if path == name or path.startswith(name + ".")]
         if self.sharding.enabled:
             self._sum_replicated_grads(name, paths, model)
@@ -169,7 +192,7 @@ class TensorParallel1D(TensorParallelMode):
             self._pass_batch_shape(block, model)
         else:
             self._sum_replicated_grads(name, [p for p in paths if _sums_grads(model.layers[p][1])], model)
-            if is_registered_by_user(model.module):
+            if is_not_built_in(model.module):
                 compare_first_gradient(name, block, self.axis)
         for region in find_regions(model, paths, self.sharding):
             self._connect_region(region, model.module.get_submodule(region.path), block)
@@ -177,8 +200,8 @@ class TensorParallel1D(TensorParallelMode):
             module, roles = model.module.get_submodule(path), model.layers[path][1]
             sum_partial_outputs(module, roles, self.axis)
             sum_partial_gradients(module, roles, self.axis)
-        if draws:
-            self._connect_dropout(block, [model.module.get_submodule(path) for path in paths])
+        if draws is not False:
+            self._connect_dropout(block, [model.module.get_submodule(path) for path in paths], draws)
 
     def _pass_batch_shape(self, block: nn.Module, model: ModelToShard) -> None:
         """Give (b, s) to a forward that is recomputed in a backward, when another batch was the last one.
@@ -213,20 +236,20 @@ class TensorParallel1D(TensorParallelMode):
             if module in modules:
                 module.register_forward_pre_hook(take_shape, with_kwargs=True, prepend=True)
 
-    def _connect_dropout(self, block: nn.Module, layers: Sequence[nn.Module]) -> None:
+    def _connect_dropout(self, block: nn.Module, layers: Sequence[nn.Module], draws: bool | None) -> None:
         """Dropouts of sharded activations use this rank's state: with sequence parallelism all of a block,
         else those between a column- and a row-parallel layer."""
 
-        draw_independently = partial(_draw_independently, block, self.dropout_rng)
+        dropout = BlockDropout(block, self.dropout_rng, draws)
         if self.sharding.enabled:
-            before_forward(block, draw_independently)
+            before_forward(block, dropout.use_rank_state)
         else:
             for layer in layers:
                 if isinstance(layer, ColumnParallelLinear):
-                    after_forward(layer, draw_independently)
+                    after_forward(layer, dropout.use_rank_state)
                 elif isinstance(layer, RowParallelLinear):
-                    before_forward(layer, self.dropout_rng.use_common_state)
-        around_forward(block, self.dropout_rng.discard_rank_state, self.dropout_rng.use_common_state)
+                    before_forward(layer, dropout.use_common_state)
+        around_forward(block, dropout.begin, dropout.end)
 
     def _connect_region(self, region: ParallelRegion, module: nn.Module, block: nn.Module) -> None:
         """Let the layers of `region`, which are in `module`, share their inputs."""
@@ -301,8 +324,3 @@ def _head_paths(model: ModelToShard) -> list[str]:
 
 def _sums_grads(roles: Mapping[str, Role]) -> bool:
     return any(role.sum_grads for role in roles.values())
-
-
-def _draw_independently(block: nn.Module, dropout_rng: DropoutRng) -> None:
-    if block.training:
-        dropout_rng.use_rank_state()

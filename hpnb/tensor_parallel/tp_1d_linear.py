@@ -29,13 +29,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hpnb.tensor_parallel.async_all_reduce import (
-    NO_COMMUNICATION,
-    apply_linear,
-    enter_region,
-    linear_deferring_weight_grad,
-)
-from hpnb.tensor_parallel.parallel_region import ParallelLinear
+from hpnb.tensor_parallel.async_all_reduce import apply_linear, linear_deferring_weight_grad
+from hpnb.tensor_parallel.parallel_region import ParallelLinear, enter_alone
 from hpnb.tensor_parallel.sequence_parallel import SequenceSharding
 
 
@@ -58,5 +53,5 @@ class RowParallelLinear(ParallelLinear):
     def forward(self, y: torch.Tensor) -> torch.Tensor:
         weights = None if self.region is None else self.region.leave(self)
         if weights is None:
-            y, (weights,) = enter_region(y, [self], NO_COMMUNICATION)
+            y, weights = enter_alone(y, self)
         return linear_deferring_weight_grad(y, weights, self.sharding.region_exit())

@@ -68,13 +68,13 @@ class _Linear2D(torch.autograd.Function):
         transposed: bool,
         pending_grads: PendingWeightGrads | None,
         num_layers: int,
-        *parameters: torch.Tensor | None,
+        *parameters: Any,
     ) -> torch.Tensor:
-        weights, biases = parameters[:num_layers], parameters[num_layers:]
+        weights, biases = parameters[:num_layers], parameters[num_layers:]  # a bias may be None
         ctx.dtype, x = x.dtype, cast_for_autocast(x)
         ctx.grid, ctx.transposed, ctx.pending_grads = grid, transposed, pending_grads
         ctx.save_for_backward(x, *weights)
-        ctx.sizes = [w.size(1 if transposed else 0) for w in weights if w is not None]
+        ctx.sizes = [w.size(1 if transposed else 0) for w in weights]
         w = concat_weights(weights, transposed, x.dtype)  # (in, out of all layers)
         return ab(x.flatten(0, -2), w, grid, concat_biases(biases, ctx.sizes, x))
 
@@ -180,11 +180,9 @@ def split_outputs(y: torch.Tensor, x: torch.Tensor, sizes: Sequence[int]) -> tup
     return (y,) if len(sizes) == 1 else tuple(torch.unsafe_split_with_sizes(y, list(sizes), -1))
 
 
-def concat_weights(
-    weights: Sequence[torch.Tensor | None], transposed: bool, dtype: torch.dtype
-) -> torch.Tensor:
+def concat_weights(weights: Sequence[torch.Tensor], transposed: bool, dtype: torch.dtype) -> torch.Tensor:
     """(in, out of all layers) of weights as they are stored; of one layer a view."""
-    cast_tensors = [w.to(dtype) for w in weights if w is not None]
+    cast_tensors = [w.to(dtype) for w in weights]
     stored = cast_tensors[0] if len(cast_tensors) == 1 else torch.cat(cast_tensors, 1 if transposed else 0)
     return stored if transposed else stored.t()
 

@@ -35,7 +35,7 @@ from hpnb.mesh import Axis
 from hpnb.models import Role
 from hpnb.placement import Cut
 from hpnb.split_sizes import split_sizes
-from hpnb.tensor_parallel.activation_layout import ActivationLayout
+from hpnb.tensor_parallel.activation_layout import ActivationLayout, before_and_after
 from hpnb.tensor_parallel.split_heads import split_evenly, split_units
 from hpnb.tensor_parallel.tp_3d_matmul import MatmulAxes3D, linear_3d
 from hpnb.tensor_parallel.tp_grid import GridMode
@@ -67,8 +67,7 @@ class TensorParallel3D(GridMode):
 
     def matrix_cuts(self, role: Role, shape: Sequence[int]) -> tuple[Cut, ...]:
         assert role.in_dim is not None
-        hidden, inner = self.hidden_layout, self.inner_layout
-        before, after = (hidden, inner) if role.kind == "column" else (inner, hidden)
+        before, after = before_and_after(role, self.hidden_layout, self.inner_layout)
         inputs = split_evenly(before.hidden_axis, role.in_dim, shape[role.in_dim])
         if role.kind == "row":
             outputs = split_evenly(after.hidden_axis, role.out_dim, shape[role.out_dim])

@@ -46,8 +46,9 @@ from hpnb.tensor_parallel.tp_2d_linear import cast_for_autocast, concat_biases, 
 class MatmulAxes3D:
     """The three directions of l x l x l ranks, as one linear layer uses them."""
 
-    def __init__(self, rows: Axis, inputs: Axis, outputs: Axis, device: torch.device) -> None:
-        self.rows, self.inputs, self.outputs = (Background(axis, device) for axis in (rows, inputs, outputs))
+    def __init__(self, rows_axis: Axis, inputs_axis: Axis, outputs_axis: Axis, device: torch.device) -> None:
+        axes = rows_axis, inputs_axis, outputs_axis
+        self.rows, self.inputs, self.outputs = (Background(axis, device) for axis in axes)
 
 
 def linear_3d(
@@ -86,10 +87,10 @@ class _Linear3D(torch.autograd.Function):
         cube: MatmulAxes3D,
         blocks: _WeightBlocks,
         pending_grads: PendingWeightGrads | None,
-        *parameters: torch.Tensor | None,
+        *parameters: Any,
     ) -> torch.Tensor:
         layers = len(blocks.outputs)
-        weights = [w for w in parameters[:layers] if w is not None]
+        weights = parameters[:layers]
         ctx.dtype, x = x.dtype, cast_for_autocast(x)
         ctx.cube, ctx.blocks, ctx.pending_grads = cube, blocks, pending_grads
         ctx.save_for_backward(x, *weights)

@@ -30,12 +30,13 @@ from hpnb.mesh import Axis
 from hpnb.models import Role
 from hpnb.placement import Cut
 from hpnb.ranks.current_rank import device as this_device
-from hpnb.tensor_parallel.activation_layout import ActivationLayout
+from hpnb.tensor_parallel.activation_layout import ActivationLayout, before_and_after
 from hpnb.tensor_parallel.batch_arguments import BatchArguments
-from hpnb.tensor_parallel.dropout_rng import DropoutRng, has_dropout
-from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
+from hpnb.tensor_parallel.block_dropout import BlockDropout, draws_in_training
+from hpnb.tensor_parallel.dropout_rng import DropoutRng
 from hpnb.tensor_parallel.mode import ModelToShard, TensorParallelMode
 from hpnb.tensor_parallel.module_hooks import around_forward, change_input, change_output
+from hpnb.tensor_parallel.replicated_grad_sum import ReplicatedGradSum
 from hpnb.tensor_parallel.sharded_layer_norm import ShardedLayerNorm
 from hpnb.tensor_parallel.split_heads import is_transposed, split_evenly, split_units
 from hpnb.tensor_parallel.tp_grid_checks import GridRequirements
@@ -69,8 +70,8 @@ class GridMode(TensorParallelMode):
         self.device = this_device()
         # By the path of a block, norm or head.
         self._grad_sums_by_part: dict[str, _PartGradSums] = {}
-        # By the path of a row, or of the module that has the columns.
-        self._shared_input_linears: dict[str, SharedInputLinears] = {}
+        # By the path of a row, or of the module that has the columns, and how these lie.
+        self._shared_input_linears: dict[tuple[Any, ...], SharedInputLinears] = {}
 
     # --- what a subclass says --------------------------------------------------------------------------
 
@@ -160,7 +161,7 @@ class GridMode(TensorParallelMode):
             new = ShardedLayerNorm(old, self.hidden_layout.hidden_axis, grad_sum)
             grad_sum.add(new, "weight", "bias")
         elif role.kind in ("column", "row"):
-            group = self._linears_with_same_input(path, role, is_transposed(roles), sums)
+            group = self._linears_with_same_input(path, role, model.shapes[f"{path}.weight"], sums)
             new = GridLinear(old, group)
             group.grad_sum.add(new, "bias")
         elif role.kind == "head":
@@ -172,15 +173,20 @@ class GridMode(TensorParallelMode):
         return new
 
     def _linears_with_same_input(
-        self, path: str, role: Role, transposed: bool, sums: _PartGradSums
+        self, path: str, role: Role, shape: Sequence[int], sums: _PartGradSums
     ) -> SharedInputLinears:
-        """The layers that a layer is computed with: the columns of one module together, a row alone."""
-        key = path.rpartition(".")[0] if role.kind == "column" else path
+        """The layers that a layer may be computed with: those columns of a module together that lie alike, a
+        row alone."""
+        key: tuple[Any, ...] = (path,)
+        if role.kind == "column":  # a weight q beside a fused kv is one product more
+            assert role.in_dim is not None
+            key = (path.rpartition(".")[0], role.in_dim, shape[role.in_dim], role.fused)
         if key not in self._shared_input_linears:
             product = self.matrix_product(role)
-            grad_sum = sums.over_batch_of(self.inner_layout if role.kind == "column" else self.hidden_layout)
+            _, after = before_and_after(role, self.hidden_layout, self.inner_layout)
+            grad_sum = sums.over_batch_of(after)
             self._shared_input_linears[key] = SharedInputLinears(
-                product, grad_sum, transposed, self.defers_weight_grads
+                product, grad_sum, role.in_dim == 0, self.defers_weight_grads
             )
             sums.linears.append(self._shared_input_linears[key])
         return self._shared_input_linears[key]
@@ -194,8 +200,8 @@ class GridMode(TensorParallelMode):
         for path, sums in self._grad_sums_by_part.items():
             around_forward(module.get_submodule(path), sums.begin, sums.end)
         self._split_arguments(model)
-        if has_dropout(module):
-            self._connect_dropout(model)
+        if (draws := draws_in_training(module)) is not False:
+            self._connect_dropout(model, draws)
         change_input(model.anatomy.blocks[0].module, self._split_batch, prepend=True)
         if getattr(module, "base_model", None) is module:  # without a head: its outputs are hidden states
             module.register_forward_hook(self._gather_hidden)
@@ -209,7 +215,8 @@ class GridMode(TensorParallelMode):
         only what is named as an attention has one."""
         grid, one_layout = self.describe(), self.hidden_layout == self.inner_layout
         for block in model.anatomy.blocks:
-            arguments = BatchArguments(block.name, self.hidden_layout, grid, not model.attentions)
+            heads = model.head_counts(block.name)
+            arguments = BatchArguments(block.name, self.hidden_layout, grid, not model.attentions, heads)
             if one_layout:
                 block.module.register_forward_pre_hook(arguments.split, with_kwargs=True)
             elif not model.attentions:
@@ -217,7 +224,7 @@ class GridMode(TensorParallelMode):
             block.module.register_forward_hook(arguments.check_output, with_kwargs=True)
         for path in (attention.path for attention in model.attentions):
             attention = model.module.get_submodule(path)
-            arguments = BatchArguments(path, self.inner_layout, grid)
+            arguments = BatchArguments(path, self.inner_layout, grid, heads=model.head_counts(path))
             attention.register_forward_pre_hook(arguments.split, with_kwargs=True)
             attention.register_forward_hook(arguments.check_output, with_kwargs=True)
 
@@ -238,15 +245,15 @@ class GridMode(TensorParallelMode):
         outputs.last_hidden_state = self.hidden_layout.gather(outputs.last_hidden_state)
         return outputs
 
-    def _connect_dropout(self, model: ModelToShard) -> None:
+    def _connect_dropout(self, model: ModelToShard, draws: bool | None) -> None:
         in_blocks = DropoutRng(self.axis, self.device)
         before_blocks = DropoutRng(self.hidden_layout.hidden_axis, self.device)
         parts = [(part, before_blocks) for part in model.anatomy.embedding]
         parts += [(block, in_blocks) for block in model.anatomy.blocks]
         for part, rng in parts:
             if part.name:  # else parameters of the model itself, which drop nothing
-                module = model.module.get_submodule(part.name)
-                around_forward(module, partial(_begin_dropout, module, rng), rng.use_common_state)
+                dropout = BlockDropout(model.module.get_submodule(part.name), rng, draws)
+                around_forward(dropout.block, dropout.begin_sharded, dropout.end)
 
     # --- logits ----------------------------------------------------------------------------------------
 
@@ -260,12 +267,6 @@ class GridMode(TensorParallelMode):
 
     def gather_logits(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
         return self.logits_layout.gather(logits, vocab_size)
-
-
-def _begin_dropout(module: nn.Module, rng: DropoutRng) -> None:
-    rng.discard_rank_state()
-    if module.training:
-        rng.use_rank_state()
 
 
 class _PartGradSums:

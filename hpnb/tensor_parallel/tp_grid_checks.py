@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from hpnb.models import Role
+from hpnb.tensor_parallel.activation_layout import before_and_after
 from hpnb.tensor_parallel.mode import ModelToShard
 
 
@@ -66,8 +67,7 @@ class GridRequirements:
     def _check_matrix(self, path: str, role: Role, shape: Sequence[int]) -> None:
         if role.in_dim is None:
             raise ValueError(f"{path} has no dim of inputs, which a {self.description} shards; use mode='1d'")
-        hidden, inner = self.hidden_ranks, self.inner_ranks
-        before, after = (hidden, inner) if role.kind == "column" else (inner, hidden)
+        before, after = before_and_after(role, self.hidden_ranks, self.inner_ranks)
         self._check_divides(path, role.units, "pieces that must stay whole", self.inner_ranks)
         self._check_divides(path, shape[role.in_dim], "inputs", before)
         self._check_divides(path, shape[role.out_dim] // role.fused, "outputs", after)

@@ -6,12 +6,16 @@
         Z_i = sum_j X_ij W_j^T      all-reduce of (b / r, c) over the hidden size, gather the batch: (b, c)
 
 q, k and v of an attention have the same X. Asked for the first, the grid computes all of them, because X has
-to be sent either way; asked for the others, it returns what it has.
+to be sent either way; asked for the others, it returns what it has. Which columns have the same X shows the
+first forward: those of one module start together, and what was computed in vain is computed apart after that.
+So k and v of a cross attention leave q, and `up` leaves q, k and v of a block that has them all.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -20,8 +24,8 @@ from hpnb.comm import all_reduce, split
 from hpnb.tensor_parallel.activation_layout import ActivationLayout
 from hpnb.tensor_parallel.async_all_reduce import apply_linear
 from hpnb.tensor_parallel.async_weight_grads import PendingWeightGrads, await_weight_grads
-from hpnb.tensor_parallel.layernorm_grads import ReplicatedGradSum
 from hpnb.tensor_parallel.parallel_region import version_of
+from hpnb.tensor_parallel.replicated_grad_sum import ReplicatedGradSum
 from hpnb.tensor_parallel.sharded_linear import ShardedLayer
 
 MatrixProduct = Callable[..., tuple[torch.Tensor, ...]]
@@ -37,14 +41,14 @@ class GridLinear(ShardedLayer):
     def __init__(self, old: nn.Module, group: SharedInputLinears) -> None:
         super().__init__(old)
         self._group = group
-        group.layers.append(self)
+        group.add(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._group(self, x)
 
 
 class SharedInputLinears:
-    """Layers of one module that get the same x, one after the other.
+    """Columns of one module, of which those that get the same x, one after the other, are one product.
 
     Args:
         grad_sum: sums the gradients of their biases over shards of the batch.
@@ -58,37 +62,62 @@ class SharedInputLinears:
         transposed: bool,
         defers_weight_grads: bool,
     ) -> None:
-        self.layers: list[GridLinear] = []
-        self._multiply, self.grad_sum, self._transposed = multiply, grad_sum, transposed
-        self._defers_weight_grads = defers_weight_grads
-        self._weights: tuple[torch.Tensor, ...] = ()
-        self._pending_grads: PendingWeightGrads | None = None
-        self._x: tuple[torch.Tensor, int, bool] | None = None  # with its version, and whether with gradients
-        self._results: dict[GridLinear, torch.Tensor] = {}
+        self.grad_sum, self._defers_weight_grads = grad_sum, defers_weight_grads
+        self._multiply = partial(multiply, transposed=transposed)
+        self._together: list[list[GridLinear]] = []  # layers that got the same x each time until now
+        self._awaited: list[tuple[tuple[torch.Tensor, ...], PendingWeightGrads | None]] = []  # of each list
+        self._x: tuple[torch.Tensor, int | None, bool] | None = None  # version, and whether with gradients
+        self._results: dict[GridLinear, torch.Tensor] = {}  # of x, until a layer asks for its
+
+    def add(self, layer: GridLinear) -> None:
+        if not self._together:
+            self._together.append([])
+        self._together[0].append(layer)
 
     def begin(self) -> None:
         """A block's forward begins."""
-        self.end()
+        self._x, self._results = None, {}
         if self._defers_weight_grads:
-            self._weights, self._pending_grads = await_weight_grads([layer.weight for layer in self.layers])
+            weights = ([layer.weight for layer in layers] for layers in self._together)
+            self._awaited = [await_weight_grads(of_layers) for of_layers in weights]
 
     def end(self) -> None:
-        self._weights, self._pending_grads, self._x, self._results = (), None, None, {}
+        """The forward is over. One that failed shows nothing of its inputs."""
+        if sys.exception() is None:
+            self._part_unused()
+        self._x, self._results, self._awaited = None, {}, []
 
     def __call__(self, layer: GridLinear, x: torch.Tensor) -> torch.Tensor:
         version, with_grad = version_of(x), torch.is_grad_enabled()
+        if version is None:  # it may change between two layers, and nobody would see it
+            return self._compute([layer], x)[0]
         is_known = self._x is not None and self._x[0] is x and self._x[1:] == (version, with_grad)
         if not is_known or layer not in self._results:
-            weights = self._weights or [member.weight for member in self.layers]
-            biases = [self.grad_sum.weight(member.bias) for member in self.layers]
-            ys = self._multiply(
-                x, weights, biases, transposed=self._transposed, pending_grads=self._pending_grads
-            )
-            self._x, self._results = (x, version, with_grad), dict(zip(self.layers, ys, strict=True))
+            self._part_unused()
+            layers = next(layers for layers in self._together if layer in layers)
+            ys = self._compute(layers, x)
+            self._x, self._results = (x, version, with_grad), dict(zip(layers, ys, strict=True))
         y = self._results.pop(layer)
         if not self._results:
             self._x = None
         return y
+
+    def _compute(self, layers: list[GridLinear], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        weights: tuple[torch.Tensor, ...] = tuple(layer.weight for layer in layers)
+        pending_grads: PendingWeightGrads | None = None
+        if layers in self._together[: len(self._awaited)]:
+            weights, pending_grads = self._awaited[self._together.index(layers)]
+        biases = [self.grad_sum.weight(layer.bias) for layer in layers]
+        return self._multiply(x, weights, biases, pending_grads=pending_grads)
+
+    def _part_unused(self) -> None:
+        """What nobody has asked for had another x. All ranks see that, because they run the same forward."""
+        if unused := list(self._results):
+            layers = next(layers for layers in self._together if unused[0] in layers)
+            self._together.remove(layers)
+            self._together += [[layer for layer in layers if layer not in unused], unused]
+            self._awaited = []  # for the rest of this forward
+        self._x, self._results = None, {}
 
 
 class GridClassifier(ShardedLayer):

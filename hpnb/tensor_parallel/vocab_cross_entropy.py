@@ -98,7 +98,9 @@ def vocab_shard(axis: Axis, vocab_size: int) -> VocabShard | None:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         local_largest = largest.clone()
         all_reduce_in_place(largest, axis, dist.ReduceOp.MAX)
-        sums = torch.stack([total * (local_largest - largest).exp(), target_logit])  # (2, n)
+        local_sum = total * (local_largest - largest).exp()
+        local_sum.masked_fill_(local_largest == -torch.inf, 0.0)  # all of this rank's tokens are masked
+        sums = torch.stack([local_sum, target_logit])  # (2, n)
         all_reduce_in_place(sums, axis)
         return largest, sums[0], sums[1]
 

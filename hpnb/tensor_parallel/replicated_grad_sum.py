@@ -1,6 +1,6 @@
-"""Gradients of replicated weights that each rank uses on other tokens: layer norms and biases are summed.
+"""Replicated weights that each rank uses on other tokens, heads or samples: their gradients are summed.
 
-    y = norm(x) * g + b       x: this rank's tokens; g and b: equal on all ranks
+    y = norm(x) * g + b       x: this rank's tokens, say; g and b: equal on all ranks
     dg = sum over ranks of sum over its tokens of dy * norm(x)
 
 Each such gradient is a vector, too small for a message of its own, and every block has a few. So all those of
@@ -15,6 +15,7 @@ parameter see the sum.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -57,12 +58,14 @@ class ReplicatedGradSum:
 
     def weight(self, parameter: torch.Tensor | None) -> torch.Tensor | None:
         """`parameter` as a layer is to use it, so that its gradient is summed."""
-        if parameter is None or parameter in self._summed:
-            return parameter if parameter is None else self._summed[parameter]  # type: ignore[index]
+        if parameter is None:
+            return None
+        if parameter in self._summed:
+            return self._summed[parameter]  # type: ignore[index]
         # A layer runs by itself, or is recomputed for a backward without its block's hooks: it sums alone.
         if self.axes and parameter.requires_grad and torch.is_grad_enabled():
-            (summed,) = _SumGradients.apply(self.axes, parameter)
-            return summed  # type: ignore[no-any-return]
+            (alone,) = _SumGradients.apply(self.axes, parameter)
+            return alone  # type: ignore[no-any-return]
         return parameter
 
 
@@ -71,19 +74,23 @@ class _SumGradients(torch.autograd.Function):
     def forward(ctx: Any, axes: tuple[Axis, ...], *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.axes = axes
         ctx.shapes = [(w.shape, w.dtype) for w in weights]
+        ctx.set_materialize_grads(False)  # a weight that the forward has not used gets None, as without ranks
         return tuple(w.view_as(w) for w in weights)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dtype = grads[0].dtype
-        for grad in grads:
-            dtype = torch.promote_types(dtype, grad.dtype)
-        flat = torch.cat([grad.reshape(-1).to(dtype) for grad in grads])
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        used = [grad for grad in grads if grad is not None]  # of the same weights on all ranks
+        if not used:
+            return (None,) * (1 + len(grads))
+        dtype = reduce(torch.promote_types, (grad.dtype for grad in used))
+        flat = torch.cat([grad.reshape(-1).to(dtype) for grad in used])
         for axis in ctx.axes:
             if torch.is_grad_enabled():  # create_graph=True: the sum needs a backward
                 flat = all_reduce(flat, axis)
             else:
                 all_reduce_in_place(flat, axis)
-        flat_sums = flat.split([shape.numel() for shape, _ in ctx.shapes])
-        sums = [s.view(shape).to(dtype) for s, (shape, dtype) in zip(flat_sums, ctx.shapes, strict=True)]
-        return None, *sums
+        sums = iter(flat.split([grad.numel() for grad in used]))
+        shapes = zip(grads, ctx.shapes, strict=True)
+        return None, *(
+            None if g is None else next(sums).view(shape).to(dtype) for g, (shape, dtype) in shapes
+        )

@@ -482,10 +482,10 @@ question = "100 all-reduces of 80 kB instead of one of 8 MB: how many times as l
 lesson.predict("00.many-calls", question, guess=None, rule_of_thumb=1)
 
 # %% [markdown]
-# On <data value="00.card.hardware">4 x NVIDIA H100 80GB HBM3</data> the fit gives a latency of <data value="00.card.latency">25.7 µs</data>, a bandwidth of <data value="00.card.bandwidth">342 GB/s</data> and a
-# knee at <data value="00.card.knee">35.1 MB</data>. No dot is more than a factor of <data value="00.fit.most:.2f">1.11</data> from the curve.
+# On <data value="00.card.hardware">4 x NVIDIA H100 80GB HBM3</data> the fit gives a latency of <data value="00.card.latency">20.6 µs</data>, a bandwidth of <data value="00.card.bandwidth">322 GB/s</data> and a
+# knee at <data value="00.card.knee">26.6 MB</data>. No dot is more than a factor of <data value="00.fit.most:.2f">1.22</data> from the curve.
 #
-# Here ρ, the measured matmul rate over the bandwidth, is <data value="00.card.rho:,.0f">2,164</data> FLOP a byte. By published rates an H100 or H200 has <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data> over NVLink and
+# Here ρ, the measured matmul rate over the bandwidth, is <data value="00.card.rho:,.0f">2,270</data> FLOP a byte. By published rates an H100 or H200 has <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data> over NVLink and
 # <data value="00.rho.ethernet-10-gb.at-published-rates">791,000 FLOP/B</data> over 10 Gb Ethernet.
 #
 # With 16,384 tokens on each rank, $2\rho / (3T)$ at published rates is <data value="00.share.nvlink-4:.2f">0.09</data> over NVLink, so computing takes far
@@ -529,16 +529,16 @@ lesson.reveal("00.many-calls", took_100 / took, predicted=expected_100 / expecte
 lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">", took))
 
 # %% [markdown]
-# One call took <data value="00.calls.1-call-of-8-mb.measured">156 µs</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">4.66 ms</data>: <data value="00.many-calls:.1f">29.9</data> times as long for the same bytes. By the formula every call
-# pays a latency of $2(n-1)\,\alpha$, here <data value="00.off.latency">154 µs</data>. That is why notebook 01 collects gradients in *buckets*,
+# One call took <data value="00.calls.1-call-of-8-mb.measured">212 µs</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">5.67 ms</data>: <data value="00.many-calls:.1f">26.7</data> times as long for the same bytes. By the formula every call
+# pays a latency of $2(n-1)\,\alpha$, here <data value="00.off.latency">124 µs</data>. That is why notebook 01 collects gradients in *buckets*,
 # each of many tensors in one call.
 #
-# The formula says <data value="00.many-calls.predicted:.1f">81.6</data> times as long. Trust it only to say which takes longer.
+# The formula says <data value="00.many-calls.predicted:.1f">77.1</data> times as long. Trust it only to say which takes longer.
 #
-# On average each of the hundred took <data value="00.off.call">46.6 µs</data>, bytes included. That is <data value="00.off.than">shorter than</data> the <data value="00.off.latency">154 µs</data>
+# On average each of the hundred took <data value="00.off.call">56.7 µs</data>, bytes included. That is <data value="00.off.than">shorter than</data> the <data value="00.off.latency">124 µs</data>
 # of latency that the formula charges each call. On a GPU the fit times one call from start to end: the process starts it, then its bytes move. When many calls follow, the process starts the
 # next one while earlier bytes still move, so each costs about the longer of start and move.
-# <data value="00.off.started">The process needed 4.59 ms only to start the hundred, so here starting calls, not the link, sets the time</data>.
+# <data value="00.off.started">The process needed 5.60 ms only to start the hundred, so here starting calls, not the link, sets the time</data>.
 #
 # <details><summary>On a laptop</summary>
 #
@@ -710,26 +710,26 @@ lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", movin
 
 # %% [markdown]
 # Rank 1 slept 100 ms longer, so the others waited <data value="00.bar.rank-1-late.measured-wait">100 ms</data> in an all-reduce. The move, which begins when rank 1
-# arrives, took <data value="00.bar.rank-1-late.measured-move">684 µs</data>. Tables show the others' waits.
+# arrives, took <data value="00.bar.rank-1-late.measured-move">669 µs</data>. Tables show the others' waits.
 #
 # With published B and typical α the move takes <data value="00.replay.nvlink-4.move">44.7 µs</data> on NVLink 4 and <data value="00.replay.ethernet-10-gb.move">9.90 ms</data> on 10 Gb Ethernet.
 # The wait stays at <data value="00.replay.ethernet-10-gb.wait">100 ms</data>.
 #
-# The formula predicts <data value="00.bar.at-once.predicted-move">189 µs</data> in all three cases. The move took <data value="00.bar.at-once.measured-move">153 µs</data> "at once" and
-# <data value="00.bar.after-a-pause.measured-move">286 µs</data> after the pause. To compare two cases, we take each step's median move
+# The formula predicts <data value="00.bar.at-once.predicted-move">161 µs</data> in all three cases. The move took <data value="00.bar.at-once.measured-move">177 µs</data> "at once" and
+# <data value="00.bar.after-a-pause.measured-move">374 µs</data> after the pause. To compare two cases, we take each step's median move
 # over the ranks. We pair each of the five steps of the first case with each of the second's, and count how often the
 # second is longer. We call the moves different only if this count is at least 23 or at most 2 of 25, which noise alone reaches in 3 % of cases (a rank-sum test).
 #
-# After the pause the move is longer than "at once" in <data value="00.pause.longer">23</data> of <data value="00.pause.pairs">25</data> pairs: <data value="00.pause.words">in this run moves after the pause are longer</data>. With rank 1 late it is
-# longer than after the pause in <data value="00.late.longer">25</data> of <data value="00.late.pairs">25</data>: <data value="00.late.words">in this run moves after the late rank are longer</data>.
+# After the pause the move is longer than "at once" in <data value="00.pause.longer">25</data> of <data value="00.pause.pairs">25</data> pairs: <data value="00.pause.words">in this run moves after the pause are longer</data>. With rank 1 late it is
+# longer than after the pause in <data value="00.late.longer">24</data> of <data value="00.late.pairs">25</data>: <data value="00.late.words">in this run moves after the late rank are longer</data>.
 #
 # <details><summary>How long does an 8 MB all-reduce take, then?</summary>
 #
-# Even in the case "at once", the ranks leave the barrier at different times. The last to arrive was <data value="00.once.last">rank 0 in 3 of 5 steps</data>. The
-# median wait, <data value="00.bar.at-once.measured-wait">53.1 µs</data>, was <data value="00.once.wait-is">shorter than</data> the move.
+# Even in the case "at once", the ranks leave the barrier at different times. The last to arrive was <data value="00.once.last">rank 0 in 2 of 5 steps</data>. The
+# median wait, <data value="00.bar.at-once.measured-wait">30.6 µs</data>, was <data value="00.once.wait-is">shorter than</data> the move.
 #
-# The formula counts until the slowest rank is done. The previous section's times do so too: <data value="00.calls.1-call-of-8-mb.measured">156 µs</data> for one call, and
-# <data value="00.fit.large">186 µs</data> for 8.4 MB in the fit. A move in the table is a median over ranks and steps. A move that is much longer than
+# The formula counts until the slowest rank is done. The previous section's times do so too: <data value="00.calls.1-call-of-8-mb.measured">212 µs</data> for one call, and
+# <data value="00.fit.large">178 µs</data> for 8.4 MB in the fit. A move in the table is a median over ranks and steps. A move that is much longer than
 # the fit's time contains something besides the link, because the fit used the same link.
 #
 # One candidate is a *cold start*: after a pause, the code that launches a call has left the caches, and GPUs and

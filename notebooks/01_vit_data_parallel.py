@@ -409,18 +409,18 @@ lesson.record("01.versions", figures.describe_versions(rounds))
 # nothing about a link.
 # </details>
 #
-# **Buckets.** Every all-reduce pays 2(d-1) α. A sends <data value="01.versions.messages.a">392</data> messages and B <data value="01.versions.messages.b">26</data>. B takes <data value="01.b-over-a.median:.2f">0.51</data> times as long as A, range
-# <data value="01.b-over-a.low:.2f">0.45</data> to <data value="01.b-over-a.high:.2f">0.60</data>: the verdict is *<data value="01.b-over-a.verdict">faster</data>*. The prediction,
-# <data value="01.b-over-a.predicted:.2f">0.57</data>, lies <data value="01.b-over-a.predicted-is">within this range</data> and leaves out
-# the work for messages, dark grey in the second figure: on the slowest rank <data value="01.versions.handling.a">78.3 ms</data> in A and <data value="01.versions.handling.b">4.92 ms</data> in B.
+# **Buckets.** Every all-reduce pays 2(d-1) α. A sends <data value="01.versions.messages.a">392</data> messages and B <data value="01.versions.messages.b">26</data>. B takes <data value="01.b-over-a.median:.2f">0.50</data> times as long as A, range
+# <data value="01.b-over-a.low:.2f">0.44</data> to <data value="01.b-over-a.high:.2f">0.61</data>: the verdict is *<data value="01.b-over-a.verdict">faster</data>*. The prediction,
+# <data value="01.b-over-a.predicted:.2f">0.61</data>, lies <data value="01.b-over-a.predicted-is">above this range</data> and leaves out
+# the work for messages, dark grey in the second figure: on the slowest rank <data value="01.versions.handling.a">89.6 ms</data> in A and <data value="01.versions.handling.b">9.98 ms</data> in B.
 #
-# **Overlap.** C takes <data value="01.overlap:.3f">1.096</data> times as long as B (<data value="01.c-over-b.low:.3f">0.978</data> to <data value="01.c-over-b.high:.3f">1.211</data>): the verdict is *<data value="01.c-over-b.verdict">cannot tell</data>*. The prediction of
-# <data value="01.overlap.predicted:.3f">0.918</data> lies <data value="01.c-over-b.predicted-is">below this range</data>. The prediction leaves out two costs. C's backward also
+# **Overlap.** C takes <data value="01.overlap:.3f">1.056</data> times as long as B (<data value="01.c-over-b.low:.3f">0.967</data> to <data value="01.c-over-b.high:.3f">1.146</data>): the verdict is *<data value="01.c-over-b.verdict">cannot tell</data>*. The prediction of
+# <data value="01.overlap.predicted:.3f">0.920</data> lies <data value="01.c-over-b.predicted-is">below this range</data>. The prediction leaves out two costs. C's backward also
 # fills the buckets, and an all-reduce that runs beside this backward may slow it. The next section measures both costs.
 #
 # **Late ranks.** Ranks with equal work do not start together. In C the last rank
-# begins its backward <data value="01.versions.late.seconds">11.4 ms</data> after the first, a median of nine rounds. Messages of early ranks wait for it. A rank that is slow by itself would be last in every round. Here one rank is
-# last most often: <data value="01.versions.late.last">rank 1 in 4 of 9 rounds</data>.
+# begins its backward <data value="01.versions.late.seconds">7.96 ms</data> after the first, a median of nine rounds. Messages of early ranks wait for it. A rank that is slow by itself would be last in every round. Here one rank is
+# last most often: <data value="01.versions.late.last">rank 3 in 5 of 9 rounds</data>.
 #
 # <details><summary>In your tools: overlap</summary>
 #
@@ -581,40 +581,40 @@ lesson.record("01.extra", figures.cost_of_overlap(times[middle]))
 # %% [markdown]
 # **When is it free here?** Sizes are tokens per rank.
 #
-# - Reduced during the backward, a step is <data value="01.measured.during">not free at 197, 788 and 3,152, undecided at 12,608</data>. By the law it is free from <data value="01.law.during:,.0f">1,412</data> on,
-#   0.87 times the law's knee of <data value="01.law.knee:,.0f">1,623</data>.
-# - Reduced after it, a step is <data value="01.measured.after">not free at 197, 788 and 3,152, undecided at 12,608</data>. By the law it is free from <data value="01.law.after:,.0f">10,822</data> on,
+# - Reduced during the backward, a step is <data value="01.measured.during">not free at 197, 788 and 3,152, undecided at 12,608</data>. By the law it is free from <data value="01.law.during:,.0f">1,481</data> on,
+#   0.87 times the law's knee of <data value="01.law.knee:,.0f">1,703</data>.
+# - Reduced after it, a step is <data value="01.measured.after">not free at 197, 788 and 3,152, undecided at 12,608</data>. By the law it is free from <data value="01.law.after:,.0f">11,352</data> on,
 #   which these rounds allow.
 # - Overlap, against reducing after the backward, is <data value="01.measured.overlap">faster at 3,152, slower at 197 and 788, undecided at 12,608</data>.
 #
 # With overlap no size in this run is free, so your guess is not scored.
 #
 # A measured ratio can leave the law's line in both directions. A step that computes slower than R lowers the ratio.
-# Costs that the law leaves out, such as latencies, raise the ratio. With <data value="01.slow.tokens:,">197</data> tokens the step alone takes <data value="01.slow.times:.1f">8.6</data> times as
+# Costs that the law leaves out, such as latencies, raise the ratio. With <data value="01.slow.tokens:,">197</data> tokens the step alone takes <data value="01.slow.times:.1f">9.4</data> times as
 # long as at R.
 #
-# By the law a step with overlap and <data value="01.law.tokens:,">3,152</data> tokens takes <data value="01.law.middle:.2f">1.00</data> times as long as alone. We measure <data value="01.middle.median:.2f">1.24</data>
-# (<data value="01.middle.low:.2f">1.19</data> to <data value="01.middle.high:.2f">1.26</data>).
+# By the law a step with overlap and <data value="01.law.tokens:,">3,152</data> tokens takes <data value="01.law.middle:.2f">1.00</data> times as long as alone. We measure <data value="01.middle.median:.2f">1.23</data>
+# (<data value="01.middle.low:.2f">1.22</data> to <data value="01.middle.high:.2f">1.30</data>).
 #
 # | with <data value="01.law.tokens:,">3,152</data> tokens | median |
 # |---|---|
-# | the step alone takes | <data value="01.alone">39.4 ms</data> |
-# | reducing after the backward adds | <data value="01.extra.after">15.5 ms</data> |
-# | reducing during the backward adds | <data value="01.extra.during">9.59 ms</data> |
+# | the step alone takes | <data value="01.alone">39.6 ms</data> |
+# | reducing after the backward adds | <data value="01.extra.after">15.0 ms</data> |
+# | reducing during the backward adds | <data value="01.extra.during">8.91 ms</data> |
 # | an all-reduce of all gradients in one message takes | <data value="01.extra.all-reduce">10.4 ms</data> |
 #
-# Overlap can save at most the <data value="01.extra.after">15.5 ms</data> that reducing after the backward adds. One message, the last row, takes less.
+# Overlap can save at most the <data value="01.extra.after">15.0 ms</data> that reducing after the backward adds. One message, the last row, takes less.
 # Buckets have three costs that the message lacks: a latency for every bucket, filling them, and waits for late ranks.
 #
 # <details><summary>The law's times and the measured ones</summary>
 #
-# At B the all-reduce takes <data value="01.wide.by-bandwidth">10.6 ms</data>. At R the step alone, with the scores of attention, takes <data value="01.wide.at-rate">31.2 ms</data>. Measured, they
-# take <data value="01.extra.all-reduce">10.4 ms</data> and <data value="01.alone">39.4 ms</data>. Compared within rounds, the step with overlap takes <data value="01.extra.compared">neither clearly longer nor clearly less than</data> the step
+# At B the all-reduce takes <data value="01.wide.by-bandwidth">11.3 ms</data>. At R the step alone, with the scores of attention, takes <data value="01.wide.at-rate">31.5 ms</data>. Measured, they
+# take <data value="01.extra.all-reduce">10.4 ms</data> and <data value="01.alone">39.6 ms</data>. Compared within rounds, the step with overlap takes <data value="01.extra.compared">neither clearly longer nor clearly less than</data> the step
 # alone and the all-reduce together. We subtract within each round and take the median, so the medians above need not
 # give the same difference.
 #
 # *Launches* are the calls that start a GPU's kernels. With <data value="01.slow.tokens:,">197</data> tokens, do they make the step slower than at R? On its
-# slowest rank, <data value="01.slow.rank">rank 2</data>, we see this: <data value="01.slow.words">its process needs 17.5 ms just to launch the step, so launches set the time there</data>.
+# slowest rank, <data value="01.slow.rank">rank 0</data>, we see this: <data value="01.slow.words">its process needs 17.7 ms just to launch the step, so launches set the time there</data>.
 # </details>
 #
 # The law assumes that the backward keeps its speed while an all-reduce runs, and that filling buckets takes no time. To
@@ -650,13 +650,13 @@ lesson.record("01.wide", figures.describe_wide(wide.size, DTYPE, card))
 
 # %% [markdown]
 # Do these two costs and the last bucket, which no backward can overlap, explain the step with overlap? By α and B
-# that bucket takes <data value="01.together.last-bucket">269 µs</data>, or <data value="01.together.share:.3f">0.007</data> of the step alone. Together that makes <data value="01.cause.beside-an-unrelated-all-reduce.step-step-alone:.3f">1.093</data> x <data value="01.cause.with-buckets-nothing-sent.step-step-alone:.3f">1.058</data> + <data value="01.together.share:.3f">0.007</data> = <data value="01.together.ratio:.2f">1.16</data>. For the
-# step with overlap we measured a range of <data value="01.middle.low:.2f">1.19</data> to <data value="01.middle.high:.2f">1.26</data> above.
-# <data value="01.together.lies">The sum lies below this range, but with the upper ends of the factors' ranges it would reach it, so this run cannot decide</data>.
+# that bucket takes <data value="01.together.last-bucket">246 µs</data>, or <data value="01.together.share:.3f">0.006</data> of the step alone. Together that makes <data value="01.cause.beside-an-unrelated-all-reduce.step-step-alone:.3f">1.083</data> x <data value="01.cause.with-buckets-nothing-sent.step-step-alone:.3f">1.058</data> + <data value="01.together.share:.3f">0.006</data> = <data value="01.together.ratio:.2f">1.15</data>. For the
+# step with overlap we measured a range of <data value="01.middle.low:.2f">1.22</data> to <data value="01.middle.high:.2f">1.30</data> above.
+# <data value="01.together.lies">The sum lies below this range, so something else costs time as well</data>.
 #
 # <details><summary>Why we divide within rounds</summary>
 #
-# A machine's speed can change between rounds and between cells: a step alone took <data value="01.together.alone">41.0 ms</data> in these rounds, and <data value="01.alone">39.4 ms</data> in
+# A machine's speed can change between rounds and between cells: a step alone took <data value="01.together.alone">41.2 ms</data> in these rounds, and <data value="01.alone">39.6 ms</data> in
 # those that compared batch sizes. Such a change hits both times of one round alike, so a ratio within rounds suffers less from it than a quotient of
 # two medians. A range assumes independent rounds, which a slow change of speed violates.
 # </details>

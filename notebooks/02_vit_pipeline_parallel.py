@@ -262,12 +262,12 @@ trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")
 
 # %% [markdown]
 # The formula assumes equal stages and predicts a bubble of <data value="02.bubble.predicted">27.3 %</data>. The step in the figure has
-# <data value="02.bubble">36.8 %</data>. Its stages are not equally fast: stage 0 also has the embedding, the last stage the head, and any rank can
+# <data value="02.bubble">35.9 %</data>. Its stages are not equally fast: stage 0 also has the embedding, the last stage the head, and any rank can
 # wait for launches or be disturbed. GPipe's forwards go at the pace of the slowest forward. Its backwards go at that of the
 # slowest backward, which can be on another stage. By medians, the slowest forward plus the slowest backward take
-# <data value="02.slowest:.2f">1.16</data> times as long as forward plus backward of the mean stage.
+# <data value="02.slowest:.2f">1.18</data> times as long as forward plus backward of the mean stage.
 #
-# Simulated with these medians, the bubble is <data value="02.medians.bubble">34.0 %</data>. The step that ran can have another bubble: a stage's times
+# Simulated with these medians, the bubble is <data value="02.medians.bubble">34.7 %</data>. The step that ran can have another bubble: a stage's times
 # vary from microbatch to microbatch, and in a measured step messages take time.
 #
 # <details><summary>Why can equal stages take unequal times?</summary>
@@ -412,7 +412,7 @@ lesson.claim("1F1B costs at most a fifth more time than GPipe", (ratio, "<", 1.2
 # On rank 0 the activations fall from <data value="02.activations.rank-0.gpipe-measured">20.0 GB</data> under GPipe to <data value="02.activations.rank-0.measured">10.1 GB</data>. They do not shrink
 # with p: p microbatches in a p-th of the layers are as much as one in all layers.
 #
-# We timed GPipe again, beside 1F1B. Its step takes <data value="02.ran.gpipe.makespan">183 ms</data>, and 1F1B's <data value="02.ran.1f1b.makespan">173 ms</data>. The bubbles are <data value="02.ran.gpipe.bubble">33.1 %</data> and <data value="02.ran.1f1b.bubble">29.3 %</data>. With
+# We timed GPipe again, beside 1F1B. Its step takes <data value="02.ran.gpipe.makespan">192 ms</data>, and 1F1B's <data value="02.ran.1f1b.makespan">174 ms</data>. The bubbles are <data value="02.ran.gpipe.bubble">35.2 %</data> and <data value="02.ran.1f1b.bubble">28.7 %</data>. With
 # equal stages they would be equal, because filling and draining take as long. *Work* in the last table is the mean
 # time that a rank spends in actions. If ranks work longer in a step of the same length, the bubble is smaller, but
 # nothing is gained.
@@ -420,9 +420,9 @@ lesson.claim("1F1B costs at most a fifth more time than GPipe", (ratio, "<", 1.2
 # <details><summary>What separates their steps?</summary>
 #
 # Unequal stages, messages, launches and noise can. A simulation with GPipe's median times knows how unequal its actions
-# are, launches included: in it, 1F1B's step takes <data value="02.by-medians:.3f">0.960</data> times as long as GPipe's. In the run the factor is <data value="02.by-run:.3f">0.943</data>.
-# The simulation leaves out messages, noise, and how much longer or shorter actions take under 1F1B: ranks work <data value="02.step.1f1b.work">122 ms</data>
-# there, and <data value="02.step.gpipe.work">123 ms</data> under GPipe.
+# are, launches included: in it, 1F1B's step takes <data value="02.by-medians:.3f">0.942</data> times as long as GPipe's. In the run the factor is <data value="02.by-run:.3f">0.905</data>.
+# The simulation leaves out messages, noise, and how much longer or shorter actions take under 1F1B: ranks work <data value="02.step.1f1b.work">124 ms</data>
+# there, and <data value="02.step.gpipe.work">124 ms</data> under GPipe.
 # </details>
 #
 # **Takeaway.** 1F1B keeps at most p microbatches instead of m, and with equal stages it has GPipe's bubble.
@@ -660,28 +660,28 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 
 # %% [markdown]
 # We call two schedules different only if the difference of their steps exceeds both spreads. So
-# <data value="02.race.faster">zb-h2 is faster than 1f1b and interleaved; all other pairs are undecided</data>. As to bubbles,
+# <data value="02.race.faster">no schedule is shown to be faster than another: all pairs are undecided</data>. As to bubbles,
 # <data value="02.race.idle">all steps of zb-h2 are below all of 1f1b's; those of interleaved, zb-h1 and zb-v overlap with 1f1b's, so the run does not decide</data>.
 # The output prints only ZB-H2's and 1F1B's ranges.
 #
-# The prediction puts <data value="02.race.first.predicted">zb-v</data> first; by medians, the run puts <data value="02.race.first.run">zb-h2</data> first. The four schedules other than 1F1B take <data value="02.race.ratio.least:.2f">1.12</data>
-# to <data value="02.race.ratio.most:.2f">1.44</data> times as long as predicted. A prediction can rank two schedules only if its errors are smaller than the
+# The prediction puts <data value="02.race.first.predicted">zb-v</data> first; by medians, the run puts <data value="02.race.first.run">zb-h2</data> first. The four schedules other than 1F1B take <data value="02.race.ratio.least:.2f">1.20</data>
+# to <data value="02.race.ratio.most:.2f">1.56</data> times as long as predicted. A prediction can rank two schedules only if its errors are smaller than the
 # predicted gap.
 #
 # <details><summary>Does a split backward also take more computing?</summary>
 #
 # We time one rank alone, by the clock, with a stage's layers, in <data value="02.split.split-in-one-piece.rounds:.0f">15</data> rounds. Split, the step takes
-# <data value="02.split.split-in-one-piece.factor:.3f">1.041</data> times as long, with the range <data value="02.split.split-in-one-piece.range">1.024 to 1.142</data> and the verdict *<data value="02.split.split-in-one-piece.verdict">slower</data>*.
+# <data value="02.split.split-in-one-piece.factor:.3f">1.031</data> times as long, with the range <data value="02.split.split-in-one-piece.range">0.986 to 1.091</data> and the verdict *<data value="02.split.split-in-one-piece.verdict">cannot tell</data>*.
 #
-# In the race, *work* goes from <data value="02.race.work">125 ms under 1f1b to 138 ms under zb-v</data>, although all five compute the same gradients. Differences that
+# In the race, *work* goes from <data value="02.race.work">125 ms under 1f1b to 138 ms under interleaved</data>, although all five compute the same gradients. Differences that
 # a rank alone does not show come from waits for launches, or from ranks that slow each other down. A few per cent can be noise: the
 # race has few steps of each schedule.
 # </details>
 #
 # <details><summary>I and W are not equal</summary>
 #
-# Our prediction takes I and W as equal. In the run, I takes <data value="02.race.zb-h1.i-w:.2f">2.01</data> times as long as W under ZB-H1, and
-# <data value="02.race.zb-h2.i-w:.2f">1.95</data> times under ZB-H2. Among the causes: softmax, GELU and the matmuls inside attention have no weights, hence no W.
+# Our prediction takes I and W as equal. In the run, I takes <data value="02.race.zb-h1.i-w:.2f">2.04</data> times as long as W under ZB-H1, and
+# <data value="02.race.zb-h2.i-w:.2f">1.97</data> times under ZB-H2. Among the causes: softmax, GELU and the matmuls inside attention have no weights, hence no W.
 #
 # The formulas for idle time hold with equal stages, W ≤ F and W ≤ I ≤ 2W. There, a larger I makes ZB-H1 idle longer and
 # leaves ZB-H2 as it is. Above 2W they do not say what happens.
@@ -705,7 +705,7 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 #
 # By the formulas, ZB-H1 and ZB-H2 are equally fast if I = W. The predictions take I = W too. They can still differ where stages
 # are unequal, or where half a backward takes longer than a forward, so that W > F. In the 1F1B step of this run, half a
-# backward takes <data value="02.race.half-backward:.2f">1.07</data> times as long as a forward.
+# backward takes <data value="02.race.half-backward:.2f">1.03</data> times as long as a forward.
 # </details>
 #
 # <details><summary>Do the additional messages matter?</summary>
@@ -834,8 +834,8 @@ words.record_cuts(rounds, steps, in_stage)
 words.claim_faster(rounds, "uniform", "heavy")
 
 # %% [markdown]
-# By medians, the uniform partition takes <data value="02.cut.uniform">172 ms</data>, the heavy one <data value="02.cut.heavy">191 ms</data>. Balancing by time gives the partition
-# <data value="02.cut-step.by-time.blocks-of-each-stage">[5, 6, 7, 6]</data> and <data value="02.cut.by-time">188 ms</data>; <data value="02.cut.verdict">all its steps are longer than all of the uniform partition's</data>.
+# By medians, the uniform partition takes <data value="02.cut.uniform">170 ms</data>, the heavy one <data value="02.cut.heavy">190 ms</data>. Balancing by time gives the partition
+# <data value="02.cut-step.by-time.blocks-of-each-stage">[6, 6, 6, 6]</data> and <data value="02.cut.by-time">172 ms</data>; <data value="02.cut.verdict">this is the uniform partition</data>.
 #
 # <details><summary>What can balancing gain here?</summary>
 #
@@ -852,7 +852,7 @@ words.claim_faster(rounds, "uniform", "heavy")
 #
 # <details><summary>How much longer does rank 1 work?</summary>
 #
-# In the figure, rank 1 works <data value="02.heavy-work:.2f">1.35</data> times as long as the median rank and has <data value="02.heavy-blocks:.2f">1.33</data> times as many blocks. Launches,
+# In the figure, rank 1 works <data value="02.heavy-work:.2f">1.36</data> times as long as the median rank and has <data value="02.heavy-blocks:.2f">1.33</data> times as many blocks. Launches,
 # noise, and the embedding or the head of another rank can make the difference. Launches and noise can also make a
 # rank work longest that has no additional block, so this factor alone does not prove a heavy stage.
 #
@@ -955,8 +955,8 @@ if graphed:
 
 # %% [markdown]
 # Launched from Python, the shortest step has m = <data value="02.sweep.best">8</data>; <data value="02.sweep.verdict">every other m took longer in each of 6 rounds</data>. The formula says
-# <data value="02.sweep.formula:.1f">6.6</data>. The bubble takes <data value="02.sweep-bubble.best">50.9 ms</data> in the shortest step and <data value="02.sweep-bubble.most">443 ms</data> at m = <data value="02.sweep.most">64</data>. Between the two,
-# <data value="02.sweep.changes">the time of launches and small kernels grows by 397 ms, the bubble grows by 392 ms and host wait grows by 98.8 ms. With CUDA graphs, the bubble at m = 64 is 19.0 ms. So most of the bubble without them comes from launches, not from the schedule</data>.
+# <data value="02.sweep.formula:.1f">7.4</data>. The bubble takes <data value="02.sweep-bubble.best">49.8 ms</data> in the shortest step and <data value="02.sweep-bubble.most">560 ms</data> at m = <data value="02.sweep.most">64</data>. Between the two,
+# <data value="02.sweep.changes">the time of launches and small kernels grows by 309 ms, the bubble grows by 510 ms and host wait grows by 64.2 ms. With CUDA graphs, the bubble at m = 64 is 17.9 ms. So most of the bubble without them comes from launches, not from the schedule</data>.
 #
 # A *CUDA graph* records all kernels of a stage's forward or backward once and launches them with one call. So c falls, and more
 # microbatches pay.
@@ -983,7 +983,7 @@ if graphed:
 # T and c come from the work alone. The formula adds the bubble of equal stages, and takes c as the same at every m.
 # Short actions vary more, relative to their length, and in the replay a rank waits for slow actions of others. So
 # with more microbatches the bubble can shrink less than by the formula, or even grow. The line is furthest from the
-# bars at m = <data value="02.sweep.furthest">64</data>, where the step takes <data value="02.sweep.over:.2f">1.95</data> times as long as by the formula.
+# bars at m = <data value="02.sweep.furthest">64</data>, where the step takes <data value="02.sweep.over:.2f">2.34</data> times as long as by the formula.
 # </details>
 #
 # <details><summary>How sure is the best m?</summary>
@@ -991,14 +991,14 @@ if graphed:
 # There are six rounds, and in each round every m takes one step. We show <data value="02.run.shown">the median step</data>. If two m were equally fast, one would take longer in
 # all six rounds in only 1 of 32 cases. So we call an m slower only if it took longer in all six; any other may be as good.
 #
-# From cell to cell, steps can vary more: 1F1B with m = 8 took <data value="02.ran.1f1b.makespan">173 ms</data> beside GPipe, <data value="02.race.step.1f1b">177 ms</data> in the race and
+# From cell to cell, steps can vary more: 1F1B with m = 8 took <data value="02.ran.1f1b.makespan">174 ms</data> beside GPipe, <data value="02.race.step.1f1b">183 ms</data> in the race and
 # <data value="02.sweep-step.usual">179 ms</data> here. So compare steps of one cell only.
 # </details>
 #
 # <details><summary>Has this pipeline paid?</summary>
 #
-# At m = 1 only one rank works at a time. So that step, <data value="02.sweep-step.alone">417 ms</data>, is about what one rank would need for all stages, one
-# after the other: T + p c. The shortest step without graphs takes <data value="02.sweep-step.best">179 ms</data>, which is <data value="02.sweep-share">43.1 %</data> of that. Without
+# At m = 1 only one rank works at a time. So that step, <data value="02.sweep-step.alone">414 ms</data>, is about what one rank would need for all stages, one
+# after the other: T + p c. The shortest step without graphs takes <data value="02.sweep-step.best">179 ms</data>, which is <data value="02.sweep-share">43.3 %</data> of that. Without
 # bubble and launches it would be T/p, at most a p-th of that.
 #
 # At the best m the ranks spend <data value="02.sweep-step.work">500 ms</data> in actions, all together. Where they share cores or a GPU, the real step

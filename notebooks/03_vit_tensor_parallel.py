@@ -374,8 +374,8 @@ predictions.record_host(few, recorded, 8)  # is computing set by the tokens?
 lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 
 # %% [markdown]
-# The bytes are exact: <data value="03.block-bytes">2.48 GB</data> leave each rank. On <data value="03.hardware">4 x NVIDIA H100 80GB HBM3</data> the block took <data value="03.block.makespan">19.3 ms</data>;
-# <data value="03.exposed.share">27.8 %</data> of that is exposed communication. Computing covered <data value="03.overlapped">41.8 %</data> of the communication, all of it in the
+# The bytes are exact: <data value="03.block-bytes">2.48 GB</data> leave each rank. On <data value="03.hardware">4 x NVIDIA H100 80GB HBM3</data> the block took <data value="03.block.makespan">19.2 ms</data>;
+# <data value="03.exposed.share">26.9 %</data> of that is exposed communication. Computing covered <data value="03.overlapped">43.5 %</data> of the communication, all of it in the
 # backward.
 #
 # <details><summary>How to read the figure</summary>
@@ -391,7 +391,7 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # </details>
 #
 # The formula is for numbers of 2 bytes. With v bytes r is 2/v times as large, and here v is <data value="03.value-bytes">2</data>. With attention's
-# scores the formula predicts r = <data value="03.ratio.predicted">0.732</data>. The run has <data value="03.ratio">1.48</data>.
+# scores the formula predicts r = <data value="03.ratio.predicted">0.698</data>. The run has <data value="03.ratio">1.51</data>.
 #
 # So by the formula the interconnect is too slow, and by the run it is fast enough. But the link was not faster: the run's r is
 # larger because computing took <data value="03.slower.computing.factor">2.58</data> times as long as its matrix products alone would.
@@ -401,9 +401,9 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # The formula leaves out costs of computing and of communication. The run's r is the formula's, times the first factor below
 # and divided by the other two:
 #
-# - Computing took <data value="03.slower.computing.factor">2.58</data> times as long as its matrix products would at the card's rate. That includes launching operations, norms, GELU, residuals and slower products; the run does not separate them. <data value="03.host">With 1/8 of the images, computing took 4.33 ms instead of 13.7 ms. So about 22 % of this time does not shrink with the images, such as launching operations.</data>
-# - Latency makes the all-reduces <data value="03.slower.latency-of-all-reduces.factor">1.08</data> times as long as their bytes alone.
-# - Because of waiting and other costs, the all-reduces took a further <data value="03.slower.waiting-and-the-rest.factor">1.17</data> times as long. A part is that ranks which come early wait for the others; the run does not explain the rest.
+# - Computing took <data value="03.slower.computing.factor">2.58</data> times as long as its matrix products would at the card's rate. That includes launching operations, norms, GELU, residuals and slower products; the run does not separate them. <data value="03.host">With 1/8 of the images, computing took 5.96 ms instead of 13.8 ms. So about 35 % of this time does not shrink with the images, such as launching operations.</data>
+# - Latency makes the all-reduces <data value="03.slower.latency-of-all-reduces.factor">1.06</data> times as long as their bytes alone.
+# - Because of waiting and other costs, the all-reduces took a further <data value="03.slower.waiting-and-the-rest.factor">1.12</data> times as long. A part is that ranks which come early wait for the others; the run does not explain the rest.
 #
 # If the rule of thumb, 4.5 h/ρ, comes nearer to the run than the formula, that is chance.
 # </details>
@@ -422,7 +422,7 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # rates, and 2-byte numbers.
 #
 # With v bytes a number, h must be v/2 times as large. This page's v is <data value="03.value-bytes">2</data>, and its card measured a ρ of
-# <data value="03.rho:,.0f">2,164</data> FLOP a byte. Eight such ranks would want h above <data value="03.wide:,.0f">3,367</data>.
+# <data value="03.rho:,.0f">2,270</data> FLOP a byte. Eight such ranks would want h above <data value="03.wide:,.0f">3,532</data>.
 # </details>
 #
 # **Takeaway.** By the formula, ask for r ≥ 1, so for h above (t-1)ρ/4.5. For eight ranks and usual widths, only the fastest
@@ -811,46 +811,46 @@ lesson.claim("1D is faster than 2D with few tokens", (small["1d"], "<", small["2
 vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)  # for 08's table
 
 # %% [markdown]
-# With <data value="03.tokens.few">6,304</data> tokens, 1D took <data value="03.few.1d">6.39 ms</data> and 2D <data value="03.few.2d">25.1 ms</data>. That is <data value="03.too-low.1d">1.55</data> and <data value="03.too-low.2d">3.38</data> times as long as
+# With <data value="03.tokens.few">6,304</data> tokens, 1D took <data value="03.few.1d">7.24 ms</data> and 2D <data value="03.few.2d">24.1 ms</data>. That is <data value="03.too-low.1d">1.78</data> and <data value="03.too-low.2d">3.27</data> times as long as
 # predicted. Predictions count what norms send, but leave out the norms' computing, launches and waiting. Sequence parallelism took
-# <data value="03.sp-longer.few">2.24 ms more</data> than 1D.
+# <data value="03.sp-longer.few">1.79 ms more</data> than 1D.
 #
 # <details><summary>Which rates do we predict with?</summary>
 #
-# The four ranks run on <data value="03.hardware">4 x NVIDIA H100 80GB HBM3</data>. Their latency α is <data value="03.alpha">25.7 µs, as on the page's card</data>.
+# The four ranks run on <data value="03.hardware">4 x NVIDIA H100 80GB HBM3</data>. Their latency α is <data value="03.alpha">20.6 µs, as on the page's card</data>.
 # On GPUs, the matmul rate is the card's. On a CPU, ranks take turns if cores are fewer, so there we multiply the card's
-# rate by cores over ranks, if that is below 1. Here we take <data value="03.rate">740 TFLOP/s</data>.
+# rate by cores over ranks, if that is below 1. Here we take <data value="03.rate">732 TFLOP/s</data>.
 # </details>
 #
 # <details><summary>Why can sequence parallelism be slower?</summary>
 #
-# Latency alone predicts <data value="03.norms">154 µs</data> more with few tokens.
+# Latency alone predicts <data value="03.norms">124 µs</data> more with few tokens.
 # By theory the two halves of an all-reduce take as long as the all-reduce. In a ring of four, both take 2 (4 - 1) = 6 steps,
 # and each step one latency α. So the prediction adds only the latencies of one more call, the all-reduce of norm gradients.
 #
-# Timed alone, an all-reduce took <data value="03.alone.all-reduce">603 µs</data> and its two halves <data value="03.alone.two-halves">857 µs</data>. A block has four such pairs, so by
-# these times its halves take <data value="03.four-halves">1.01 ms more</data> than its all-reduces would. The run does not explain the rest.
+# Timed alone, an all-reduce took <data value="03.alone.all-reduce">638 µs</data> and its two halves <data value="03.alone.two-halves">842 µs</data>. A block has four such pairs, so by
+# these times its halves take <data value="03.four-halves">813 µs more</data> than its all-reduces would. The run does not explain the rest.
 #
-# With eight times the tokens, sequence parallelism took <data value="03.sp-longer.many">317 µs less</data> than 1D, whose time is <data value="03.many.1d">33.1 ms</data>. These are medians
+# With eight times the tokens, sequence parallelism took <data value="03.sp-longer.many">219 µs less</data> than 1D, whose time is <data value="03.many.1d">32.9 ms</data>. These are medians
 # of five, so a difference of a few percent says nothing.
 # </details>
 #
 # On four ranks 2D sends fewer bytes than 1D above 12 h tokens, here <data value="03.tokens.even">49,152</data>; with fewer tokens it sends more. With the
-# <data value="03.tokens.many">50,432</data> tokens of the larger batch, <data value="03.grid">2D sends about as many bytes as 1D, and takes 39.3 ms against 33.1 ms</data>.
+# <data value="03.tokens.many">50,432</data> tokens of the larger batch, <data value="03.grid">2D sends about as many bytes as 1D, and takes 41.5 ms against 32.9 ms</data>.
 #
 # <details><summary>Which costs are constant, and what would help?</summary>
 #
-# Eight times the tokens took <data value="03.growth.2d:.2f">1.56</data> times as long in 2D, where <data value="03.race.2d.predicted-growth:.2f">4.94</data> was predicted. In 1D they took <data value="03.growth.1d:.2f">5.18</data> times as
-# long, where <data value="03.race.1d.predicted-growth:.2f">6.95</data> was predicted. Take each time as a constant plus a part proportional to the tokens. <data value="03.constant">Then the constant is 92 % of 2D's time with few tokens, and 40 % of 1D's.</data>
+# Eight times the tokens took <data value="03.growth.2d:.2f">1.72</data> times as long in 2D, where <data value="03.race.2d.predicted-growth:.2f">5.09</data> was predicted. In 1D they took <data value="03.growth.1d:.2f">4.54</data> times as
+# long, where <data value="03.race.1d.predicted-growth:.2f">7.15</data> was predicted. Take each time as a constant plus a part proportional to the tokens. <data value="03.constant">Then the constant is 90 % of 2D's time with few tokens, and 49 % of 1D's.</data>
 #
 # Several costs are constant:
 #
-# - Latency. A block in 1D makes four all-reduces of six steps, so 24 latencies α, <data value="03.latency.all">616 µs</data>. That is <data value="03.latency.share">9.64 %</data> of 1D's time
+# - Latency. A block in 1D makes four all-reduces of six steps, so 24 latencies α, <data value="03.latency.all">495 µs</data>. That is <data value="03.latency.share">6.84 %</data> of 1D's time
 #   with few tokens. A link of lower latency shortens them.
 # - Weights that 2D sends. A larger batch makes them, and latency, count less.
 # - Launching operations, and waiting for other ranks. With few tokens, 2D makes <data value="03.calls.more">49</data> calls more than 1D and takes
-#   longer. The difference in time, divided by these calls, is <data value="03.calls.seconds">382 µs</data> a call. A launch alone costs less, because a part
-#   of that difference is predicted without launches: 2D's <data value="03.race.2d.predicted">7.43 ms</data> against 1D's <data value="03.race.1d.predicted">4.12 ms</data>.
+#   longer. The difference in time, divided by these calls, is <data value="03.calls.seconds">344 µs</data> a call. A launch alone costs less, because a part
+#   of that difference is predicted without launches: 2D's <data value="03.race.2d.predicted">7.37 ms</data> against 1D's <data value="03.race.1d.predicted">4.08 ms</data>.
 #
 # Where launching takes longer than computing and sending, a faster link does not help. Such a block is
 # *launch-bound*. The part of a constant that latency and weights do not explain is launching and waiting.

@@ -383,25 +383,25 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)  # for 08's table
 #
 # | bandwidth | dp adds | pp adds | tp adds |
 # |---|---|---|---|
-# | a tenth | <data value="04.tenth-added.dp">3.06 ms</data> | <data value="04.tenth-added.pp">8.16 ms</data> | <data value="04.tenth-added.tp">783 ms</data> |
-# | a hundredth | <data value="04.added.dp">198 ms</data> | <data value="04.added.pp">117 ms</data> | <data value="04.added.tp">8.61 s</data> |
+# | a tenth | <data value="04.tenth-added.dp">3.25 ms</data> | <data value="04.tenth-added.pp">8.65 ms</data> | <data value="04.tenth-added.tp">830 ms</data> |
+# | a hundredth | <data value="04.added.dp">215 ms</data> | <data value="04.added.pp">121 ms</data> | <data value="04.added.tp">9.13 s</data> |
 #
 # tp, which sends most, is hit hardest. But bytes alone do not decide: pp sends fewest, yet on this link its step
 # takes longer than dp's. Where do pp and tp spend their time?
 #
 # | a step | compute of the busiest rank | the rest | together |
 # |---|---|---|---|
-# | pp, predicted | <data value="04.predicted.share">115 ms</data> | <data value="04.rest.pp.predicted.rest">43.9 ms</data> | <data value="04.rest.pp.predicted.step">159 ms</data> |
-# | pp, simulated | <data value="04.busy.pp">137 ms</data> | <data value="04.rest.pp.simulated.rest">34.9 ms</data> | <data value="04.rest.pp.simulated.step">172 ms</data> |
-# | pp, <data value="04.source-of.pp">measured</data> | <data value="04.busy.pp">137 ms</data> | <data value="04.rest.pp.measured.rest">35.7 ms</data> | <data value="04.axes.pp.measured">173 ms</data> |
-# | tp, predicted | <data value="04.predicted.share">115 ms</data> | <data value="04.rest.tp.predicted.rest">102 ms</data> | <data value="04.rest.tp.predicted.step">217 ms</data> |
-# | tp, simulated | <data value="04.busy.tp">207 ms</data> | <data value="04.rest.tp.simulated.rest">112 ms</data> | <data value="04.rest.tp.simulated.step">319 ms</data> |
-# | tp, <data value="04.source-of.tp">measured</data> | <data value="04.busy.tp">207 ms</data> | <data value="04.rest.tp.measured.rest">45.8 ms</data> | <data value="04.axes.tp.measured">253 ms</data> |
+# | pp, predicted | <data value="04.predicted.share">115 ms</data> | <data value="04.rest.pp.predicted.rest">43.8 ms</data> | <data value="04.rest.pp.predicted.step">159 ms</data> |
+# | pp, simulated | <data value="04.busy.pp">141 ms</data> | <data value="04.rest.pp.simulated.rest">42.9 ms</data> | <data value="04.rest.pp.simulated.step">184 ms</data> |
+# | pp, <data value="04.source-of.pp">measured</data> | <data value="04.busy.pp">141 ms</data> | <data value="04.rest.pp.measured.rest">47.9 ms</data> | <data value="04.axes.pp.measured">189 ms</data> |
+# | tp, predicted | <data value="04.predicted.share">115 ms</data> | <data value="04.rest.tp.predicted.rest">104 ms</data> | <data value="04.rest.tp.predicted.step">219 ms</data> |
+# | tp, simulated | <data value="04.busy.tp">207 ms</data> | <data value="04.rest.tp.simulated.rest">114 ms</data> | <data value="04.rest.tp.simulated.step">321 ms</data> |
+# | tp, <data value="04.source-of.tp">measured</data> | <data value="04.busy.tp">207 ms</data> | <data value="04.rest.tp.measured.rest">46.0 ms</data> | <data value="04.axes.tp.measured">253 ms</data> |
 #
 # The rest is the step less this compute: along pp the bubble, sending and waiting, along tp exposed all-reduces and waiting.
-# The bubble is predicted as (N-1)/m of compute, <data value="04.rest.bubble">43.3 ms</data>.
+# The bubble is predicted as (N-1)/m of compute, <data value="04.rest.bubble">43.2 ms</data>.
 #
-# Along dp, the busiest rank computes <data value="04.busy.dp">119 ms</data> in a step of <data value="04.axes.dp.measured">119 ms</data>. Beyond that, here
+# Along dp, the busiest rank computes <data value="04.busy.dp">118 ms</data> in a step of <data value="04.axes.dp.measured">119 ms</data>. Beyond that, here
 # pp adds mostly the bubble, and tp mostly compute.
 #
 # <details><summary>Why the curves differ</summary>
@@ -419,11 +419,11 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)  # for 08's table
 #
 # Bytes are predicted exactly. Along pp they are a mean of the ranks, because inner stages send both ways and end stages one way.
 #
-# Times are not exact. As <data value="04.source">measured</data>, a step divided by its prediction is <data value="04.ratio.dp:.2f">1.03</data> for dp, <data value="04.ratio.pp:.2f">1.08</data> for pp
-# and <data value="04.ratio.tp:.2f">1.17</data> for tp. Two errors are in such a ratio: that of compute and that of the rest. <data value="04.rest.signs">Along tp, compute is 91.9 ms longer than predicted and the rest 56.0 ms shorter. Along pp, compute is 21.5 ms longer than predicted and the rest 8.18 ms shorter. Along tp and pp the two errors partly cancel in the ratio.</data>
+# Times are not exact. As <data value="04.source">measured</data>, a step divided by its prediction is <data value="04.ratio.dp:.2f">1.03</data> for dp, <data value="04.ratio.pp:.2f">1.19</data> for pp
+# and <data value="04.ratio.tp:.2f">1.15</data> for tp. Two errors are in such a ratio: that of compute and that of the rest. <data value="04.rest.signs">Along tp, compute is 91.9 ms longer than predicted and the rest 58.2 ms shorter. Along pp, compute is 25.8 ms longer than predicted and the rest 4.14 ms longer. Along tp the two errors partly cancel in the ratio.</data>
 #
-# **Compute.** Along pp, the busiest rank computes <data value="04.busy.pp">137 ms</data>, where <data value="04.predicted.share">115 ms</data> are predicted. A microbatch takes <data value="04.others">44.1 ms</data>
-# on the other ranks together, where <data value="04.rest.bubble">43.3 ms</data> are predicted.
+# **Compute.** Along pp, the busiest rank computes <data value="04.busy.pp">141 ms</data>, where <data value="04.predicted.share">115 ms</data> are predicted. A microbatch takes <data value="04.others">45.6 ms</data>
+# on the other ranks together, where <data value="04.rest.bubble">43.2 ms</data> are predicted.
 # Compute can be longer than predicted, because each microbatch and shard pays the fixed costs of operations again, and along tp all
 # ranks repeat the norms. On a GPU, recorded compute can contain waits for the CPU, which launches operations. On a CPU, ranks send with
 # the cores that compute. This page does not separate these reasons.
@@ -432,15 +432,15 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)  # for 08's table
 # leaves out. It can be longer, because ranks that come first wait for the last.
 #
 # Along pp, recorded compute limits the bubble, too. If all microbatches take equally long, the busiest rank idles at most as long as one
-# microbatch takes, forward and backward, on the other N-1 ranks together, here <data value="04.others">44.1 ms</data>. It idles that long if all stages are equal
+# microbatch takes, forward and backward, on the other N-1 ranks together, here <data value="04.others">45.6 ms</data>. It idles that long if all stages are equal
 # or the last is the busiest. If an earlier stage is the busiest, it computes while later ranks finish, and idles less.
 #
-# **The curves** need not begin at their dots. Along dp they simulate the bytes beside the compute of one replica alone, which took <data value="04.predicted.share">115 ms</data>. On this link, simulated time divided by the dot's is <data value="04.near.dp:.2f">0.97</data> for dp, <data value="04.near.pp:.2f">1.00</data> for pp and <data value="04.near.tp:.2f">1.26</data> for tp.
+# **The curves** need not begin at their dots. Along dp they simulate the bytes beside the compute of one replica alone, which took <data value="04.predicted.share">115 ms</data>. On this link, simulated time divided by the dot's is <data value="04.near.dp:.2f">0.97</data> for dp, <data value="04.near.pp:.2f">0.97</data> for pp and <data value="04.near.tp:.2f">1.27</data> for tp.
 # The shortest step here is along <data value="04.near.fastest">dp</data>. On a tenth of the bandwidth, the shortest step simulated is along <data value="04.tenth">dp</data>. Do not ask the figure which of two
 # close curves is lower.
 #
 # Axes take turns in three rounds. In a round, each axis takes three steps, and the middle one counts. The step of an axis is the
-# middle one of its three rounds. "This link" is <data value="04.link.from">measured as in notebook 00</data>. Its latency is <data value="04.link.latency">25.7 µs</data> and its bandwidth <data value="04.link.bandwidth">342 GB/s</data>.
+# middle one of its three rounds. "This link" is <data value="04.link.from">measured as in notebook 00</data>. Its latency is <data value="04.link.latency">20.6 µs</data> and its bandwidth <data value="04.link.bandwidth">322 GB/s</data>.
 # </details>
 #
 # <details><summary>On a laptop or a shared GPU</summary>

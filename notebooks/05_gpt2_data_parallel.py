@@ -289,7 +289,7 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 #
 # With ZeRO-3, gradients go down once, and weights come up twice, for the forward and the backward: three transfers of 2 bytes a parameter.
 # For XL on four ranks they take <data value="05.xl-offload.transfers:.2f">0.09</data> s. The CPU's update takes <data value="05.xl-offload.update:.2f">0.11</data> s, and the GPU's falls away.
-# The steps are measured further down. <data value="05.offload">In this run, offloading added 1.00 s to a step with ZeRO-3 and recomputation, predicted as 196 ms.</data>
+# The steps are measured further down. <data value="05.offload">In this run, offloading added 1.04 s to a step with ZeRO-3 and recomputation, predicted as 197 ms.</data>
 # Assumed rates and shared cores are only possible reasons for the difference. This page does not test them.
 # </details>
 #
@@ -478,10 +478,10 @@ lesson.record("05.tokens", {"equal": floor / slope, "page": TOKENS, "ranks": N})
 words.record_shape(SIZE, DTYPE)
 
 # %% [markdown]
-# Launching takes equally long for any number of tokens. We take the lowest point, a median of five rounds: <data value="05.floor.launch">85.1 ms</data>. Single rounds can be
+# Launching takes equally long for any number of tokens. We take the lowest point, a median of five rounds: <data value="05.floor.launch">75.8 ms</data>. Single rounds can be
 # faster; medians with few tokens lie above the launching line. Without messages, forward and backward of this page's <data value="05.tokens.page:,.0f">4,096</data> tokens
-# take <data value="05.floor.step">153 ms</data>. The computing line counts all of that, so it is an upper limit. So launching takes longer than computing at
-# least up to the crossing, <data value="05.tokens.equal:,.0f">2,284</data> tokens. Points near the crossing can lie above both.
+# take <data value="05.floor.step">149 ms</data>. The computing line counts all of that, so it is an upper limit. So launching takes longer than computing at
+# least up to the crossing, <data value="05.tokens.equal:,.0f">2,090</data> tokens. Points near the crossing can lie above both.
 #
 # To predict a step, take forward, backward and update of one rank that sends nothing: `alone`. Recomputation adds a forward. With
 # ZeRO, we predict 1/N of the update. Communication adds what does not overlap with computing, its *exposed* part. On GPUs, we predict:
@@ -521,35 +521,35 @@ lesson.claim("ZeRO-2 communicates after its update, ZeRO-3 hardly does",
 lesson.record("05.alone", {"forward": alone[0]}, "s")
 
 # %% [markdown]
-# ZeRO-3 instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">19.5 GB</data>, and its median step was <data value="05.changed.zero-3">8.39 ms longer</data>. Their ranges <data value="05.ranges">overlap: either may be faster</data>.
-# ZeRO-1's median step was <data value="05.changed.zero-1">16.7 ms longer</data> than ZeRO-0's, but predicted as <data value="05.changed.zero-1-predicted">11.2 ms shorter</data>. ZeRO-2's was
-# <data value="05.changed.zero-2">33.0 ms longer</data>. The last column of the last table says which ranges overlap.
+# ZeRO-3 instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">19.5 GB</data>, and its median step was <data value="05.changed.zero-3">21.1 ms shorter</data>. Their ranges <data value="05.ranges">overlap: either may be faster</data>.
+# ZeRO-1's median step was <data value="05.changed.zero-1">38.3 ms shorter</data> than ZeRO-0's, but predicted as <data value="05.changed.zero-1-predicted">10.7 ms shorter</data>. ZeRO-2's was
+# <data value="05.changed.zero-2">28.5 ms longer</data>. The last column of the last table says which ranges overlap.
 #
-# Recomputation added <data value="05.recompute.least">150 ms</data> to <data value="05.recompute.most">177 ms</data> to a median step, depending on the ZeRO stage. We predicted one forward, <data value="05.alone.forward">68.1 ms</data>.
+# Recomputation added <data value="05.recompute.least">97.7 ms</data> to <data value="05.recompute.most">156 ms</data> to a median step, depending on the ZeRO stage. We predicted one forward, <data value="05.alone.forward">69.9 ms</data>.
 #
-# The predicted time holds for <data value="05.off.hold">1</data> of <data value="05.off.of">9</data> steps. Steps take <data value="05.off.low:.2f">1.23</data> to <data value="05.off.high:.2f">3.21</data> times the prediction, the most with
+# The predicted time holds for <data value="05.off.hold">1</data> of <data value="05.off.of">9</data> steps. Steps take <data value="05.off.low:.2f">1.17</data> to <data value="05.off.high:.2f">3.15</data> times the prediction, the most with
 # <data value="05.off.highest">ZeRO-3 + recompute + offload</data>. <data value="05.excess">In the bars, most of the excess lies before the update.</data>
 # Steps end with:
 #
 # | | ZeRO-0 | ZeRO-1 | ZeRO-2 | ZeRO-3 |
 # |---|---|---|---|---|
-# | update | <data value="05.update.zero-0">34.3 ms</data> | <data value="05.update.zero-1">38.3 ms</data> | <data value="05.update.zero-2">27.0 ms</data> | <data value="05.update.zero-3">18.1 ms</data> |
-# | communication after it | <data value="05.after.zero-0">0 s</data> | <data value="05.after.zero-1">1.16 ms</data> | <data value="05.after.zero-2">1.19 ms</data> | <data value="05.after.zero-3">0 s</data> |
+# | update | <data value="05.update.zero-0">27.8 ms</data> | <data value="05.update.zero-1">5.97 ms</data> | <data value="05.update.zero-2">31.0 ms</data> | <data value="05.update.zero-3">13.3 ms</data> |
+# | communication after it | <data value="05.after.zero-0">0 s</data> | <data value="05.after.zero-1">33.0 ms</data> | <data value="05.after.zero-2">1.53 ms</data> | <data value="05.after.zero-3">0 s</data> |
 #
-# We predicted a gather of <data value="05.after.predicted">6.91 ms</data>. In the bars of ZeRO-1 and 2, update and gather
-# together take <data value="05.late.least:.1f">2.2</data> to <data value="05.late.most:.1f">3.5</data> times the prediction.
+# We predicted a gather of <data value="05.after.predicted">7.31 ms</data>. In the bars of ZeRO-1 and 2, update and gather
+# together take <data value="05.late.least:.1f">2.0</data> to <data value="05.late.most:.1f">2.9</data> times the prediction.
 #
 # <details><summary>What does the prediction leave out?</summary>
 #
 # It leaves out copies to and from flat buckets, launching the hooks that shard and gather, and waiting for the slowest rank. Without
 # messages, forward and backward take less than twice as long as launching alone, so more launches can lengthen them.
 #
-# With recomputation, <data value="05.after.zero-1-+-recompute">1.29 ms</data> follow the update in ZeRO-1 and <data value="05.after.zero-2-+-recompute">2.25 ms</data> in ZeRO-2. All four gathers of ZeRO-1 and 2 took less than predicted. Part of them may be in the
+# With recomputation, <data value="05.after.zero-1-+-recompute">28.9 ms</data> follow the update in ZeRO-1 and <data value="05.after.zero-2-+-recompute">21.0 ms</data> in ZeRO-2. All four gathers of ZeRO-1 and 2 took less than predicted. Part of them may be in the
 # update. ZeRO-1 and 2 update equal shards, so the longer of their updates may contain waiting, too. Recomputation launches a forward again, with its
 # hooks. Messages also take time from cores or a GPU that compute. For offloading, the prediction assumes rates.
 #
 # This page does not measure these causes one by one. The times in the table may contain waiting. The check above
-# compares seconds: <data value="05.after.zero-2:.3g">0.00119</data> s is ZeRO-2's communication after its update. Where ranks share a GPU, communication is not
+# compares seconds: <data value="05.after.zero-2:.3g">0.00153</data> s is ZeRO-2's communication after its update. Where ranks share a GPU, communication is not
 # measured but predicted. The figure's bars leave out offloaded steps.
 # </details>
 #
@@ -599,7 +599,7 @@ lesson.claim("ZeRO-3 exposes less than ZeRO-2 on fast links only", less == sorte
 # The GPU's update moves 28 bytes a parameter, which takes XL about 15 ms at 3 TB/s of GPU memory. ZeRO-3 on 8 GPUs saves 7/8 of it, 13 ms,
 # and exposes <data value="05.xl-price.shard.added">8.06 ms</data> more communication than ZeRO-0. So by this estimate, sharding costs no time.
 #
-# This page's ZeRO-0 took <data value="05.update.zero-0">34.3 ms</data> for its update. With 16-bit weights, an update also copies gradients to float32 and
+# This page's ZeRO-0 took <data value="05.update.zero-0">27.8 ms</data> for its update. With 16-bit weights, an update also copies gradients to float32 and
 # rounds the new weights, which the estimate leaves out. A longer update lets sharding save more.
 # </details>
 #
@@ -785,7 +785,7 @@ lesson.field_guide.add(  # the series' table of symptoms
     "outputs are kept for logging, with their logits; keep loss.item()", notebook="05")
 
 # %% [markdown]
-# The loss fell from <data value="05.autopsy.first:.2f">9.61</data> to <data value="05.autopsy.last:.2f">8.27</data> in <data value="05.autopsy.steps">8</data> steps. The shape tokens × V is alive <data value="05.autopsy.copies">9</data> times: once for each
+# The loss fell from <data value="05.autopsy.first:.2f">9.61</data> to <data value="05.autopsy.last:.2f">8.24</data> in <data value="05.autopsy.steps">8</data> steps. The shape tokens × V is alive <data value="05.autopsy.copies">9</data> times: once for each
 # step that began. These are the logits inside `outputs`, which the list keeps. The fix is `log.append(outputs.loss.item())`.
 #
 # **Takeaway.** When memory grows, look for a shape that is alive as often as steps have begun.

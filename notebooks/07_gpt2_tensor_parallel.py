@@ -177,14 +177,14 @@ lesson.reveal("07.attention", fullest, predicted=ratio, truth_range=ends)
 lesson.record("07.nearer", gpt2_tensor.nearer_in_words(fullest, ratio, seconds))
 
 # %% [markdown]
-# By the medians, the rank with most heads needs <data value="07.attention:.2f">1.09</data> times the mean. The formula counts FLOPs, not launches, and says
+# By the medians, the rank with most heads needs <data value="07.attention:.2f">1.08</data> times the mean. The formula counts FLOPs, not launches, and says
 # <data value="07.attention.predicted:.2f">1.12</data>. <data value="07.nearer">This run is nearer to the formula than to 1</data>.
 #
 # <details><summary>Where does the range come from?</summary>
 #
 # Its lower end takes the fastest repeat with most heads and the slowest with fewer; the upper end does the opposite.
-# 6 heads took <data value="07.time.6-heads.fastest">4.80 ms</data> to
-# <data value="07.time.6-heads.slowest">5.25 ms</data>, and 7 heads <data value="07.time.7-heads.fastest">5.47 ms</data> to <data value="07.time.7-heads.slowest">5.58 ms</data>. Where
+# 6 heads took <data value="07.time.6-heads.fastest">4.78 ms</data> to
+# <data value="07.time.6-heads.slowest">5.10 ms</data>, and 7 heads <data value="07.time.7-heads.fastest">5.44 ms</data> to <data value="07.time.7-heads.slowest">5.59 ms</data>. Where
 # the repeats of both overlap, the range can begin below 1.
 #
 # The formula lets a call's time grow with its heads. But kernels of another size may reach other FLOP/s, and launching

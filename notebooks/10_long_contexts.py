@@ -579,10 +579,10 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 # </details>
 #
 # In the figure below, lines are *predicted* from the machine card of notebook 00: latency, bandwidth and matmul rate. It
-# gives ρ = <data value="10.card.rho">2,164</data> FLOP a byte. Here w = 2 bytes, d = 64, and H = G =
+# gives ρ = <data value="10.card.rho">2,270</data> FLOP a byte. Here w = 2 bytes, d = 64, and H = G =
 # <data value="10.card.heads">16</data>. So by bandwidth and FLOP/s alone, computing covers the forward from about
-# <data value="10.card.overlap">4,329</data> tokens a rank on. The axis counts the tokens of all
-# <data value="10.ranks">4</data> ranks, so the dotted line is at <data value="10.dotted">17,315</data>.
+# <data value="10.card.overlap">4,541</data> tokens a rank on. The axis counts the tokens of all
+# <data value="10.ranks">4</data> ranks, so the dotted line is at <data value="10.dotted">18,162</data>.
 #
 # Dots are *replayed*. For the ring we time, each alone, the computing of a forward step, that of a backward step, and a
 # message; for Ulysses, a forward's all-to-alls. Medians of nine rounds go into the same formulas. Bars show quartiles, unless
@@ -648,17 +648,17 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
              (100 * replayed[-1].covered, ">", 99.9))  # fmt: skip
 
 # %% [markdown]
-# Nothing covers the ring's last message, which takes <data value="10.at-last.ring">1.29 ms</data> at <data value="10.lengths.last">65,536</data> tokens. Of the others' time, computing
-# in the replay covers <data value="10.covered.first">80.9 %</data> at <data value="10.lengths.first">1,024</data> tokens and <data value="10.covered.last">100 %</data> at <data value="10.lengths.last">65,536</data>. The rest is
+# Nothing covers the ring's last message, which takes <data value="10.at-last.ring">1.27 ms</data> at <data value="10.lengths.last">65,536</data> tokens. Of the others' time, computing
+# in the replay covers <data value="10.covered.first">100 %</data> at <data value="10.lengths.first">1,024</data> tokens and <data value="10.covered.last">100 %</data> at <data value="10.lengths.last">65,536</data>. The rest is
 # exposed in backward steps, which send gradients, too.
 #
-# At <data value="10.lengths.first">1,024</data> tokens, a forward step computes for <data value="10.parts.computing-of-a-forward-step.replayed">561 µs</data>, and its FLOPs
-# need <data value="10.parts.computing-of-a-forward-step.predicted">182 ns</data>. The rest is mainly the *start of calls*, the CPU's work before a
+# At <data value="10.lengths.first">1,024</data> tokens, a forward step computes for <data value="10.parts.computing-of-a-forward-step.replayed">828 µs</data>, and its FLOPs
+# need <data value="10.parts.computing-of-a-forward-step.predicted">184 ns</data>. The rest is mainly the *start of calls*, the CPU's work before a
 # kernel or a message starts. A kernel's start covers messages, too. In the replay a forward step covers its message <data value="10.covers">at every length</data>; by the
-# dotted line, from <data value="10.dotted">17,315</data> tokens on.
+# dotted line, from <data value="10.dotted">18,162</data> tokens on.
 #
-# No computing covers Ulysses' all-to-alls. At <data value="10.lengths.first">1,024</data> tokens the eight take <data value="10.at-first.ulysses">2.40 ms</data>. Packed into four, they
-# take <data value="10.at-first.ulysses-packed">1.37 ms</data>. At <data value="10.lengths.last">65,536</data> tokens, with 64 times the bytes, the eight take <data value="10.at-last.ulysses">2.25 ms</data> and
+# No computing covers Ulysses' all-to-alls. At <data value="10.lengths.first">1,024</data> tokens the eight take <data value="10.at-first.ulysses">2.14 ms</data>. Packed into four, they
+# take <data value="10.at-first.ulysses-packed">1.27 ms</data>. At <data value="10.lengths.last">65,536</data> tokens, with 64 times the bytes, the eight take <data value="10.at-last.ulysses">2.25 ms</data> and
 # the four <data value="10.at-last.ulysses-packed">1.74 ms</data>. Where more bytes hardly take longer, the start of calls decides.
 #
 # <details><summary>Why lines and dots differ</summary>
@@ -669,16 +669,16 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 # **All three.** Notebook 00 fitted the card's latency and bandwidth to all-reduces. A send or an all-to-all can be faster or
 # slower. The times measured here include the start of a call, and those of an all-to-all include copies that put its pieces
 # in order. At <data value="10.lengths.first">1,024</data> tokens a ring's message takes
-# <data value="10.over.first.message-of-a-ring">10.8</data> times as long as the card says, and an all-to-all
-# <data value="10.over.first.all-to-all">3.84</data> times. At <data value="10.lengths.last">65,536</data> tokens the message
-# takes <data value="10.over.last.message-of-a-ring">2.90</data> times as long, and the all-to-all
-# <data value="10.over.last.all-to-all">1.87</data> times. Ulysses' lines only rise with the length, so where its dots fall
+# <data value="10.over.first.message-of-a-ring">11.2</data> times as long as the card says, and an all-to-all
+# <data value="10.over.first.all-to-all">4.24</data> times. At <data value="10.lengths.last">65,536</data> tokens the message
+# takes <data value="10.over.last.message-of-a-ring">2.77</data> times as long, and the all-to-all
+# <data value="10.over.last.all-to-all">2.01</data> times. Ulysses' lines only rise with the length, so where its dots fall
 # from one length to the next, that is probably noise.
 #
-# **The ring** differs by a factor of up to <data value="10.off.ring">4.56</data>, at <data value="10.farthest">1,024</data>
-# tokens. There a message takes <data value="10.over.worst.message-of-a-ring">10.8</data> times as long as the card says. A
-# forward step computes for <data value="10.over.worst.computing-of-a-forward-step">3,090</data> times as long as its FLOPs say,
-# and a backward step for <data value="10.over.worst.computing-of-a-backward-step">1,050</data> times as long. Longer messages
+# **The ring** differs by a factor of up to <data value="10.off.ring">3.62</data>, at <data value="10.farthest">32,768</data>
+# tokens. There a message takes <data value="10.over.worst.message-of-a-ring">3.32</data> times as long as the card says. A
+# forward step computes for <data value="10.over.worst.computing-of-a-forward-step">4.05</data> times as long as its FLOPs say,
+# and a backward step for <data value="10.over.worst.computing-of-a-backward-step">3.03</data> times as long. Longer messages
 # raise a dot. Longer computing lowers it, because it covers more. A step that isn't covered exposes its message's time minus
 # its computing's, and such a difference can be off by a larger factor than both times.
 #
@@ -686,28 +686,28 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 # has twice the bytes of a forward message. The replay takes twice the time of a forward message, its start included. The
 # card takes twice the time of the bytes, but the latency once. So there the dot's factor is larger than the message's.
 #
-# **The dotted line** leaves out two things. One is a message's latency, <data value="10.card.latency">25.7 µs</data> by the card, which would move the
+# **The dotted line** leaves out two things. One is a message's latency, <data value="10.card.latency">20.6 µs</data> by the card, which would move the
 # line to the right. The other is that short calls don't reach the card's FLOP/s, which would move it to the left. At
-# <data value="10.lengths.first">1,024</data> tokens, a forward step computes for <data value="10.over.first.computing-of-a-forward-step">3,090</data> times as long as its
+# <data value="10.lengths.first">1,024</data> tokens, a forward step computes for <data value="10.over.first.computing-of-a-forward-step">4,510</data> times as long as its
 # FLOPs say.
 #
-# **Ulysses** differs by up to <data value="10.off.ulysses">3.84</data>. The card adds up the latencies of the p - 1 messages of an all-to-all, but they
+# **Ulysses** differs by up to <data value="10.off.ulysses">4.24</data>. The card adds up the latencies of the p - 1 messages of an all-to-all, but they
 # start together. That alone would put dots below the line. But all lie above it, so the start of the calls and the
 # copies outweigh this.
 #
-# **Packed Ulysses** differs by up to <data value="10.off.ulysses-packed">4.32</data>, and all its dots lie above its line, too. Besides the start of
+# **Packed Ulysses** differs by up to <data value="10.off.ulysses-packed">5.20</data>, and all its dots lie above its line, too. Besides the start of
 # the calls, its times include the copies that pack q, k and v. We haven't timed these apart.
 # </details>
 #
 # ### Where does Ulysses win?
 #
 # By this machine's card,
-# <data value="10.card-wins">the ring exposes least at every length</data>. The card leaves out an all-to-all's copies and, but for latency, the start of
-# calls. In the replay, packed Ulysses exposes <data value="10.beside.shorter.least:.2f">1.13</data> to
-# <data value="10.beside.shorter.most:.2f">1.44</data> times as much as the ring, and at <data value="10.lengths.last">65,536</data>
-# tokens <data value="10.beside.last.most:.2f">1.35</data> times.
+# <data value="10.card-wins">packed Ulysses exposes less than the ring at 4,096 and 8,192 tokens, and unpacked Ulysses at no length</data>. The card leaves out an all-to-all's copies and, but for latency, the start of
+# calls. In the replay, packed Ulysses exposes <data value="10.beside.shorter.least:.2f">1.58</data> to
+# <data value="10.beside.shorter.most:.2f">2.74</data> times as much as the ring, and at <data value="10.lengths.last">65,536</data>
+# tokens <data value="10.beside.last.most:.2f">1.37</data> times.
 #
-# <data value="10.touch">The bars of the two touch at 1,024 tokens; there, this run can't say which is faster</data>. <data value="10.winners">In the replay the ring wins at all other lengths, as the card predicts</data>.
+# <data value="10.touch">The bars of the two touch at no length</data>. <data value="10.winners">In the replay the ring wins at every length. So the card names the wrong winner at 4,096 and 8,192 tokens</data>.
 #
 # With enough kv heads Ulysses sends less, so it wins where bytes decide and computing is too short to cover a ring's
 # messages. By the same formulas, with 8 ranks over InfiniBand and its latency of 10 µs, the ring exposes less than unpacked

@@ -286,7 +286,7 @@ lesson.claim("Computing grows as the busiest rank's rows do",
 # %% [markdown]
 # With the popular expert, the busiest rank has <data value="11.layer.popular.busiest-rank-s-rows-mean-counted:.2f">2.04</data> times the mean number of rows. With even routing it has
 # <data value="11.layer.even.busiest-rank-s-rows-mean-counted:.2f">1.03</data> times. So we predict the quotient, <data value="11.slower.predicted:.2f">1.98</data>.
-# Replayed, computing takes <data value="11.slower:.2f">1.89</data> times as long. The busiest *rank* counts: two popular experts do less harm
+# Replayed, computing takes <data value="11.slower:.2f">1.94</data> times as long. The busiest *rank* counts: two popular experts do less harm
 # on two ranks than on one.
 #
 # **Takeaway.** All ranks wait for the busiest one. If it has twice the mean number of rows, experts take about twice as long.
@@ -392,7 +392,7 @@ lesson.show(columns=loads, key="11.loads", title=title)
 # without balancing, too, so compare runs in the same steps. In the last ten, the busiest expert has
 # <data value="11.run.no-balancing.busiest-expert-mean-counted:.2f">2.78</data> times the mean without balancing, and
 # <data value="11.run.selection-bias.busiest-expert-mean-counted:.2f">1.35</data> times with the bias. Without balancing, a layer's experts
-# compute <data value="11.run.no-balancing.computing-of-a-layer-of-one-with-even-loads-replayed:.2f">1.62</data> times as long as with even loads.
+# compute <data value="11.run.no-balancing.computing-of-a-layer-of-one-with-even-loads-replayed:.2f">1.63</data> times as long as with even loads.
 #
 # A mean can conceal a block: on new text, the busiest expert of block 1 has <data value="11.loads.block-1.busiest:.2f">1.46</data> times the
 # mean, that of block 2 <data value="11.loads.block-2.busiest:.2f">4.00</data> times.

@@ -403,7 +403,7 @@ class ChangedInPlace(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x * 2
         q = self.q(y)
-        y.add_(1)
+        y.mul_(3)
         return x + self.o(attend(q, self.k(y), q))  # type: ignore[no-any-return]
 
     def roles(self, prefix: str) -> list[tuple[str, Role]]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 import hpnb
+from hpnb.mesh import Axis
 from hpnb.pipeline_parallel.cuda_graphs import StageGraphs
+from hpnb.record.traffic import uncounted
 
 
 class CallAgain:
@@ -38,14 +40,18 @@ class CallAgain:
         with torch.no_grad():
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)
-        return torch.enable_grad()(run)
+        return torch.enable_grad()(uncounted()(run))  # a replay sends what nobody sees
 
     def forget(self) -> None:
         pass
 
 
-def with_graphs(pipe: hpnb.Pipeline) -> Any:
-    """Let `pipe`, made without graphs on a CPU, replay. Returns its StageGraphs."""
-    capture = CallAgain(pipe.module)
-    pipe._graphs = StageGraphs(pipe.module, torch.device("cpu"), pipe._split_backward, capture)
+def with_graphs(pipe: hpnb.Pipeline, captured: Sequence[Axis] = ()) -> Any:
+    """Let `pipe`, made without graphs on a CPU, replay. Returns its StageGraphs.
+
+    Args:
+        captured: axes whose collectives are captured, although gloo has none that a GPU could.
+    """
+    capture: Any = CallAgain(pipe.module)
+    pipe._graphs = StageGraphs(pipe.module, torch.device("cpu"), pipe._split_backward, capture, captured)
     return pipe._graphs

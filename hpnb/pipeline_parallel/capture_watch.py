@@ -2,7 +2,9 @@
 
 A graph repeats the launches of the step in which it was captured. That is wrong where a stage
 
-    communicates                        a graph would not wait for the other ranks' threads
+    communicates                        a graph would not wait for the other ranks' threads, as those of gloo;
+                                        the collectives of tensor parallelism over NCCL are kernels, and are
+                                        captured (`graph_agreement.py`)
     draws random numbers on the CPU     a layer that is skipped at random would be skipped always; watched
                                         are the global generators of random, NumPy and PyTorch
     recomputes with dropout             the recomputation has to draw the numbers of its forward again
@@ -14,7 +16,7 @@ What PyTorch refuses itself shows in the capture: above all Python that waits fo
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -23,18 +25,23 @@ import numpy as np
 import torch
 import torch.utils.checkpoint
 
+from hpnb.mesh import Axis
 from hpnb.record.recorder import Recorder, recording
 
 
 class CaptureWatch:
     """Watches eager forwards.
 
+    Args:
+        captured: axes whose collectives are captured.
+
     Attributes:
         reasons: {stage: why it cannot be captured}, the first reason of each.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, captured: Sequence[Axis] = ()) -> None:
         self._device, self.reasons = device, dict[int, str]()
+        self._captured = {axis.ranks for axis in captured}
 
     @contextmanager
     def forward(self, stage: int) -> Iterator[None]:
@@ -50,8 +57,14 @@ class CaptureWatch:
         original = torch.utils.checkpoint.get_device_states
         with patch.object(torch.utils.checkpoint, "get_device_states", snapshot), recording(recorder):
             yield
-        if recorder.communications(0):
-            self._note(stage, f"it communicates within the stage ({recorder.communications(0)[0].op})")
+        for event in recorder.communications(0):
+            if event.group not in self._captured:
+                where = f"{event.op} along {event.axis}" if event.axis else event.op
+                self._note(
+                    stage,
+                    f"it communicates within the stage ({where}), and only the collectives of tensor "
+                    "parallelism, in a group with the backends cpu:gloo,cuda:nccl, can be captured",
+                )
         if states != _cpu_states():
             self._note(stage, "it draws random numbers on the CPU, which a graph would repeat")
         if recomputes and offset != self._offset():

@@ -8,8 +8,9 @@
 
 Every stage has a graph for each action (F and B, or F, I and W), each form of a microbatch, and each slot. A
 form is the shapes and dtypes of its tensors, the values of all else in it, and the dtype of autocast.
-Each rank decides for itself, because messages are the same with and without graphs. A stage that cannot be
-captured runs as before, and a warning says why. So does a form that is new, and each further one after
+Each rank decides for itself, because messages between stages are the same with and without graphs. Ranks that
+share a stage by tensor parallelism decide together (`graph_agreement.py`). A stage that cannot be captured
+runs as before, and a warning says why. So does a form that is new, and each further one after
 `MAX_FORMS`: pad batches to a few lengths, and pass numbers that change as tensors.
 
 A graph repeats what was captured. What Python decides is decided once: by an attribute of a loss module, a
@@ -37,8 +38,10 @@ from torch import nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
 from hpnb.caller_frame import warn_caller
+from hpnb.mesh import Axis
 from hpnb.pipeline_parallel.boundary import KnownBoundaries
 from hpnb.pipeline_parallel.capture_watch import CaptureWatch
+from hpnb.pipeline_parallel.graph_agreement import CAPTURE, EAGER, REPLAY, GraphAgreement
 from hpnb.pipeline_parallel.graph_slots import StageMicrobatch, assign_slots
 from hpnb.pipeline_parallel.loss import LossFunction
 from hpnb.pipeline_parallel.rank_schedule import RankSchedule
@@ -88,6 +91,9 @@ class GraphKey:
 class StageGraphs:
     """The graphs of one rank's stages, over all steps.
 
+    Args:
+        captured_axes: along which the stages communicate by collectives that are captured.
+
     Attributes:
         reasons: {stage: why it runs eagerly}.
     """
@@ -98,9 +104,11 @@ class StageGraphs:
         device: torch.device,
         split_backward: SplitBackward,
         capture: CudaCapture | None = None,
+        captured_axes: Sequence[Axis] = (),
     ) -> None:
         self._module, self._device, self._split_backward = module, device, split_backward
         self._capture = CudaCapture(device) if capture is None else capture
+        self._agreement = GraphAgreement(captured_axes)
         self.reasons: dict[int, str] = {}
         self._plans: dict[RankSchedule, tuple[dict[StageMicrobatch, int], set[StageMicrobatch]]] = {}
         self._static_grads: dict[nn.Parameter, torch.Tensor] = {}
@@ -144,7 +152,6 @@ class StageGraphs:
         pairs = zip(signatures, microbatches, strict=True)
         forms = [(signature, _constants(microbatch)) for signature, microbatch in pairs]
         keys: dict[StageMicrobatch, GraphKey] = {}
-        missing: dict[GraphKey, int] = {}  # and a microbatch that needs it
         self._running = set()
         for (stage, m), slot in slots.items():
             form = (forms[m], keeps_outputs and stage == rank_schedule.last_stage)
@@ -152,9 +159,12 @@ class StageGraphs:
                 continue
             self._running.add((stage, form))
             if self._steps[stage, form] >= WARM_UP:
-                key = keys[stage, m] = GraphKey(stage, form, slot, (stage, m) in splits)
-                if key not in self._graphs:
-                    missing.setdefault(key, m)
+                keys[stage, m] = GraphKey(stage, form, slot, (stage, m) in splits)
+        keys = self._agree(list(slots), keys)
+        missing: dict[GraphKey, int] = {}  # and a microbatch that needs it
+        for (_, m), key in keys.items():
+            if key not in self._graphs:
+                missing.setdefault(key, m)
         if missing:
             with self._capture.session():
                 for key, m in missing.items():
@@ -174,11 +184,13 @@ class StageGraphs:
                             device=self._device,
                         ),
                     )
+            self._agree_on_captures(list(missing))
         graphs = {at: self._graphs[key] for at, key in keys.items() if key in self._graphs}
         used = {p: self._static_grads[p] for graph in set(graphs.values()) for p in graph.parameters}
         warms_up = any(self._steps[form] < WARM_UP for form in self._running)
         watches = any(self._steps[form] == WARM_UP - 1 for form in self._running)
-        return StepGraphs(graphs, used, warms_up, CaptureWatch(self._device) if watches else None)
+        watch = CaptureWatch(self._device, self._agreement.axes) if watches else None
+        return StepGraphs(graphs, used, warms_up, watch)
 
     def end_step(self, step: StepGraphs) -> None:
         """The step is done: count it, and note which stages cannot be captured."""
@@ -188,6 +200,32 @@ class StageGraphs:
             self._run_eagerly(stage, reason)
 
     # --- inside ------------------------------------------------------------------------------------------
+
+    def _agree(
+        self, all_work: Sequence[StageMicrobatch], keys: dict[StageMicrobatch, GraphKey]
+    ) -> dict[StageMicrobatch, GraphKey]:
+        """Those of `keys` that every rank of the stages replays. A graph that one of them lacks is dropped, so
+        that all capture it."""
+        first = {key: i for i, key in reversed([(i, keys.get(work)) for i, work in enumerate(all_work)])}
+        states = [self._state(keys.get(work)) for work in all_work]
+        agreed = dict(
+            zip(all_work, self._agreement.least(states, [first[keys.get(w)] for w in all_work]), strict=True)
+        )
+        for work, key in keys.items():
+            if agreed[work] == CAPTURE:
+                self._graphs.pop(key, None)
+        return {work: key for work, key in keys.items() if agreed[work] != EAGER}
+
+    def _state(self, key: GraphKey | None) -> int:
+        return EAGER if key is None else REPLAY if key in self._graphs else CAPTURE
+
+    def _agree_on_captures(self, keys: Sequence[GraphKey]) -> None:
+        """A capture that failed on one rank of the stage, or that has no loss in it there, is of no use."""
+        kinds = [1 + self._graphs[key].has_loss if key in self._graphs else 0 for key in keys]
+        states = [self._state(key) if key in self._graphs else EAGER for key in keys]
+        for key, state in zip(keys, self._agreement.least(states, kinds), strict=True):
+            if state == EAGER:
+                self._run_eagerly(key.stage, "another rank of its tensor-parallel group could not capture it")
 
     def _capture_stage(self, key: GraphKey, work: StageWork) -> None:
         if key.stage in self.reasons:
@@ -272,11 +310,15 @@ class StageGraphs:
 
 
 def make_stage_graphs(
-    module: Stages, device: torch.device, split_backward: SplitBackward, wanted: bool
+    module: Stages,
+    device: torch.device,
+    split_backward: SplitBackward,
+    wanted: bool,
+    captured_axes: Sequence[Axis] = (),
 ) -> StageGraphs | None:
     """For `Pipeline(cuda_graphs=wanted)`. None on a CPU, and a warning if they are wanted."""
     if not wanted or device.type == "cuda":
-        return StageGraphs(module, device, split_backward) if wanted else None
+        return StageGraphs(module, device, split_backward, None, captured_axes) if wanted else None
     warn_caller(f"cuda_graphs=True needs a GPU; on this {device.type.upper()} all stages run eagerly")
     return None
 

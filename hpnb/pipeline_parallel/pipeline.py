@@ -29,6 +29,7 @@ from hpnb.pipeline_parallel import microbatches
 from hpnb.pipeline_parallel.boundary import KnownBoundaries, StepBoundaries
 from hpnb.pipeline_parallel.cuda_graphs import StepGraphs, make_stage_graphs, refused_by
 from hpnb.pipeline_parallel.executor import StepExecutor
+from hpnb.pipeline_parallel.graph_agreement import captured_axes
 from hpnb.pipeline_parallel.grad_ready import Gradients, GradReady, take_over_reduction
 from hpnb.pipeline_parallel.layers import Builder
 from hpnb.pipeline_parallel.loss import BatchLoss, LossFunction, LossReduction, send_mean, share_reduction
@@ -163,7 +164,9 @@ class Pipeline:
         self._split_backward = SplitBackward(
             self.module.modules() if patches_matmuls else (), 0.0 if schedule.splits else MIN_FUSED_FLOPS
         )
-        self._graphs = make_stage_graphs(self.module, self._device, self._split_backward, cuda_graphs)
+        self._graphs = make_stage_graphs(
+            self.module, self._device, self._split_backward, cuda_graphs, captured_axes(model)
+        )
         self._tied = tie_weights(self.module, self.module.tied, axis, schedule.rank_of)
         self._rank_schedules = RankSchedules(schedule, axis.rank)
         self._grad_ready = self._make_grad_ready()

@@ -7,7 +7,11 @@ A launch takes Python about 5 microseconds, and a kernel of a small microbatch t
 all launches of an action, with their addresses. So what changes from one microbatch to the next is copied to
 static tensors before, and what is handed on is copied out of them after.
 
-Transfers stay outside. Gradients of parameters are added to static tensors, which are the parameters' .grad.
+Transfers between stages stay outside. Collectives within a stage, those of tensor parallelism over NCCL, are
+kernels of its graphs. A side stream that they run on forks from the stream of the capture and joins it where
+the result is waited for, which has to be in the same action: otherwise the capture fails, and the stage runs
+eagerly. Python sees no replayed collective, so a capture notes them, and `record.traffic` counts them at each
+replay. In a timeline they are part of the span of their action. Gradients of parameters are added to static tensors, which are the parameters' .grad.
 Dropout draws the numbers that it draws in an eager step: each replay takes the generator's offset and moves
 it on (`torch.cuda.CUDAGraph.register_generator_state`, which PyTorch does for the default generator).
 """
@@ -37,6 +41,8 @@ from hpnb.pipeline_parallel.boundary import (
 )
 from hpnb.pipeline_parallel.loss import LossFunction, call_criterion
 from hpnb.pipeline_parallel.split_backward import SplitBackward
+from hpnb.record.recorder import capturing
+from hpnb.record.traffic import count_replay, uncounted
 
 Replay = Callable[[], None]
 
@@ -144,7 +150,7 @@ class StageGraph:
 
     Attributes:
         parameters: those to whose gradients the backward adds.
-        outputs_require_grad: which of the stage's outputs take a gradient.
+        outputs_require_grad: which of the stage's outputs take a gradient, where it has no loss.
     """
 
     def __init__(
@@ -167,6 +173,7 @@ class StageGraph:
         self._starts: list[GradientEdge] = []
         self._started_from: list[torch.Tensor] = []  # what the backward starts from
         self._outputs: Any = None
+        self.outputs_require_grad: list[bool] = []
         self._result: Any = None  # of the loss function
         self._input_grads: list[torch.Tensor] = []
         with (
@@ -175,7 +182,7 @@ class StageGraph:
             without_autocast_cache(),
             _without_rng_snapshots(),
         ):
-            self._replay_forward = capture.capture(self._run_forward, slot)
+            self._replay_forward = _capture_counted(capture, self._run_forward, slot)
             self.parameters = reached_parameters(self._starts)
             before = {p: p.grad for p in self.parameters}
             with capture.outside():
@@ -183,9 +190,9 @@ class StageGraph:
                 for p in self.parameters:
                     p.grad = grads(p)
             try:
-                self._replay_backward = capture.capture(self._run_backward, slot)
+                self._replay_backward = _capture_counted(capture, self._run_backward, slot)
                 if work.splits:
-                    self._replay_weights = capture.capture(self._run_weights, slot)
+                    self._replay_weights = _capture_counted(capture, self._run_weights, slot)
                 if any(p.grad is not grads(p) for p in self.parameters):
                     raise RuntimeError("a hook exchanges .grad of a parameter, to which a graph has to add")
             finally:
@@ -199,8 +206,10 @@ class StageGraph:
     def _run_forward(self) -> None:
         work = self._work
         outputs = work.run_stage(work.stage, self._hidden, self._inputs)
-        started_from = tensors_in(outputs)
-        if work.loss is not None:
+        if work.loss is None:
+            started_from = tensors_in(outputs)
+            self.outputs_require_grad = [t.requires_grad for t in started_from]
+        else:  # which may read sharded logits: only who reads the outputs gathers them
             self._result = call_criterion(work.loss, outputs, self._inputs)
             started_from = tensors_in(self._result)[:1]
         self._started_from = [t for t in started_from if t.requires_grad]
@@ -209,7 +218,6 @@ class StageGraph:
         self._result = tree_map(detach_leaf, self._result)
         hands_on = work.loss is None or work.keeps_outputs
         self._outputs = tree_map(detach_leaf, outputs) if hands_on else None
-        self.outputs_require_grad = [t.requires_grad for t in tensors_in(outputs)]
 
     def _run_backward(self) -> None:
         work = self._work
@@ -244,6 +252,20 @@ class StageGraph:
     def add_weight_gradients(self) -> None:
         """W."""
         self._replay_weights()
+
+
+def _capture_counted(capture: CudaCapture, run: Callable[[], None], slot: int) -> Replay:
+    """Capture `run`. What it sends is counted at each replay, and not now, when nothing is sent."""
+    with capturing() as communications, uncounted():
+        replay = capture.capture(run, slot)
+    if not (events := communications()):
+        return replay
+
+    def replay_counted() -> None:
+        replay()
+        count_replay(events)
+
+    return replay_counted
 
 
 def reached_parameters(starts: Sequence[GradientEdge]) -> list[nn.Parameter]:

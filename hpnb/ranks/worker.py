@@ -164,6 +164,7 @@ class _Rank:
             # NCCL's sends of one group wait for one another, and every rank would warn of it at its first.
             # Of a pipeline's steps only those with new shapes do so; the others copy (`step_queues.py`).
             self.rank_environ["TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"] = "false"
+            self.rank_environ["NCCL_GRAPH_REGISTER"] = "0"  # no rank waits for another one in a capture
 
     def join(self) -> None:
         """Enter the process group, and make this process look like a rank."""

@@ -22,7 +22,7 @@ Patarasuk & Yuan 2009 show that no algorithm for all-reduce moves fewer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +33,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from hpnb.ranks import shared_gpu_group
-from hpnb.record.timeline import COLLECTIVE_OPS
+from hpnb.record.timeline import COLLECTIVE_OPS, Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,14 @@ def count_send(axis: str, nbytes: float, group: tuple[int, int]) -> None:
     """Count a send that torch.distributed does not see, from the first rank of `group` to the second."""
     for counted in _counting:
         counted.add(Message(axis, "send", nbytes, group, group[1]))
+
+
+def count_replay(events: Sequence[Event]) -> None:
+    """Count what a CUDA graph has just sent, as its capture noted it (`recorder.capturing`). Of a broadcast or
+    a reduction the root is not known any more."""
+    for counted in _counting:
+        for event in events:
+            counted.add(Message(event.axis, event.op, event.bytes, event.group))
 
 
 _KNOWN = COLLECTIVE_OPS | {"send", "receive", "recv"}

@@ -98,7 +98,9 @@ class DeferredWeightGrad:
                 product = (x.t() @ dy if self.transposed else dy.t() @ x).to(self.dtype)
                 d_weight = product if d_weight is None else d_weight + product
             if for_bias:
-                column_sums = (dy.t() @ _ones(len(dy), dy.dtype, dy.device)).to(self.dtype)  # one matmul
+                # One matmul. A vector that is made in a capture would have no values outside of its graph.
+                make_ones = _ones.__wrapped__ if _is_captured(dy) else _ones
+                column_sums = (dy.t() @ make_ones(len(dy), dy.dtype, dy.device)).to(self.dtype)
                 d_bias = column_sums if d_bias is None else d_bias + column_sums
         return d_weight, d_bias
 
@@ -245,6 +247,10 @@ def _is_placeholder(grad: torch.Tensor) -> bool:
 def placeholder_grad(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A zero, expanded to a weight's shape: tells autograd that a gradient is due, and takes no memory."""
     return _zero(dtype, device).expand(shape)
+
+
+def _is_captured(x: torch.Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @lru_cache(maxsize=64)

@@ -101,6 +101,7 @@ def _join(backend: str | None) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         # A pipeline's first step sends over NCCL; every rank would warn that such sends wait for one another.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # no rank waits for another one in a capture
     device = _device(choice.device, choice.gpus)
     gpu = device if device.type == "cuda" and not choice.shares_gpus else None
     if choice.shares_gpus:

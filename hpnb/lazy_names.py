@@ -1,6 +1,6 @@
 """Names of a package that are imported when they are first used, since what they import takes seconds.
 
-__getattr__ = lazy_names(__name__, {"Pipeline": "pipeline"})    # Pipeline of the module pipeline
+    __getattr__ = lazy_names(__name__, {"Pipeline": "pipeline"})    # Pipeline of the module pipeline
 """
 
 from __future__ import annotations

@@ -16,7 +16,10 @@ from rank_pools import RankPools
 from replayed_graphs import with_graphs
 
 import hpnb
+from hpnb import Layout, Mesh
+from hpnb.pipeline_parallel import capture_watch
 from hpnb.pipeline_parallel.graph_agreement import CAPTURE, EAGER, REPLAY, GraphAgreement
+from hpnb.tensor_parallel.dropout_rng import CapturedRankStates, DropoutRng, noting_rank_states
 from hpnb.tensor_parallel.parallelize import axes_of
 
 STEPS = 6  # two that warm up, four that replay
@@ -82,13 +85,13 @@ def serial(kind: str, rows: int, lengths: tuple[int, ...]) -> dict[str, Any]:
     return {"losses": losses, "weights": dict(model.state_dict())}
 
 
-def train(case: Case, graphs: bool, **options: Any) -> dict[str, Any]:
+def train(case: Case, graphs: bool, between: str = "", dropout: float = 0.0) -> dict[str, Any]:
     """Losses, weights, bytes of the last step, and what was captured."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     on_gpu = hpnb.device().type == "cuda"
-    plugin = case.plugin(enable_cuda_graphs=graphs and on_gpu, **options)
-    booster, model = hpnb.Booster(plugin=plugin), build(case.kind)
+    plugin = case.plugin(enable_cuda_graphs=graphs and on_gpu)
+    booster, model = hpnb.Booster(plugin=plugin), build(case.kind, dropout=dropout)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     boosted: Any
     boosted, optimizer, *_ = booster.boost(model, optimizer)
@@ -100,7 +103,9 @@ def train(case: Case, graphs: bool, **options: Any) -> dict[str, Any]:
             optimizer.zero_grad()
             given = mine(case.batch(step), plugin.mesh.dp)
             if boosted._pipe is not None and graphs and not on_gpu and made is None:
-                made = with_graphs(boosted._pipe, axes)
+                made = with_graphs(boosted._pipe, axes if between != "gloo" else ())
+            if made is not None and plugin.mesh.tp.rank == 1:
+                change(boosted, made, between, step)
             with hpnb.record.traffic() as sent:
                 loss = booster.execute_pipeline(iter([given]), boosted, own, optimizer)["loss"]
             losses.append(None if loss is None else float(loss))
@@ -111,6 +116,7 @@ def train(case: Case, graphs: bool, **options: Any) -> dict[str, Any]:
         "weights": {name: w.cpu() for name, w in weights(boosted).items()},
         "sent": {axis: (sent.calls[axis], sent.bytes[axis]) for axis in sorted(sent.bytes)},
         "graphs": 0 if made is None else len(made._graphs),
+        "captures": 0 if made is None or on_gpu else len(made._capture.captured),
         "reasons": {} if made is None else dict(made.reasons),
         "warned": [str(w.message) for w in caught if "without CUDA graphs" in str(w.message)],
     }
@@ -137,3 +143,162 @@ def test_replayed_steps_are_eager_steps_and_one_process(pools: RankPools, case: 
         for a, b in zip(graphs["losses"], expected["losses"], strict=True):
             assert a is None or abs(a - b) < EXACT * abs(b)
         assert distance(graphs["weights"], expected["weights"]) < EXACT
+
+
+def change(boosted: Any, stage_graphs: Any, what: str, step: int) -> None:
+    """What happens on one of the tensor-parallel ranks alone."""
+    if what == "memory" and step == 4:
+        for p in boosted.module.parameters():
+            p.data = p.data.clone()
+    if what == "failed capture":
+        original = type(stage_graphs)._capture_stage
+
+        def fail(*args: Any) -> None:
+            original(stage_graphs, *args)  # on a CPU it sends, and the other rank receives
+            stage_graphs._run_eagerly(0, "out of memory")
+
+        stage_graphs._capture_stage = fail
+    if what == "reason" and step == 1:
+        stage_graphs._run_eagerly(0, "this rank says so")
+
+
+def train_twice(case: Case, between: str, dropout: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    original = capture_watch._cpu_states
+    if dropout:
+        capture_watch._cpu_states = lambda: ()  # these ranks compute on the CPU, and so may draw there
+    try:
+        return train(case, True, between, dropout), train(case, False, dropout=dropout)
+    finally:
+        capture_watch._cpu_states = original
+
+
+def test_what_one_rank_sees_alone_is_captured_anew_on_all(pools: RankPools) -> None:
+    """Weights lie elsewhere on rank 1 from step 4 on: it has two more steps to warm up, and all wait for it."""
+    first, second = (graphs for graphs, _ in pools[2].run(train_twice, Case(), "memory", 0.0))
+    assert first["captures"] == second["captures"] == 2
+    assert not first["reasons"]
+    assert first["graphs"] == 1
+    assert second["graphs"] == 0
+    assert distance(first["weights"], serial("gpt2", 8, (0,))["weights"]) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("between", "reasons"),
+    [
+        (
+            "failed capture",
+            ["another rank of its tensor-parallel group could not capture it", "out of memory"],
+        ),
+        ("reason", ["", "this rank says so"]),
+    ],
+)
+def test_one_rank_that_cannot_capture_lets_all_run_eagerly(
+    pools: RankPools, between: str, reasons: list[str]
+) -> None:
+    for reason, (graphs, _) in zip(reasons, pools[2].run(train_twice, Case(), between, 0.0), strict=True):
+        assert graphs["graphs"] == 0
+        assert reason in graphs["reasons"].get(0, "")
+        assert distance(graphs["weights"], serial("gpt2", 8, (0,))["weights"]) < EXACT
+
+
+def test_over_gloo_a_stage_runs_eagerly_and_says_why(pools: RankPools) -> None:
+    for graphs, eager in pools[2].run(train_twice, Case(), "gloo", 0.0):
+        assert graphs["graphs"] == 0
+        (warned,) = graphs["warned"]
+        assert warned.startswith(
+            "stage 0 runs without CUDA graphs, because it communicates within the stage ("
+        )
+        assert "tp), and only the collectives of tensor parallelism" in warned
+        assert graphs["losses"] == eager["losses"]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_replayed_dropouts_are_those_of_eager_steps(pools: RankPools, sequence: bool) -> None:
+    for graphs, eager in pools[2].run(train_twice, Case(sequence=sequence), "", 0.3):
+        assert graphs["graphs"] == 1, graphs["reasons"]
+        assert graphs["losses"] == eager["losses"]
+        assert distance(graphs["weights"], eager["weights"]) == 0
+
+
+# --- who decides -----------------------------------------------------------------------------------------
+
+
+def least_over_a_grid() -> list[int]:
+    tp = Mesh(Layout(tp=4)).tp
+    agreement = GraphAgreement(tp.split(2, 2))
+    states = [REPLAY, REPLAY if tp.rank else CAPTURE, CAPTURE if tp.rank < 3 else EAGER, REPLAY]
+    return agreement.least(states, [0, 0, 0, tp.rank % 2])
+
+
+def test_the_least_of_all_ranks_is_done(pools: RankPools) -> None:
+    """And nothing is replayed where ranks would replay different graphs."""
+    assert pools[4].run(least_over_a_grid) == [[REPLAY, CAPTURE, EAGER, EAGER]] * 4
+    assert GraphAgreement().least([REPLAY, EAGER], [1, 2]) == [REPLAY, EAGER]
+
+
+# --- dropout ---------------------------------------------------------------------------------------------
+
+
+class PhiloxGenerator:
+    """A generator like that of a GPU: a seed, and an offset that each draw advances."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, seed: int = 0, offset: int = 0) -> None:
+        self.at = [seed, offset]
+
+    def draw(self) -> tuple[int, int]:
+        self.at[1] += 4
+        return self.at[0], self.at[1]
+
+    def manual_seed(self, seed: int) -> None:
+        self.at[:] = seed, 0
+
+    def get_offset(self) -> int:
+        return self.at[1]
+
+    def set_offset(self, offset: int) -> None:
+        self.at[1] = offset
+
+    def get_state(self) -> torch.Tensor:
+        return torch.tensor(self.at)
+
+    def set_state(self, state: torch.Tensor) -> None:
+        self.at[:] = state.tolist()
+
+    def clone_state(self) -> PhiloxGenerator:
+        return PhiloxGenerator(*self.at)
+
+
+def test_a_graph_draws_from_the_states_that_an_eager_forward_would_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of three blocks that draw before, in and after what is sharded, in the second and the fifth step."""
+    generator: Any = PhiloxGenerator(7)
+    axis: Any = type("Axis", (), {"size": 2, "rank": 1})()
+    rng = DropoutRng(axis, torch.device("cuda"))
+    rng._seeds_agree = True
+    monkeypatch.setattr(DropoutRng, "generator", lambda _: generator)
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: generator.draw())
+    monkeypatch.setattr(torch, "Generator", lambda _: PhiloxGenerator())
+    forwards, replays, states = [], [], None
+    for step in range(5):
+        if step == 4:
+            assert states is not None
+            states.seed()
+            replays = [state.at for state in states.generators]  # type: ignore[attr-defined]
+        before, seeds = generator.get_offset(), []
+        with noting_rank_states() as starts:
+            for draws in range(3):
+                for _ in range(draws):
+                    generator.draw()
+                rng.use_rank_state()
+                seeds.append(generator.at[:])
+                generator.draw()
+                rng.use_common_state()
+                generator.draw()
+        if step == 1:
+            states = CapturedRankStates([(rng, at - before) for rng, at in starts])
+        forwards.append(seeds)
+    assert replays == forwards[4]
+    assert len({seed for seeds in forwards for seed, _ in seeds}) == 15

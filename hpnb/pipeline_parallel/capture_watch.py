@@ -27,6 +27,7 @@ import torch.utils.checkpoint
 
 from hpnb.mesh import Axis
 from hpnb.record.recorder import Recorder, recording
+from hpnb.tensor_parallel.dropout_rng import RankStateStart, noting_rank_states
 
 
 class CaptureWatch:
@@ -37,14 +38,17 @@ class CaptureWatch:
 
     Attributes:
         reasons: {stage: why it cannot be captured}, the first reason of each.
+        rank_states: {(stage, microbatch): where states of this rank begin in its forward}, for dropouts of
+            tensor parallelism (`CapturedRankStates`).
     """
 
     def __init__(self, device: torch.device, captured: Sequence[Axis] = ()) -> None:
         self._device, self.reasons = device, dict[int, str]()
         self._captured = {axis.ranks for axis in captured}
+        self.rank_states: dict[tuple[int, int], list[RankStateStart]] = {}
 
     @contextmanager
-    def forward(self, stage: int) -> Iterator[None]:
+    def forward(self, stage: int, microbatch: int) -> Iterator[None]:
         """Around the forward of a stage, and its loss."""
         recomputes: list[bool] = []
         states, offset = _cpu_states(), self._offset()
@@ -55,8 +59,13 @@ class CaptureWatch:
             return original(*args)
 
         original = torch.utils.checkpoint.get_device_states
-        with patch.object(torch.utils.checkpoint, "get_device_states", snapshot), recording(recorder):
+        with (
+            patch.object(torch.utils.checkpoint, "get_device_states", snapshot),
+            recording(recorder),
+            noting_rank_states() as starts,
+        ):
             yield
+        self.rank_states[stage, microbatch] = [(rng, at - offset) for rng, at in starts]
         for event in recorder.communications(0):
             if event.group not in self._captured:
                 where = f"{event.op} along {event.axis}" if event.axis else event.op

@@ -48,6 +48,7 @@ from hpnb.pipeline_parallel.rank_schedule import RankSchedule
 from hpnb.pipeline_parallel.split_backward import SplitBackward
 from hpnb.pipeline_parallel.stage_graph import CudaCapture, StageGraph, StageWork, without_autocast_cache
 from hpnb.pipeline_parallel.stages import Stages
+from hpnb.tensor_parallel.dropout_rng import RankStateStart
 
 WARM_UP = 2  # eager steps with a form before it is captured
 MAX_FORMS = 16  # forms of microbatches of a stage; further ones run eagerly
@@ -74,8 +75,8 @@ class StepGraphs:
         """Around the step: what compiles in a step that warms up has to compile as for the capture."""
         return without_autocast_cache() if self.warms_up else nullcontext()
 
-    def watch_forward(self, stage: int) -> AbstractContextManager[None]:
-        return nullcontext() if self.watch is None else self.watch.forward(stage)
+    def watch_forward(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.watch is None else self.watch.forward(stage, microbatch)
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ class StageGraphs:
         """Drop all graphs, and warm up anew."""
         self._graphs: dict[GraphKey, StageGraph] = {}
         self._steps = Counter[tuple[int, Hashable]]()  # eager steps with a form, by stage
-        self._running: set[tuple[int, Hashable]] = set()  # those of the step that runs
+        self._running: dict[StageMicrobatch, tuple[int, Hashable]] = {}  # those of the step that runs
+        self._rank_states: dict[tuple[int, Hashable], Sequence[RankStateStart]] = {}  # by stage and form
         self._frozen_world: tuple[Hashable, ...] | None = None
         self._loss_runs_eagerly = False  # as it cannot be captured
         self._capture.forget()
@@ -152,12 +154,12 @@ class StageGraphs:
         pairs = zip(signatures, microbatches, strict=True)
         forms = [(signature, _constants(microbatch)) for signature, microbatch in pairs]
         keys: dict[StageMicrobatch, GraphKey] = {}
-        self._running = set()
+        self._running = {}
         for (stage, m), slot in slots.items():
             form = (forms[m], keeps_outputs and stage == rank_schedule.last_stage)
             if stage in self.reasons or not self._admit(stage, form, microbatches[m]):
                 continue
-            self._running.add((stage, form))
+            self._running[stage, m] = (stage, form)
             if self._steps[stage, form] >= WARM_UP:
                 keys[stage, m] = GraphKey(stage, form, slot, (stage, m) in splits)
         keys = self._agree(list(slots), keys)
@@ -182,30 +184,36 @@ class StageGraphs:
                             splits=key.splits,
                             split_backward=self._split_backward,
                             device=self._device,
+                            rank_states=self._rank_states.get((key.stage, key.form), ()),
                         ),
                     )
             self._agree_on_captures(list(missing))
         graphs = {at: self._graphs[key] for at, key in keys.items() if key in self._graphs}
         used = {p: self._static_grads[p] for graph in set(graphs.values()) for p in graph.parameters}
-        warms_up = any(self._steps[form] < WARM_UP for form in self._running)
-        watches = any(self._steps[form] == WARM_UP - 1 for form in self._running)
+        running = set(self._running.values())
+        warms_up = any(self._steps[form] < WARM_UP for form in running)
+        watches = any(self._steps[form] == WARM_UP - 1 for form in running)
         watch = CaptureWatch(self._device, self._agreement.axes) if watches else None
         return StepGraphs(graphs, used, warms_up, watch)
 
     def end_step(self, step: StepGraphs) -> None:
         """The step is done: count it, and note which stages cannot be captured."""
-        for form in self._running:
+        for form in set(self._running.values()):
             self._steps[form] += 1
-        for stage, reason in (step.watch.reasons if step.watch is not None else {}).items():
-            self._run_eagerly(stage, reason)
+        if step.watch is not None:
+            for work, starts in step.watch.rank_states.items():
+                if work in self._running:
+                    self._rank_states[self._running[work]] = starts
+            for stage, reason in step.watch.reasons.items():
+                self._run_eagerly(stage, reason)
 
     # --- inside ------------------------------------------------------------------------------------------
 
     def _agree(
         self, all_work: Sequence[StageMicrobatch], keys: dict[StageMicrobatch, GraphKey]
     ) -> dict[StageMicrobatch, GraphKey]:
-        """Those of `keys` that every rank of the stages replays. A graph that one of them lacks is dropped, so
-        that all capture it."""
+        """Those of `keys` that every rank of the stages replays. A graph that one of them lacks is dropped:
+        all capture it."""
         first = {key: i for i, key in reversed([(i, keys.get(work)) for i, work in enumerate(all_work)])}
         states = [self._state(keys.get(work)) for work in all_work]
         agreed = dict(

@@ -226,7 +226,7 @@ class StepExecutor:
                 if stage == self._last_stage:
                     self._finish_replayed_forward(m, graph, outputs, result)
                 return outputs
-            with graphs.watch_forward(stage):
+            with graphs.watch_forward(stage, m):
                 outputs = self.run_stage(stage, activations, inputs)
                 if stage == self._last_stage:
                     self._finish_forward(m, outputs)

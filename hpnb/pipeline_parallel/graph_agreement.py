@@ -5,16 +5,16 @@
     both      replay   capture  capture  eager                  the least of the two
 
 NCCL asks for it: whether a collective is captured "must be uniform over all ranks", and launching a graph is
-a collective of the ranks that captured it together (NCCL user guide, "Using NCCL with CUDA Graphs"). The ranks
-of a group have the same stages, schedule and microbatches, so each usually comes to the same by itself. But
-one of them alone may see moved weights or a failed capture, and nobody else knows that it has. So in every
-step, and again after captures, they take the least that any of them can do. That is one message of a few
-numbers among CPUs, which waits for no GPU, and no rank can miss it, because it depends on nothing.
+a collective of the ranks that captured it together (NCCL user guide, "Using NCCL with CUDA Graphs"). The
+ranks of a group have the same stages, schedule and microbatches, so each usually comes to the same by itself.
+But one of them alone may see moved weights or a failed capture, and the others cannot know. So in every step,
+and again after captures, they do the least that any of them can do. That takes one message of a few numbers
+among CPUs, which waits for no GPU. Every rank sends it in every training step, so none waits for it in vain.
 
-A capture needs no other rank. NCCL would exchange the addresses of a graph's buffers in it, and a rank whose
-capture fails would leave the others waiting there: hpnb sets NCCL_GRAPH_REGISTER=0 before ranks join, unless
-it is set. NCCL_GRAPH_MIXING_SUPPORT has to stay at its default of 1, since steps with a new shape run eagerly
-on the same communicator.
+A capture waits for no other rank either. By default NCCL exchanges the addresses of a graph's buffers in it,
+and a rank whose capture fails would leave the others waiting. So hpnb sets NCCL_GRAPH_REGISTER=0 before ranks
+join, unless it is set. NCCL_GRAPH_MIXING_SUPPORT has to stay at its default of 1, because steps with a new
+shape run eagerly on the same communicator.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class GraphAgreement:
         self.axes = tuple(axis for axis in axes if axis.size > 1)
 
     def least(self, states: Sequence[int], kinds: Sequence[int]) -> list[int]:
-        """The least state at each place over the ranks, and EAGER where they have different kinds. All of them
-        call it, with equally many."""
+        """The least state at each place over the ranks, and EAGER where they have different kinds. All of
+        them call it, with equally many."""
         if not self.axes or not states:
             return list(states)
         numbers = torch.tensor([[*states], [*kinds], [-kind for kind in kinds]])

@@ -29,8 +29,8 @@ from hpnb.pipeline_parallel import microbatches
 from hpnb.pipeline_parallel.boundary import KnownBoundaries, StepBoundaries
 from hpnb.pipeline_parallel.cuda_graphs import StepGraphs, make_stage_graphs, refused_by
 from hpnb.pipeline_parallel.executor import StepExecutor
-from hpnb.pipeline_parallel.graph_agreement import captured_axes
 from hpnb.pipeline_parallel.grad_ready import Gradients, GradReady, take_over_reduction
+from hpnb.pipeline_parallel.graph_agreement import captured_axes
 from hpnb.pipeline_parallel.layers import Builder
 from hpnb.pipeline_parallel.loss import BatchLoss, LossFunction, LossReduction, send_mean, share_reduction
 from hpnb.pipeline_parallel.partition import How

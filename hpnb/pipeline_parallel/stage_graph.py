@@ -7,13 +7,17 @@ A launch takes Python about 5 microseconds, and a kernel of a small microbatch t
 all launches of an action, with their addresses. So what changes from one microbatch to the next is copied to
 static tensors before, and what is handed on is copied out of them after.
 
-Transfers between stages stay outside. Collectives within a stage, those of tensor parallelism over NCCL, are
-kernels of its graphs. A side stream that they run on forks from the stream of the capture and joins it where
-the result is waited for, which has to be in the same action: otherwise the capture fails, and the stage runs
-eagerly. Python sees no replayed collective, so a capture notes them, and `record.traffic` counts them at each
-replay. In a timeline they are part of the span of their action. Gradients of parameters are added to static tensors, which are the parameters' .grad.
-Dropout draws the numbers that it draws in an eager step: each replay takes the generator's offset and moves
-it on (`torch.cuda.CUDAGraph.register_generator_state`, which PyTorch does for the default generator).
+Transfers between stages stay outside. Gradients of parameters are added to static tensors, which are the
+parameters' .grad. Dropout draws the numbers that it draws in an eager step: each replay takes the generator's
+offset and moves it on (`torch.cuda.CUDAGraph.register_generator_state`, which PyTorch does for the default
+generator). Dropouts of tensor parallelism that draw other numbers on each rank have further generators
+(`dropout_rng.py`).
+
+Collectives within a stage, those of tensor parallelism over NCCL, are kernels of its graphs. A side stream
+that they run on forks from the stream of the capture, and joins it where the result is waited for. That has
+to be in the same action; otherwise the capture fails, and the stage runs eagerly. Python sees no replayed
+collective, so a capture notes them, and `record.traffic` counts them at each replay. In a timeline they are
+part of their action's span.
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ from hpnb.pipeline_parallel.loss import LossFunction, call_criterion
 from hpnb.pipeline_parallel.split_backward import SplitBackward
 from hpnb.record.recorder import capturing
 from hpnb.record.traffic import count_replay, uncounted
+from hpnb.tensor_parallel.dropout_rng import CapturedRankStates, RankStateStart
 
 Replay = Callable[[], None]
 
@@ -83,23 +88,33 @@ class CudaCapture:
         with torch.cuda.stream(self._callers_stream):  # whose free memory is between the weights
             yield
 
-    def capture(self, run: Callable[[], None], slot: int) -> Replay:
+    def capture(
+        self, run: Callable[[], None], slot: int, rank_states: Sequence[RankStateStart] = ()
+    ) -> Replay:
         """Record what `run` launches on static tensors, without running it, and return what launches it.
         What one graph of a slot frees, the next one reuses."""
+        states = CapturedRankStates(rank_states)
         if slot not in self._pools:
             self._pools[slot] = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
+        for generator in states.generators:
+            graph.register_generator_state(generator)
         # Other threads may copy and wait meanwhile: those of the process group and of checkpoints.
         graph.capture_begin(self._pools[slot], capture_error_mode="thread_local")
         try:
-            run()
+            with states.capturing(torch.cuda.default_generators[torch.cuda.current_device()]):
+                run()
         except BaseException:
             self._end_failed_capture(graph)
             del self._pools[slot]  # torch 2.11 leaves it recording, and no other capture may use it then
             raise
         graph.capture_end()
-        replay: Replay = graph.replay
-        return replay
+
+        def replay() -> None:
+            states.seed()
+            graph.replay()
+
+        return replay if rank_states else graph.replay
 
     def forget(self) -> None:
         self._pools.clear()
@@ -129,6 +144,7 @@ class StageWork:
         inputs: a microbatch; others have the same shapes.
         loss: the loss function, on the last stage; None where it runs eagerly, of outputs that are handed on.
         keeps_outputs: whether the outputs of the last stage are handed on although the loss is captured.
+        rank_states: where states of this rank begin in its forward (`dropout_rng.py`).
     """
 
     stage: int
@@ -140,6 +156,7 @@ class StageWork:
     splits: bool
     split_backward: SplitBackward
     device: torch.device
+    rank_states: Sequence[RankStateStart] = ()
 
 
 class StageGraph:
@@ -182,7 +199,7 @@ class StageGraph:
             without_autocast_cache(),
             _without_rng_snapshots(),
         ):
-            self._replay_forward = _capture_counted(capture, self._run_forward, slot)
+            self._replay_forward = _capture_counted(capture, self._run_forward, slot, work.rank_states)
             self.parameters = reached_parameters(self._starts)
             before = {p: p.grad for p in self.parameters}
             with capture.outside():
@@ -254,10 +271,12 @@ class StageGraph:
         self._replay_weights()
 
 
-def _capture_counted(capture: CudaCapture, run: Callable[[], None], slot: int) -> Replay:
+def _capture_counted(
+    capture: CudaCapture, run: Callable[[], None], slot: int, rank_states: Sequence[RankStateStart] = ()
+) -> Replay:
     """Capture `run`. What it sends is counted at each replay, and not now, when nothing is sent."""
     with capturing() as communications, uncounted():
-        replay = capture.capture(run, slot)
+        replay = capture.capture(run, slot, *([rank_states] if rank_states else []))
     if not (events := communications()):
         return replay
 

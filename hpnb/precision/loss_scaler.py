@@ -1,7 +1,7 @@
 """Dynamic loss scaling: the largest scale at which gradients do not overflow.
 
-step        .  .  .  x  .  x  .  .  .  .  .     x overflows and is skipped; growth_interval=4,
-scale       8  8  8  8  8  8  4  4  4  4  8     hysteresis=2: the first x is forgiven, the second halves
+    step        .  .  .  x  .  x  .  .  .  .  .     x overflows and is skipped; growth_interval=4,
+    scale       8  8  8  8  8  8  4  4  4  4  8     hysteresis=2: the first x is forgiven, the second halves
 """
 
 from __future__ import annotations

@@ -133,8 +133,8 @@ def count_send(axis: str, nbytes: float, group: tuple[int, int]) -> None:
 
 
 def count_replay(events: Sequence[Event]) -> None:
-    """Count what a CUDA graph has just sent, as its capture noted it (`recorder.capturing`). Of a broadcast or
-    a reduction the root is not known any more."""
+    """Count what a CUDA graph has just sent, as its capture noted it (`recorder.capturing`), which does not
+    know the root of a broadcast or a reduction."""
     for counted in _counting:
         for event in events:
             counted.add(Message(event.axis, event.op, event.bytes, event.group))

@@ -13,12 +13,19 @@ restore, and activation checkpointing, which restores the generator, draws the s
     state of rank r     hash(s1, r), then hash(s2, r), ...
 
 (Megatron-LM keeps the second state in a tracker beside the generator: `CudaRNGStatesTracker`.)
+
+A CUDA graph cannot hash, and a capture does not let Python read the generator. So an eager forward notes how
+far the common state has advanced where each rank state begins (`noting_rank_states`). The graph gets one
+generator for each of them (`CapturedRankStates`), which is seeded before each replay with the hash that an
+eager forward would take there. Both draw the same masks.
 """
 
 from __future__ import annotations
 
 import hashlib
 import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -37,7 +44,8 @@ class DropoutRng:
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self.axis, self.device = axis, device
-        self._common_state: torch.Tensor | None = None  # kept while this rank's state is in use
+        # Kept while this rank's state is in use; in a capture a generator that has it.
+        self._common_state: torch.Tensor | torch.Generator | None = None
         self._seeds_agree = False
 
     def use_rank_state(self) -> None:
@@ -52,21 +60,31 @@ class DropoutRng:
             return
         generator = self.generator()
         torch.rand((), device=self.device)  # advance, so that the next rank state differs from this one
+        if _captured:
+            self._common_state = generator.graphsafe_get_state()
+            generator.graphsafe_set_state(_captured[-1].take(self))
+            return
+        if _noted and self.device.type == "cuda":
+            _noted[-1].append((self, generator.get_offset()))
         self._common_state = generator.get_state()
-        digest = hashlib.blake2b(
-            self._common_state.numpy().tobytes(), digest_size=7, salt=b"%d" % self.axis.rank
-        ).digest()
-        generator.manual_seed(int.from_bytes(digest, "little"))
+        generator.manual_seed(self.rank_seed(self._common_state))
 
     def use_common_state(self) -> None:
         """From here on all ranks of the axis draw alike again."""
-        if self._common_state is not None:
+        if isinstance(self._common_state, torch.Tensor):
             self.generator().set_state(self._common_state)
-            self._common_state = None
+        elif self._common_state is not None:
+            self.generator().graphsafe_set_state(self._common_state)
+        self._common_state = None
 
     def discard_rank_state(self) -> None:
         """Start afresh, after a forward that ended early, when somebody else has restored the generator."""
         self._common_state = None
+
+    def rank_seed(self, common_state: torch.Tensor) -> int:
+        """The seed of this rank's state that begins at `common_state`."""
+        content, salt = common_state.numpy().tobytes(), b"%d" % self.axis.rank
+        return int.from_bytes(hashlib.blake2b(content, digest_size=7, salt=salt).digest(), "little")
 
     def generator(self) -> torch.Generator:
         """What dropouts draw from."""
@@ -91,6 +109,67 @@ class DropoutRng:
                 "same seed on all of them"
             )
         self._seeds_agree = True
+
+
+RankStateStart = tuple[DropoutRng, int]  # whose state begins, and the offset of the common state there
+
+_noted: list[list[RankStateStart]] = []  # of the eager forwards that are watched, the innermost last
+_captured: list[CapturedRankStates] = []  # of the capture that runs
+
+
+@contextmanager
+def noting_rank_states() -> Iterator[list[RankStateStart]]:
+    """Gives a list, to which each state of this rank that begins inside on a GPU is added."""
+    starts: list[RankStateStart] = []
+    _noted.append(starts)
+    try:
+        yield starts
+    finally:
+        _noted.pop()
+
+
+class CapturedRankStates:
+    """The states of this rank in a CUDA graph of a forward.
+
+    Args:
+        starts: as an eager forward has noted them, with offsets from the offset at its beginning.
+
+    Attributes:
+        generators: one for each start. The graph has to register them before its capture.
+    """
+
+    def __init__(self, starts: Sequence[RankStateStart]) -> None:
+        self._starts, self._taken = tuple(starts), 0
+        self.generators = [torch.Generator(rng.generator().device) for rng, _ in starts]
+
+    @contextmanager
+    def capturing(self, generator: torch.Generator) -> Iterator[None]:
+        """Around the capture. Afterwards dropouts draw from `generator`'s present state again."""
+        common = generator.graphsafe_get_state()
+        _captured.append(self)
+        try:
+            yield
+        finally:
+            _captured.pop()
+            generator.graphsafe_set_state(common)  # also where a forward has ended early
+
+    def take(self, rng: DropoutRng) -> torch.Generator:
+        """The generator of the state that begins now.
+
+        Raises:
+            RuntimeError: the eager forward had none there.
+        """
+        if self._taken == len(self._starts) or self._starts[self._taken][0] is not rng:
+            raise RuntimeError("dropouts of tensor parallelism draw where they drew nothing in an eager step")
+        self._taken += 1
+        return self.generators[self._taken - 1]
+
+    def seed(self) -> None:
+        """Before a replay: give each state the seed that an eager forward would take now."""
+        for (rng, offset), state in zip(self._starts, self.generators, strict=True):
+            common = rng.generator().clone_state()
+            common.set_offset(common.get_offset() + offset)
+            state.manual_seed(rng.rank_seed(common.get_state()))
 
 
 def has_dropout(model: nn.Module) -> bool:

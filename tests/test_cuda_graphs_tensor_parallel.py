@@ -173,7 +173,7 @@ def train_twice(case: Case, between: str, dropout: float) -> tuple[dict[str, Any
 
 
 def test_what_one_rank_sees_alone_is_captured_anew_on_all(pools: RankPools) -> None:
-    """Weights lie elsewhere on rank 1 from step 4 on: it has two more steps to warm up, and all wait for it."""
+    """Weights lie elsewhere on rank 1 from step 4 on. It warms up in two more steps, and so do all."""
     first, second = (graphs for graphs, _ in pools[2].run(train_twice, Case(), "memory", 0.0))
     assert first["captures"] == second["captures"] == 2
     assert not first["reasons"]
@@ -302,3 +302,34 @@ def test_a_graph_draws_from_the_states_that_an_eager_forward_would_take(
         forwards.append(seeds)
     assert replays == forwards[4]
     assert len({seed for seeds in forwards for seed, _ in seeds}) == 15
+
+
+# --- on GPUs ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gpu_pools() -> Iterator[RankPools]:
+    pools = RankPools(timeout=60, device="cuda")
+    yield pools
+    pools.close()
+
+
+GPU_CASES = [
+    Case(), Case(sequence=True), Case(dp=2, zero=1, sequence=True), Case(tp=2, pp=2),
+    Case(tp=2, pp=2, sequence=True, style="zb-h1", rows=7, lengths=(0, 1)), Case(tp=4, mode="2d"),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_on_gpus_replayed_steps_are_eager_steps(gpu_pools: RankPools, case: Case, dropout: float) -> None:
+    if torch.cuda.device_count() < case.ranks:
+        pytest.skip(f"needs {case.ranks} GPUs")
+    for graphs, eager in gpu_pools[case.ranks].run(train_twice, case, "", dropout):
+        assert graphs["graphs"] > 0, graphs["reasons"]
+        assert not graphs["reasons"]
+        assert graphs["sent"] == eager["sent"]
+        for a, b in zip(graphs["losses"], eager["losses"], strict=True):
+            assert a is None or abs(a - b) <= EXACT * abs(b)
+        assert distance(graphs["weights"], eager["weights"]) < EXACT

@@ -22,7 +22,7 @@ from hpnb.pipeline_parallel.graph_agreement import CAPTURE, EAGER, REPLAY, Graph
 from hpnb.tensor_parallel.dropout_rng import CapturedRankStates, DropoutRng, noting_rank_states
 from hpnb.tensor_parallel.parallelize import axes_of
 
-STEPS = 6  # two that warm up, four that replay
+STEPS = 7  # two or three that warm up, and the others replay
 EXACT = 1e-12
 
 
@@ -174,12 +174,11 @@ def train_twice(case: Case, between: str, dropout: float) -> tuple[dict[str, Any
 
 def test_what_one_rank_sees_alone_is_captured_anew_on_all(pools: RankPools) -> None:
     """Weights lie elsewhere on rank 1 from step 4 on. It warms up in two more steps, and so do all."""
-    first, second = (graphs for graphs, _ in pools[2].run(train_twice, Case(), "memory", 0.0))
-    assert first["captures"] == second["captures"] == 2
-    assert not first["reasons"]
-    assert first["graphs"] == 1
-    assert second["graphs"] == 0
-    assert distance(first["weights"], serial("gpt2", 8, (0,))["weights"]) < EXACT
+    for graphs, _ in pools[2].run(train_twice, Case(), "memory", 0.0):
+        assert graphs["captures"] == 2 * 2  # forward and backward
+        assert graphs["graphs"] == 1
+        assert not graphs["reasons"]
+        assert distance(graphs["weights"], serial("gpt2", 8, (0,))["weights"]) < EXACT
 
 
 @pytest.mark.parametrize(

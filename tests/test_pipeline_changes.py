@@ -141,10 +141,10 @@ def test_a_number_that_decides_a_shape_is_refused_in_a_sentence() -> None:
 
 def test_numbers_drawn_from_numpy_are_seen() -> None:
     watch = CaptureWatch(torch.device("cpu"))
-    with watch.forward(0):
+    with watch.forward(0, 0):
         pass
     assert not watch.reasons
-    with watch.forward(0):
+    with watch.forward(0, 0):
         np.random.rand()
     assert "draws random numbers on the CPU" in watch.reasons[0]
 

@@ -38,6 +38,7 @@ class BlockDropout:
         self._before: torch.Tensor | None = None  # during that forward: the generator's state in front of it
         self._expected: torch.Tensor | None = None  # and its state if nothing draws
         self._drew = False
+        self._num_noted = 0  # rank states that were noted for a CUDA graph in front of it
 
     def begin(self) -> None:
         """The forward begins."""
@@ -45,7 +46,7 @@ class BlockDropout:
         self._before = None
         if self._draws is None and self.block.training and self.rng.axis.size > 1:
             self._before = self._expected = self.rng.generator().get_state()
-            self._drew = False
+            self._drew, self._num_noted = False, self.rng.count_noted()
 
     def begin_sharded(self) -> None:
         """The forward of something that is sharded from end to end begins."""
@@ -85,6 +86,7 @@ class BlockDropout:
             self.rng.check_seeds(before)
         else:
             self.rng.generator().set_state(before)
+            self.rng.forget_noted(self._num_noted)  # or a capture would wait for states that do not come
 
     def _look(self) -> None:
         assert self._expected is not None

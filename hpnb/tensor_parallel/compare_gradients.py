@@ -36,9 +36,7 @@ def compare_first_gradient(name: str, block: nn.Module, axis: Axis) -> None:
     before = block.register_forward_pre_hook(watch, with_kwargs=True)
 
 
-def _compare(
-    grad: torch.Tensor | None, name: str, axis: Axis, hidden: torch.Tensor | None = None
-) -> None:
+def _compare(grad: torch.Tensor | None, name: str, axis: Axis, hidden: torch.Tensor | None = None) -> None:
     """Raise if `grad` differs between ranks; `hidden` is the sketch of what the block got, which may, too."""
     if grad is None or not grad.dim() or (grad.is_cuda and torch.cuda.is_current_stream_capturing()):
         return

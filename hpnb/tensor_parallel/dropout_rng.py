@@ -86,6 +86,17 @@ class DropoutRng:
         content, salt = common_state.numpy().tobytes(), b"%d" % self.axis.rank
         return int.from_bytes(hashlib.blake2b(content, digest_size=7, salt=salt).digest(), "little")
 
+    @staticmethod
+    def count_noted() -> int:
+        """How many rank states the forward that is watched has noted."""
+        return len(_noted[-1]) if _noted else 0
+
+    @staticmethod
+    def forget_noted(count: int) -> None:
+        """Forget those after the first `count`, from which nothing was drawn."""
+        if _noted:
+            del _noted[-1][count:]
+
     def generator(self) -> torch.Generator:
         """What dropouts draw from."""
         if self.device.type == "cuda":

@@ -413,16 +413,15 @@ lesson.claim("1F1B costs at most a fifth more time than GPipe", (ratio, "<", 1.2
 # with p: p microbatches in a p-th of the layers are as much as one in all layers.
 #
 # We timed GPipe again, beside 1F1B. Its step takes <data value="02.ran.gpipe.makespan">192 ms</data>, and 1F1B's <data value="02.ran.1f1b.makespan">174 ms</data>. The bubbles are <data value="02.ran.gpipe.bubble">35.2 %</data> and <data value="02.ran.1f1b.bubble">28.7 %</data>. With
-# equal stages they would be equal, because filling and draining take as long. *Work* in the last table is the mean
-# time that a rank spends in actions. If ranks work longer in a step of the same length, the bubble is smaller, but
-# nothing is gained.
+# equal stages they would be equal, because filling and draining take as long.
+# Simulated with GPipe's unequal median times, 1F1B's step takes <data value="02.by-medians:.3f">0.942</data> times as long as GPipe's; in the run,
+# <data value="02.by-run:.3f">0.905</data> times. *Work* in the last table is the mean time that a rank spends in actions.
 #
-# <details><summary>What separates their steps?</summary>
+# <details><summary>What does the simulation leave out?</summary>
 #
-# Unequal stages, messages, launches and noise can. A simulation with GPipe's median times knows how unequal its actions
-# are, launches included: in it, 1F1B's step takes <data value="02.by-medians:.3f">0.942</data> times as long as GPipe's. In the run the factor is <data value="02.by-run:.3f">0.905</data>.
-# The simulation leaves out messages, noise, and how much longer or shorter actions take under 1F1B: ranks work <data value="02.step.1f1b.work">124 ms</data>
-# there, and <data value="02.step.gpipe.work">124 ms</data> under GPipe.
+# It leaves out messages, noise, and whether actions take longer under one schedule than under the other: ranks work
+# <data value="02.step.1f1b.work">124 ms</data> under 1F1B and <data value="02.step.gpipe.work">124 ms</data> under GPipe. It contains launches as far
+# as they lengthen GPipe's actions.
 # </details>
 #
 # **Takeaway.** 1F1B keeps at most p microbatches instead of m, and with equal stages it has GPipe's bubble.
@@ -676,6 +675,10 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 # In the race, *work* goes from <data value="02.race.work">125 ms under 1f1b to 138 ms under interleaved</data>, although all five compute the same gradients. Differences that
 # a rank alone does not show come from waits for launches, or from ranks that slow each other down. A few per cent can be noise: the
 # race has few steps of each schedule.
+#
+# A smaller bubble does not prove a faster step. If ranks work longer in a step of the same length, its bubble is
+# smaller, but nothing is gained. Under interleaving ranks work <data value="02.race.interleaved.work">138 ms</data> of
+# <data value="02.race.interleaved.measured">184 ms</data>, and under 1F1B <data value="02.race.1f1b.work">125 ms</data> of <data value="02.race.1f1b.measured">183 ms</data>.
 # </details>
 #
 # <details><summary>I and W are not equal</summary>

@@ -393,8 +393,8 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # The formula is for numbers of 2 bytes. With v bytes r is 2/v times as large, and here v is <data value="03.value-bytes">2</data>. With attention's
 # scores the formula predicts r = <data value="03.ratio.predicted">0.698</data>. The run has <data value="03.ratio">1.51</data>.
 #
-# So by the formula the interconnect is too slow, and by the run it is fast enough. But the link was not faster: the run's r is
-# larger because computing took <data value="03.slower.computing.factor">2.58</data> times as long as its matrix products alone would.
+# Compare both with 1, from where on an interconnect is fast enough. But a larger r in the run does not mean a faster link:
+# computing took <data value="03.slower.computing.factor:.2f">2.58</data> times as long as its matrix products alone would, which raises r as much.
 #
 # <details><summary>Three factors between the formula and the run</summary>
 #

@@ -349,7 +349,7 @@ lesson.claim("zb-h1 idles a smaller share than 1F1B", idle["zb-h1"] < idle["1f1b
 
 # %% [markdown]
 # **Can we rank layouts from one rank alone?** <data value="08.ties.alone">Not here</data>. Of <data value="08.pairs.all">66</data> pairs of layouts, <data value="08.pairs.right">34</data> are in the
-# predicted order, hardly more than chance would give. The prediction's first choice, <data value="08.fastest.predicted">dp 4 x tp 2</data>, takes
+# predicted order; chance alone would give half. The prediction's first choice, <data value="08.fastest.predicted">dp 4 x tp 2</data>, takes
 # <data value="08.cost.prediction">116 %</data> longer than the fastest. The rule of thumb, replicas alone, loses <data value="08.cost.replicas">0 %</data>.
 #
 # We call two layouts *tied* if their steps differ by no more than repeats of one layout do, <data value="08.ties.spread">13.4 %</data>.
@@ -400,7 +400,8 @@ lesson.claim("On average computing misses by larger factors under tp",
              mean(map(factor.get, rows[1:])) > mean(factor.values()))
 
 # %% [markdown]
-# With tp, norms and thin matmuls together are nowhere a twentieth of the excess: on `dp 4 x tp 2`,
+# With tp, norms and thin matmuls explain little of the excess: on `tp 8` <data value="08.why.tp-8.norms">1.74 ms</data> and <data value="08.why.tp-8.thin-matmuls">2.54 ms</data> of
+# <data value="08.why.tp-8.excess">62.2 ms</data>, on `dp 4 x tp 2`
 # <data value="08.why.dp-4-x-tp-2.norms">-707 µs</data> and <data value="08.why.dp-4-x-tp-2.thin-matmuls">2.14 ms</data> of <data value="08.why.dp-4-x-tp-2.excess">62.0 ms</data>. These columns
 # are rough: no norm takes less than 0 s. That leaves the collectives.
 #
@@ -425,8 +426,8 @@ lesson.claim("On average computing misses by larger factors under tp",
 # expect recomputation to add these <data value="08.forward">41.2 %</data>. It made computing <data value="08.again">103 %</data> longer. We did not trace the difference, nor the
 # <data value="08.missing.dp-8-zero-3-recomputation-full.computing">60.0 ms</data> by which computing misses on dp 8 with ZeRO 3, which recomputes, too.
 #
-# On dp 2 x pp 4 the bubble takes <data value="08.bubble.1f1b">54.4 ms</data> under 1F1B, and <data value="08.bubble.zb-h1">43.0 ms</data> under zb-h1. But zb-h1 loses more in
-# computing than it saves there. Both are predicted to compute equally long; 1F1B takes <data value="08.missing.dp-2-x-pp-4.computing-ratio:.2f">0.95</data> of
+# On dp 2 x pp 4 the bubble takes <data value="08.bubble.1f1b">54.4 ms</data> under 1F1B, and <data value="08.bubble.zb-h1">43.0 ms</data> under zb-h1. But zb-h1 computes
+# longer, which cancels most or all of that. Both are predicted to compute equally long; 1F1B takes <data value="08.missing.dp-2-x-pp-4.computing-ratio:.2f">0.95</data> of
 # this time, zb-h1 <data value="08.missing.dp-2-x-pp-4-zb-h1.computing-ratio:.2f">1.15</data>. We did not trace why.
 #
 # Errors of opposite sign can cancel in the step. On pp 8 computing misses by <data value="08.missing.pp-8.computing">1.91 ms</data>, and the bubble by
@@ -468,12 +469,12 @@ lesson.claim("With calls, computing on 2 x 2 x 2 is nearer",
              (abs(after[cube] - 1), "<=", abs(factor[cube] - 1)))
 
 # %% [markdown]
-# Fitted on `dp 4 x tp 2` minus `dp 8`, a call costs <data value="08.call">1.01 ms</data>. Norms and thin matmuls leave it so.
+# Fitted on `dp 4 x tp 2` minus `dp 8`, a call costs <data value="08.call">1.01 ms</data>. Without norms and thin matmuls, it would cost <data value="08.call-alone">989 µs</data>.
 #
 # **The other four layouts with tp test this fit.** `tp 8` makes as many
 # calls as `dp 4 x tp 2`, each four times as large, and its excess is <data value="08.why.tp-8.excess">62.2 ms</data> beside <data value="08.why.dp-4-x-tp-2.excess">62.0 ms</data>. `dp 2 x tp 4` and 2 x 2 x 2 make twice as
-# many; their excess is <data value="08.why.dp-2-x-tp-4-zero-1-sequence-parallel.excess">110 ms</data> and <data value="08.why.dp-2-x-pp-2-x-tp-2.excess">126 ms</data>, not twice as much. With Ulysses'
-# calls, not fitted, the excess of `dp 2 x cp 2 x tp 2` is <data value="08.why.dp-2-x-cp-2-x-tp-2-ulysses.excess">143 ms</data>. On 2 x 2 x 2 computing
+# many, which should double the excess; it is <data value="08.why.dp-2-x-tp-4-zero-1-sequence-parallel.excess">110 ms</data> and <data value="08.why.dp-2-x-pp-2-x-tp-2.excess">126 ms</data>. The excess of
+# `dp 2 x cp 2 x tp 2` includes Ulysses' calls, which the fit lacks: <data value="08.why.dp-2-x-cp-2-x-tp-2-ulysses.excess">143 ms</data>. On 2 x 2 x 2 computing
 # took <data value="08.cube-ratio.before:.2f">2.31</data> times its prediction, with calls <data value="08.cube-ratio.after:.2f">0.97</data> times;
 # the claim compares their distances from 1.
 #
@@ -505,7 +506,7 @@ lesson.claim("pp 8 sends least", min(runs, key=lambda n: runs[n].bytes) == "pp 8
 #
 # ### The fastest that fits
 #
-# A layout is on the *frontier* if no other is both faster and smaller. Layouts left of the dashed line fit. The table's last column
+# A layout is on the *frontier* if no other is both faster and smaller. Layouts left of the dashed line, or on it, fit. The table's last column
 # has each dot's memory.
 #
 # **Challenge.** The explorer after the figure predicts GPT-2 XL. On 32 ranks or more of 16 GB, fit it and reach a *FLOP utilisation* of 45 %.
@@ -560,7 +561,7 @@ lesson.explorers.layout_choice()
 # <data value="08.worst">dp 8, ZeRO 3, recomputation full</data>, is off by <data value="08.error.memory">12.4 %</data>. The layouts that fit are <data value="08.fit.words">the predicted ones with dp 2 x pp 4, recomputation full</data>.
 #
 # The fastest that fits, <data value="08.choice">pp 8</data>, takes <data value="08.fit.memory">114 %</data> longer than the fastest of all. The
-# prediction without calls <data value="08.fit.choice">chose dp 2 x tp 4, ZeRO 1, sequence parallel, which takes 46.5 % longer</data>. `pp 8` fits, too, and is tied with it.
+# prediction without calls <data value="08.fit.choice">chose dp 2 x tp 4, ZeRO 1, sequence parallel, which takes 46.5 % longer</data>.
 #
 # **Takeaway.** Bytes and peaks follow from arithmetic. Times don't follow from one rank alone: tp pays for its calls, and
 # recomputation made computing <data value="08.again">103 %</data> longer, where we assumed at most a third. If replicas don't fit,
@@ -738,7 +739,7 @@ lesson.field_guide.add(  # symptoms, and what finds their cause
 
 # %% [markdown]
 # Both losses fall. The second run is wrong because pp and tp doubled its learning rate, but not its batch.
-# Do not judge by scores. The second accuracy is even higher, by <data value="08.apart:.3f">0.026</data>, but each is uncertain by <data value="08.noise:.3f">0.022</data>.
+# Do not judge by scores. The accuracies differ by <data value="08.apart:.3f">0.026</data>, and each is uncertain by <data value="08.noise:.3f">0.022</data>.
 # Both beat answering yes always, <data value="08.always.accuracy:.3f">0.684</data>. By F1, always yes has <data value="08.always.f1:.3f">0.812</data>, and the two runs <data value="08.tuned.of-dp.f1:.3f">0.811</data> and <data value="08.tuned.of-world-size.f1:.3f">0.834</data>.
 #
 # You see this fault without a second run: record learning rate and batch size, and compute the table's *quotient*.

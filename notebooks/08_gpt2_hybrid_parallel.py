@@ -349,7 +349,7 @@ lesson.claim("zb-h1 idles a smaller share than 1F1B", idle["zb-h1"] < idle["1f1b
 
 # %% [markdown]
 # **Can we rank layouts from one rank alone?** <data value="08.ties.alone">Not here</data>. Of <data value="08.pairs.all">66</data> pairs of layouts, <data value="08.pairs.right">34</data> are in the
-# predicted order; chance alone would give half. The prediction's first choice, <data value="08.fastest.predicted">dp 4 x tp 2</data>, takes
+# predicted order; chance gives half. The prediction's first choice, <data value="08.fastest.predicted">dp 4 x tp 2</data>, takes
 # <data value="08.cost.prediction">116 %</data> longer than the fastest. The rule of thumb, replicas alone, loses <data value="08.cost.replicas">0 %</data>.
 #
 # We call two layouts *tied* if their steps differ by no more than repeats of one layout do, <data value="08.ties.spread">13.4 %</data>.
@@ -469,7 +469,7 @@ lesson.claim("With calls, computing on 2 x 2 x 2 is nearer",
              (abs(after[cube] - 1), "<=", abs(factor[cube] - 1)))
 
 # %% [markdown]
-# Fitted on `dp 4 x tp 2` minus `dp 8`, a call costs <data value="08.call">1.01 ms</data>. Without norms and thin matmuls, it would cost <data value="08.call-alone">989 µs</data>.
+# Fitted on `dp 4 x tp 2` minus `dp 8`, a call costs <data value="08.call">1.01 ms</data>.
 #
 # **The other four layouts with tp test this fit.** `tp 8` makes as many
 # calls as `dp 4 x tp 2`, each four times as large, and its excess is <data value="08.why.tp-8.excess">62.2 ms</data> beside <data value="08.why.dp-4-x-tp-2.excess">62.0 ms</data>. `dp 2 x tp 4` and 2 x 2 x 2 make twice as
@@ -506,7 +506,7 @@ lesson.claim("pp 8 sends least", min(runs, key=lambda n: runs[n].bytes) == "pp 8
 #
 # ### The fastest that fits
 #
-# A layout is on the *frontier* if no other is both faster and smaller. Layouts left of the dashed line, or on it, fit. The table's last column
+# A layout is on the *frontier* if no other is both faster and smaller. Layouts left of the dashed line fit. The table's last column
 # has each dot's memory.
 #
 # **Challenge.** The explorer after the figure predicts GPT-2 XL. On 32 ranks or more of 16 GB, fit it and reach a *FLOP utilisation* of 45 %.

@@ -649,8 +649,7 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 
 # %% [markdown]
 # Nothing covers the ring's last message, which takes <data value="10.at-last.ring">1.27 ms</data> at <data value="10.lengths.last">65,536</data> tokens. Of the others' time, computing
-# in the replay covers <data value="10.covered.first">100 %</data> at <data value="10.lengths.first">1,024</data> tokens and <data value="10.covered.last">100 %</data> at <data value="10.lengths.last">65,536</data>. Backward
-# steps come closest to exposing more, because they send gradients, too.
+# in the replay covers <data value="10.covered.first">100 %</data> at <data value="10.lengths.first">1,024</data> tokens and <data value="10.covered.last">100 %</data> at <data value="10.lengths.last">65,536</data>.
 #
 # At <data value="10.lengths.first">1,024</data> tokens, a forward step computes for <data value="10.parts.computing-of-a-forward-step.replayed">828 µs</data>, and its FLOPs
 # need <data value="10.parts.computing-of-a-forward-step.predicted">184 ns</data>. The rest is mainly the *start of calls*, the CPU's work before a

@@ -493,9 +493,8 @@ table = words.replay_on_links(runs, with_calls, (1, 0.1, 0.01), rules)
 lesson.show(columns=table, key="08.links",
             title="The fastest on each link, and what a rule of thumb costs")
 winners = table["fastest, replayed"]
-sends = {speed: runs[winners[f"{times} x bandwidth"]].bytes
-         for speed, times in {"fast": 1, "slow": 0.01}.items()}
-lesson.record("08.sends", sends, "B")
+sends = {speed: runs[winners[f"{times} x bandwidth"]].bytes for speed, times in
+         {"fast": 1, "slow": 0.01}.items()}; lesson.record("08.sends", sends, "B")
 lesson.record("08.links.words", words.links_in_words(table))
 lesson.claim("With calls, more pairs are in order", (mended[0], ">", right))
 lesson.claim("The slow link's winner sends no more", sends["slow"] <= sends["fast"])

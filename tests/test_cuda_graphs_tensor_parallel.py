@@ -17,10 +17,9 @@ from replayed_graphs import with_graphs
 
 import hpnb
 from hpnb import Layout, Mesh
+from hpnb.dropout_rng import CapturedRankStates, DropoutRng, noting_rank_states
 from hpnb.pipeline_parallel import capture_watch
 from hpnb.pipeline_parallel.graph_agreement import CAPTURE, EAGER, REPLAY, GraphAgreement
-from hpnb.tensor_parallel.dropout_rng import CapturedRankStates, DropoutRng, noting_rank_states
-from hpnb.tensor_parallel.parallelize import axes_of
 
 STEPS = 7  # two or three that warm up, and the others replay
 EXACT = 1e-12
@@ -95,7 +94,7 @@ def train(case: Case, graphs: bool, between: str = "", dropout: float = 0.0) -> 
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     boosted: Any
     boosted, optimizer, *_ = booster.boost(model, optimizer)
-    axes = axes_of(model)
+    axes = hpnb.tensor_parallel.axes(model) if plugin.tp_size > 1 else ()
     losses, made = [], None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

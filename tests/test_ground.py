@@ -45,7 +45,7 @@ HOUSE = (
     ("background",),
     ("symmetric_all_reduce",),
     ("symmetric_memory",),
-    ("comm",),
+    ("comm", "dropout_rng"),
     ("overlapped_pair",),
     ("mesh",),
     ("record",),

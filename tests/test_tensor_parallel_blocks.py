@@ -20,7 +20,7 @@ from hpnb.models import Anatomy, Part, Role, registry
 from hpnb.models.in_place_cross_entropy import loss_and_gradient
 from hpnb.models.role import linear, norm
 from hpnb.tensor_parallel import full_gradients
-from hpnb.tensor_parallel.dropout_rng import has_dropout, may_draw
+from hpnb.tensor_parallel.block_dropout import has_dropout, may_draw
 from hpnb.tensor_parallel.module_hooks import change_input
 from hpnb.tensor_parallel.vocab_cross_entropy import vocab_shard
 

@@ -55,7 +55,7 @@ from hpnb.models.placeholder_sample import drop_empty_mask
 from hpnb.pipeline_parallel import Builder, Pipeline
 from hpnb.placement import keep_placements, placement_of, set_placement
 from hpnb.ranks.current_rank import device as this_device
-from hpnb.tensor_parallel.dropout_rng import may_draw
+from hpnb.tensor_parallel.block_dropout import may_draw
 
 Model = nn.Module | Builder
 

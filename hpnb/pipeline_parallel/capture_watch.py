@@ -25,9 +25,9 @@ import numpy as np
 import torch
 import torch.utils.checkpoint
 
+from hpnb.dropout_rng import RankStateStart, noting_rank_states
 from hpnb.mesh import Axis
 from hpnb.record.recorder import Recorder, recording
-from hpnb.tensor_parallel.dropout_rng import RankStateStart, noting_rank_states
 
 
 class CaptureWatch:

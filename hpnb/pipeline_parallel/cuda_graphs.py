@@ -38,6 +38,7 @@ from torch import nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
 from hpnb.caller_frame import warn_caller
+from hpnb.dropout_rng import RankStateStart
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel.boundary import KnownBoundaries
 from hpnb.pipeline_parallel.capture_watch import CaptureWatch
@@ -48,7 +49,6 @@ from hpnb.pipeline_parallel.rank_schedule import RankSchedule
 from hpnb.pipeline_parallel.split_backward import SplitBackward
 from hpnb.pipeline_parallel.stage_graph import CudaCapture, StageGraph, StageWork, without_autocast_cache
 from hpnb.pipeline_parallel.stages import Stages
-from hpnb.tensor_parallel.dropout_rng import RankStateStart
 
 WARM_UP = 2  # eager steps with a form before it is captured
 MAX_FORMS = 16  # forms of microbatches of a stage; further ones run eagerly

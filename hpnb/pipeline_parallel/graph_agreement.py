@@ -20,6 +20,7 @@ shape run eagerly on the same communicator.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,6 @@ from torch import nn
 
 from hpnb.mesh import Axis
 from hpnb.record.traffic import uncounted
-from hpnb.tensor_parallel.parallelize import axes_of
 
 EAGER, CAPTURE, REPLAY = range(3)
 
@@ -60,6 +60,9 @@ def captured_axes(model: object) -> tuple[Axis, ...]:
     of tensor parallelism, if its groups have NCCL, and gloo for the messages between CPUs."""
     if not isinstance(model, nn.Module):  # a Builder, whose layers are not there yet
         return ()
-    found = tuple(axis for axis in axes_of(getattr(model, "_whole_model", model)) if axis.size > 1)
-    backends = [str(dist.get_backend_config(axis.group)) for axis in found]
-    return found if all("cuda:nccl" in b and "cpu:gloo" in b for b in backends) else ()
+    unsplit: nn.Module = getattr(model, "_whole_model", model)
+    modes = (getattr(module, "_hpnb_tensor_parallel", None) for module in unsplit.modules())
+    mode: Any = next((mode for mode in modes if mode is not None), None)  # as `parallelize` leaves it there
+    axes = tuple(axis for axis in (() if mode is None else mode.axes) if axis.size > 1)
+    backends = [str(dist.get_backend_config(axis.group)) for axis in axes]
+    return axes if all("cuda:nccl" in b and "cpu:gloo" in b for b in backends) else ()

@@ -35,6 +35,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_map
 
+from hpnb.dropout_rng import CapturedRankStates, RankStateStart
 from hpnb.pipeline_parallel.boundary import (
     Boundary,
     clone_leaf,
@@ -47,7 +48,6 @@ from hpnb.pipeline_parallel.loss import LossFunction, call_criterion
 from hpnb.pipeline_parallel.split_backward import SplitBackward
 from hpnb.record.recorder import capturing
 from hpnb.record.traffic import count_replay, uncounted
-from hpnb.tensor_parallel.dropout_rng import CapturedRankStates, RankStateStart
 
 Replay = Callable[[], None]
 

@@ -26,7 +26,7 @@ What to read for what:
     sharded_layer_norm.py, replicated_grad_sum.py     norms of a sharded width; gradients of replicated norms
     compare_gradients.py                     a check of the first backward: equal gradients on all ranks
     summed_weights.py                        when a replicated weight goes through the sum of its gradient
-    dropout_rng.py, block_dropout.py         random states of dropout; where a block uses which
+    block_dropout.py                         where a block draws from this rank's random state
     module_hooks.py                          forward hooks that a copy of the model gets too
 """
 

@@ -15,14 +15,16 @@ are right already, and a checkpoint that recomputes it draws them again.
 
 from __future__ import annotations
 
+import inspect
 import sys
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
+from hpnb.dropout_rng import DropoutRng
 from hpnb.models.registry import is_not_built_in
-from hpnb.tensor_parallel.dropout_rng import DropoutRng, has_dropout
 
 
 class BlockDropout:
@@ -96,3 +98,40 @@ class BlockDropout:
 def draws_in_training(model: nn.Module) -> bool | None:
     """Whether `model` does; None if only a forward can show it."""
     return True if has_dropout(model) else None if is_not_built_in(model) else False
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether a forward of `model` in training mode draws: it has a Dropout, or a module with a rate, such as
+    the attention_dropout of transformers. A class that a user registers may draw without: see `BlockDropout`.
+    """
+    rates = [m.p for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
+    rates += [
+        value
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if "dropout" in name and isinstance(value, float)
+    ]
+    return any(rate > 0 for rate in rates)
+
+
+def may_draw(model: nn.Module) -> bool:
+    """Whether a forward of `model` in training mode may draw: it has dropouts, or a module of a class that is
+    neither PyTorch's nor transformers' calls a dropout of torch.nn.functional, at whatever rate."""
+    return has_dropout(model) or any(_calls_dropout(module) for module in model.modules())
+
+
+def _calls_dropout(module: nn.Module) -> bool:
+    names: set[object] = set()
+    for kind in type(module).__mro__:
+        if not kind.__module__.startswith(("torch.", "transformers.")):
+            for method in filter(inspect.isfunction, vars(kind).values()):
+                names.update(method.__code__.co_names)
+                for constant in method.__code__.co_consts:  # among them the names of keyword arguments
+                    names.update(constant if isinstance(constant, tuple) else ())
+    called = names & _DROPOUTS  # a Dropout that is called by the same name is a module, and has a rate
+    return any(not isinstance(getattr(module, str(name), None), nn.Module) for name in called)
+
+
+_DROPOUTS = {name for name in dir(F) if name.endswith("dropout") or name[:-2].endswith("dropout")} | {
+    "dropout_p"
+}

@@ -188,12 +188,6 @@ def axes(model: nn.Module) -> tuple[Axis, ...]:
     return mode.axes
 
 
-def axes_of(model: nn.Module) -> tuple[Axis, ...]:
-    """As `axes`, and () for a model that has not been sharded."""
-    mode = _mode_of(model)
-    return () if mode is None else mode.axes
-
-
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """{name: tensor} of the full model, on every rank; all ranks call it. The model may be boosted.
 

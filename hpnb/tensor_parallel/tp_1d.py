@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from hpnb import comm
+from hpnb.dropout_rng import DropoutRng
 from hpnb.mesh import Axis
 from hpnb.models import Role
 from hpnb.models.in_place_cross_entropy import VocabShard
@@ -32,7 +33,6 @@ from hpnb.ranks.current_rank import device as this_device
 from hpnb.split_sizes import split_sizes
 from hpnb.tensor_parallel.block_dropout import BlockDropout, draws_in_training
 from hpnb.tensor_parallel.compare_gradients import compare_first_gradient
-from hpnb.tensor_parallel.dropout_rng import DropoutRng
 from hpnb.tensor_parallel.mode import ModelToShard, TensorParallelMode
 from hpnb.tensor_parallel.module_hooks import (
     after_forward,

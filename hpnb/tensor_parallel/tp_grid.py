@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from hpnb.data.tokenizer import IGNORE_INDEX
+from hpnb.dropout_rng import DropoutRng
 from hpnb.mesh import Axis
 from hpnb.models import Role
 from hpnb.placement import Cut
@@ -33,7 +34,6 @@ from hpnb.ranks.current_rank import device as this_device
 from hpnb.tensor_parallel.activation_layout import ActivationLayout, before_and_after
 from hpnb.tensor_parallel.batch_arguments import BatchArguments
 from hpnb.tensor_parallel.block_dropout import BlockDropout, draws_in_training
-from hpnb.tensor_parallel.dropout_rng import DropoutRng
 from hpnb.tensor_parallel.mode import ModelToShard, TensorParallelMode
 from hpnb.tensor_parallel.module_hooks import around_forward, change_input, change_output
 from hpnb.tensor_parallel.replicated_grad_sum import ReplicatedGradSum

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 import hpnb
+from hpnb.dropout_rng import DropoutRng
 from hpnb.lesson.programs.device_timing import all_ranks, random_tokens
 from hpnb.models import GPT2_SIZES
 from hpnb.tensor_parallel import parallelize
-from hpnb.tensor_parallel.dropout_rng import DropoutRng
 
 POLICIES = ("rank states", "a seed each", "one seed")
 PLACES = ("attention", "MLP")

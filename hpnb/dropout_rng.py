@@ -23,14 +23,11 @@ eager forward would take there. Both draw the same masks.
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
 
 from hpnb.mesh import Axis
 
@@ -181,40 +178,3 @@ class CapturedRankStates:
             common = rng.generator().clone_state()
             common.set_offset(common.get_offset() + offset)
             state.manual_seed(rng.rank_seed(common.get_state()))
-
-
-def has_dropout(model: nn.Module) -> bool:
-    """Whether a forward of `model` in training mode draws: it has a Dropout, or a module with a rate, such as
-    the attention_dropout of transformers. A class that a user registers may draw without: see `BlockDropout`.
-    """
-    rates = [m.p for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
-    rates += [
-        value
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if "dropout" in name and isinstance(value, float)
-    ]
-    return any(rate > 0 for rate in rates)
-
-
-def may_draw(model: nn.Module) -> bool:
-    """Whether a forward of `model` in training mode may draw: it has dropouts, or a module of a class that is
-    neither PyTorch's nor transformers' calls a dropout of torch.nn.functional, at whatever rate."""
-    return has_dropout(model) or any(_calls_dropout(module) for module in model.modules())
-
-
-def _calls_dropout(module: nn.Module) -> bool:
-    names: set[object] = set()
-    for kind in type(module).__mro__:
-        if not kind.__module__.startswith(("torch.", "transformers.")):
-            for method in filter(inspect.isfunction, vars(kind).values()):
-                names.update(method.__code__.co_names)
-                for constant in method.__code__.co_consts:  # among them the names of keyword arguments
-                    names.update(constant if isinstance(constant, tuple) else ())
-    called = names & _DROPOUTS  # a Dropout that is called by the same name is a module, and has a rate
-    return any(not isinstance(getattr(module, str(name), None), nn.Module) for name in called)
-
-
-_DROPOUTS = {name for name in dir(F) if name.endswith("dropout") or name[:-2].endswith("dropout")} | {
-    "dropout_p"
-}

@@ -180,7 +180,8 @@ class Boosted(nn.Module):
         self._broadcast_buffers()
         takes_labels = self._model_loss is not None and kwargs.get("return_dict", True)
         labels = kwargs.get("labels") if takes_labels else None
-        with self.plugin.policy.autocast(self._device), explaining_empty_batch("model", (args, kwargs)):
+        computing = self.plugin.policy.computing(self.module, self._device)
+        with computing, explaining_empty_batch("model", (args, kwargs)):
             runs = self._replica or self.module
             if labels is None or self._model_loss is None:
                 outputs = runs(*args, **kwargs)
@@ -257,8 +258,8 @@ class Boosted(nn.Module):
             pipe.per_target, self._resumed_per_target = self._resumed_per_target, None
         if trains:
             self._broadcast_buffers()
-        alone = criterion_of_stages(self.plugin.pp_size)
-        with self.plugin.policy.autocast(self._device), self._hooks_off(), loss_weighted(), alone:
+        computing = self.plugin.policy.computing(self.module, self._device)
+        with computing, self._hooks_off(), loss_weighted(), criterion_of_stages(self.plugin.pp_size):
             self.last_step = pipe.step(
                 batch,
                 forward_only=not trains,

@@ -43,7 +43,9 @@ class HybridParallelPlugin(PluginOptions):
             divided by it. One replica a node keeps all-gathers within nodes.
         precision: "fp16", "bf16", "fp32", "fp64", or "amp-fp16", "amp-bf16" for float32 weights
             (`hpnb.precision.policy`); a dtype such as torch.bfloat16 too. "auto", the default, is fp32 on a
-            CPU, and on a GPU bf16, or fp16 if it has no bf16; `plugin.policy.name` says which.
+            CPU, and on a GPU bf16, or fp16 if it has no bf16; `plugin.policy.name` says which. With 16 bits
+            float32 buffers stay float32 (in transformers' models as from_pretrained(dtype=) has them), and
+            norms with running statistics; complex tensors stay as they are (`hpnb.precision.cast`).
         num_microbatches: of a batch in `execute_pipeline`; if it is set, microbatch_size is ignored.
         microbatch_size: samples of a microbatch; a batch then has as many microbatches as it needs. Without
             either there are four for each rank of a pipeline, and at most one a sample; one without a

@@ -271,8 +271,9 @@ def model_forward(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
 
 
 def tensors_of(outputs: Any, name: str = "") -> dict[str, torch.Tensor]:
-    """{path: tensor} of the floating-point tensors in what a model returns."""
+    """{path: tensor} of the floating-point tensors in what a model returns; of complex ones the two parts."""
     if isinstance(outputs, torch.Tensor):
+        outputs = torch.view_as_real(outputs.resolve_conj()) if outputs.is_complex() else outputs
         return {name or "(the tensor)": outputs} if outputs.is_floating_point() else {}
     if is_dataclass(outputs) and not isinstance(outputs, Mapping):
         outputs = {f.name: getattr(outputs, f.name) for f in fields(outputs)}
@@ -286,7 +287,8 @@ def tensors_of(outputs: Any, name: str = "") -> dict[str, torch.Tensor]:
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     """||a - b|| / ||b||."""
-    a, b = a.detach().double().cpu(), b.detach().double().cpu()
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    a, b = a.detach().to("cpu", wide), b.detach().to("cpu", wide)
     return float((a - b).norm() / b.norm().clamp(min=1e-30))
 
 
@@ -295,7 +297,7 @@ def draw_weights(model: nn.Module, seed: int = 0) -> None:
     """Weights as after some training: no scale is 1 and no bias is 0."""
     generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
-        noise = torch.randn(p.shape, generator=generator)
+        noise = torch.randn(p.shape, generator=generator, dtype=p.dtype if p.is_complex() else torch.float32)
         p.copy_(noise / p.size(-1) ** 0.5 if p.dim() > 1 else 1 + 0.3 * noise)
 
 
@@ -344,7 +346,8 @@ def _fill(model: nn.Module) -> None:
 
 
 def _empty(p: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(p, device="meta", dtype=torch.float32), requires_grad=False)
+    dtype = torch.float32 if p.is_floating_point() else p.dtype
+    return nn.Parameter(torch.empty_like(p, device="meta", dtype=dtype), requires_grad=False)
 
 
 def _first_two_samples(inputs: Any) -> Any:

@@ -9,18 +9,21 @@
     fp64        float64    float64    no            the weights (for proofs)
 
 "auto" is fp32 on a CPU, which has no units for 16 bits, and bf16 on a GPU, or fp16 if it has no bf16. A name
-may also be written as a dtype: "bfloat16" and torch.bfloat16 are bf16.
+may also be written as a dtype: "bfloat16" and torch.bfloat16 are bf16. Buffers and norms with running
+statistics stay float32, and complex tensors stay as they are (`cast.py`).
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from hpnb.precision.cast import cast_module, explaining_dtypes
 from hpnb.ranks.current_rank import device as this_device
 from hpnb.ranks.gpu_limits import bf16_denied
 
@@ -53,9 +56,16 @@ class PrecisionPolicy:
             return nullcontext()
         return torch.autocast(torch.device(device).type, dtype=self.compute)
 
+    @contextmanager
+    def computing(self, module: nn.Module, device: torch.device | str) -> Iterator[None]:
+        """`autocast` for a forward of `module`, whose errors about dtypes say which buffers are wider."""
+        with self.autocast(device), explaining_dtypes(module, self.weights):
+            yield
+
     def cast(self, module: M) -> M:
-        """`module` with weights and floating-point buffers of this policy, changed in place."""
-        return module.to(self.weights)
+        """`module` with weights of this policy, changed in place. float32 buffers stay so (`cast.py`)."""
+        cast_module(module, self.weights)
+        return module
 
 
 AUTO = "auto"

@@ -74,7 +74,7 @@ def assign_buckets_by_group(groups: Sequence[Mapping[str, Any]], bucket_mb: floa
     """Assign an optimizer's trained parameters to buckets, in the order in which these will be full.
 
     A bucket has parameters of one group. Experts are reduced along another axis, so `split_groups` makes them
-    groups of their own first. The order is a guess: a group may be spread over the model, as all biases are,
+    separate groups first. The order is a guess: a group may be spread over the model, as all biases are,
     and is then complete when the backward is. So the k-th of a group's n parameters is expected after k/n of
     the backward, and among equals the last group's first.
     """

@@ -66,7 +66,7 @@ def compare_replicas(module: torch.nn.Module, axis: Axis) -> dict[str, float]:
         distance = difference / torch.where(norm > 0, norm, 1.0)
         distances.append(torch.where(distance.isfinite(), distance, math.nan))
     here = torch.stack(distances)
-    # A maximum over nan depends on the backend, so whether there is one is a maximum of its own.
+    # A maximum over nan depends on the backend, so whether there is one is a second maximum.
     largest = torch.stack([here.nan_to_num(posinf=math.inf), here.isnan().double()])
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=axis.group)
     by_name = zip(tensors, *largest.tolist(), strict=True)

@@ -544,7 +544,7 @@ lesson.record("05.alone", {"forward": alone[0]}, "s")
 # It leaves out copies to and from flat buckets, launching the hooks that shard and gather, and waiting for the slowest rank. Without
 # messages, forward and backward take less than twice as long as launching alone, so more launches can lengthen them.
 #
-# With recomputation, <data value="05.after.zero-1-+-recompute">28.9 ms</data> follow the update in ZeRO-1 and <data value="05.after.zero-2-+-recompute">21.0 ms</data> in ZeRO-2. All four gathers of ZeRO-1 and 2 took less than predicted. Part of them may be in the
+# With recomputation, <data value="05.after.zero-1-+-recompute">28.9 ms</data> follow the update in ZeRO-1 and <data value="05.after.zero-2-+-recompute">21.0 ms</data> in ZeRO-2. Part of a gather may be in the
 # update. ZeRO-1 and 2 update equal shards, so the longer of their updates may contain waiting, too. Recomputation launches a forward again, with its
 # hooks. Messages also take time from cores or a GPU that compute. For offloading, the prediction assumes rates.
 #

@@ -104,8 +104,8 @@ lesson.claim("Both replicas store the same parts", replicas[0] == replicas[1])
 #
 # ### Exercise 1: rank to coordinates
 #
-# *Extra. Implement, 10 minutes.* Return `{"dp": i, "pp": j, "tp": k}` of `rank`. `sizes` is such a dict, too, and `order` names
-# the axes from the outermost to the innermost, such as `("dp", "pp", "tp")`.
+# *Extra. Implement, 10 minutes.* Return `{"dp": i, "pp": j, "tp": k}` of `rank`. `sizes` maps each axis to its size, and `order`
+# names the axes from the outermost to the innermost, such as `("dp", "pp", "tp")`.
 #
 # <details><summary>Hint</summary>
 #
@@ -274,7 +274,7 @@ lesson.claim("A hybrid step is exact in all three ways", exact.equal)
 # Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
 # ```
 #
-# Megatron-Core: `--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2`; what is left of the world is dp. DeepSpeed:
+# Megatron-Core: `--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2`; dp is the number of ranks divided by both. DeepSpeed:
 # `PipelineModule(..., topology=PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2))`. accelerate:
 # `MegatronLMPlugin(tp_degree=2, pp_degree=2)`.
 # </details>
@@ -401,8 +401,8 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)  # for 08's table
 # The rest is the step less this compute: along pp the bubble, sending and waiting, along tp exposed all-reduces and waiting.
 # The bubble is predicted as (N-1)/m of compute, <data value="04.rest.bubble">43.2 ms</data>.
 #
-# Along dp, the busiest rank computes <data value="04.busy.dp">118 ms</data> in a step of <data value="04.axes.dp.measured">119 ms</data>. Beyond that, here
-# pp adds mostly the bubble, and tp mostly compute.
+# Along dp, the busiest rank computes <data value="04.busy.dp">118 ms</data> in a step of <data value="04.axes.dp.measured">119 ms</data>. To this, pp's
+# measured step adds mostly its bubble, and tp's mostly compute.
 #
 # <details><summary>Why the curves differ</summary>
 #
@@ -412,7 +412,8 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)  # for 08's table
 # dp's all-reduces take longer than the backward, the curve bends, and every byte counts.
 #
 # pp sends fewest bytes, partly during other microbatches. So its curve rises least on links much slower than the one at which dp's curve
-# bends. Before the bend, either of the two may rise less.
+# bends. Before the bend, either of the two may rise less: pp's ranks wait on every link while the first microbatch
+# goes from stage to stage, and the last one's gradient comes back.
 # </details>
 #
 # <details><summary>How far to trust the curves</summary>
@@ -455,9 +456,9 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)  # for 08's table
 #
 # ## Who sends to whom
 #
-# Which links an axis uses depends on where its ranks are. So
+# The links of an axis depend on where its ranks are. So
 # `record.traffic` notes axis, bytes and ranks of every message. We count a collective's bytes as in a ring, from
-# each rank to the next of its group. A *traffic atlas* then has a square for each sender and receiver, darker for more bytes.
+# each rank to the next of its group. A *traffic atlas* has a square for each sender and receiver, darker for more bytes.
 #
 # We treat eight ranks as two nodes of four and nest the axes in three orders. The outermost one lies between nodes. The
 # rule of thumb is hpnb's default order.
@@ -527,7 +528,7 @@ for axis in ("dp", "pp"):
 # is exposed. So hpnb nests dp outermost by default. With many microbatches that backward is short, and on a slow link all-reduces are
 # long. Then pp outermost can win.
 #
-# The *explorer*, the figure with knobs above, counts bytes between nodes and simulates the step of a model with 6.4 billion parameters,
+# The *explorer* above counts bytes between nodes and simulates the step of a model with 6.4 billion parameters,
 # 500,000 tokens and 16 microbatches.
 #
 # **Challenge.** Take 32 ranks on nodes of 8, NVLink 4 inside, 100 Gb Ethernet between, and at most 16 GB of weights, gradients and
@@ -611,8 +612,9 @@ lesson.check(exercises.place_axes, place)
 #            sum      x A of replica 0               sum      a part of x A of each replica
 # ```
 #
-# Every all-reduce inside a block now adds numbers of two different images. We train the correct and the swapped model on the leaves
-# for an epoch. LayerNorms, embeddings and the head are replicated over dp and tp, so we also record whether copies stay equal.
+# Every all-reduce inside a block now adds numbers of two different images. We train the correct and the swapped model
+# for an epoch on notebook 01's bean leaves. LayerNorms, embeddings and the head are replicated over dp and tp, so we also record
+# whether copies stay equal.
 
 
 # %%
@@ -669,9 +671,9 @@ lesson.claim("They stay equal along tp", (apart["tp"], "==", 0))
 vit_hybrid.add_to_field_guide()
 
 # %% [markdown]
-# The swapped model learns. Averaged over 8 steps, its loss falls from <data value="04.run.swapped.loss-first-8-steps:.2f">1.12</data> to <data value="04.run.swapped.loss-last-8:.2f">0.94</data>. Its saved weights combine shards
+# The swapped model learns. The loss curves cross, so we average over 8 steps: its loss falls from <data value="04.run.swapped.loss-first-8-steps:.2f">1.12</data> to <data value="04.run.swapped.loss-last-8:.2f">0.94</data>. Its saved weights combine shards
 # that saw different images. They classify <data value="04.run.swapped.accuracy">57.1 %</data> of the validation images correctly. Always guessing the most common class gets <data value="04.guess">33.8 %</data>.
-# Nothing looks wrong until you know the correct run. Its loss reaches <data value="04.run.correct.loss-last-8:.2f">0.80</data>. Its accuracy, <data value="04.run.correct.accuracy">55.6 %</data>, is no higher:
+# Nothing looks wrong until you know the correct run, whose loss reaches <data value="04.run.correct.loss-last-8:.2f">0.80</data>. Its accuracy, <data value="04.run.correct.accuracy">55.6 %</data>, is no higher:
 # on so few images, a few percent can be chance.
 #
 # <details><summary>Why does it learn at all?</summary>
@@ -819,8 +821,7 @@ lesson.check(exercises.global_norm, norm)
 # %% [markdown]
 # ## Change the layout in the middle of a run
 #
-# A long run rarely keeps its machines, so a checkpoint should belong to the
-# model and not to the layout. Tensors are saved under the model's names, in pieces that say where they lie in the full tensor.
+# A long run often continues on other machines, so a checkpoint must not depend on the layout. Tensors are saved under the model's names, in pieces that say where they lie in the full tensor.
 #
 # ```text
 # full weight (192, 48), saved by tp 2           loaded by tp 1

@@ -85,7 +85,7 @@ here = lesson.banner(N, model=name, data=english.describe(), sizes=sizes)
 # the predicted peak, and what is free. The peak is that of plain data parallelism, with five copies of the logits added as a reserve.
 # </details>
 #
-# Some cells ask you to guess a number first. Without a guess, a *rule of thumb* takes its place. Here it counts weights and gradients only.
+# Some cells ask you to guess a number first. Without a guess, a *rule of thumb* takes its place. Here it counts weights and gradients.
 
 # %%
 lesson.predict("05.states", "How many bytes of parameters, gradients and optimizer "
@@ -117,7 +117,8 @@ lesson.claim("The backward has already freed the activations",
 # %% [markdown]
 # It stopped <data value="05.stopped.operator">after aten.zeros_like</data>, with <data value="05.stopped.total">24.0 GB</data> in use, in the first `optimizer.step()`,
 # which allocates Adam's moments. By then, the backward had freed all activations but <data value="05.stopped.activations">8.19 kB</data>. Weights,
-# gradients and optimizer state are together the *states*: 16 bytes a parameter when complete. No batch is small enough.
+# gradients and optimizer state are together the *states*: 16 bytes a parameter when complete, over the budget of 15.4. So no batch is
+# small enough.
 #
 # <details><summary>How does the table count?</summary>
 #
@@ -129,7 +130,7 @@ lesson.claim("The backward has already freed the activations",
 # </details>
 #
 # **Takeaway.** Adam allocates its state in the first update. So only the second step has activations and state
-# together: test two.
+# together: test two steps.
 #
 # ## Sharding and recomputation by hand
 #
@@ -288,7 +289,7 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 # So shard first, and offload where there are too few ranks.
 #
 # With ZeRO-3, gradients go down once, and weights come up twice, for the forward and the backward: three transfers of 2 bytes a parameter.
-# For XL on four ranks they take <data value="05.xl-offload.transfers:.2f">0.09</data> s. The CPU's update takes <data value="05.xl-offload.update:.2f">0.11</data> s, and the GPU's falls away.
+# For XL on four ranks they take <data value="05.xl-offload.transfers:.2f">0.09</data> s. The CPU's update takes <data value="05.xl-offload.update:.2f">0.11</data> s, and the GPU does none.
 # The steps are measured further down. <data value="05.offload">In this run, offloading added 1.04 s to a step with ZeRO-3 and recomputation, predicted as 197 ms.</data>
 # Assumed rates and shared cores are only possible reasons for the difference. This page does not test them.
 # </details>
@@ -372,11 +373,12 @@ lesson.claim("ZeRO-2 fits XL with room to spare", (xl[ZeroConfig(2)], "<", 0.8 *
 # Recording slows the step: trust bytes, not clocks. Activations grow until the turn and are gone at the
 # end. With ZeRO-3, *temporary* contains the gathered weights.
 #
-# Of the four ZeRO stages without recomputation, <data value="05.fitting">0</data> fit the budget. Of all <data value="05.fits.of">9</data> configurations, <data value="05.fits.all">4</data> fit.
+# Of the four ZeRO stages without recomputation, <data value="05.fitting">0</data> fit the budget. The rule of thumb leaves
+# out activations, predicted as <data value="05.worked.activations.this-page-zero-0">18.5 GB</data>. Of all <data value="05.fits.of">9</data> configurations, <data value="05.fits.all">4</data> fit, all with recomputation.
 #
 # And XL on two ranks, in bf16? ZeRO-0 is predicted to peak at <data value="05.xl.zero-0.predicted">31.2 GB</data>, in the update: the float32 copy of
-# all gradients takes 6.2 GB, and recomputation cannot help. ZeRO-1 needs <data value="05.xl.zero-1.predicted">20.6 GB</data>. But unlike our
-# budget, a real GPU needs room for its driver, workspaces and fragmentation. So plan with 80 % of it, here 19.2 GB. ZeRO-2 fits with <data value="05.xl.zero-2.predicted">17.5 GB</data>, ZeRO-1
+# all gradients takes 6.2 GB, and recomputation cannot help. ZeRO-1 needs <data value="05.xl.zero-1.predicted">20.6 GB</data>. But a
+# real GPU needs room for its driver, workspaces and fragmentation. So plan with 80 % of it, here 19.2 GB. ZeRO-2 fits with <data value="05.xl.zero-2.predicted">17.5 GB</data>, ZeRO-1
 # only if it recomputes, with <data value="05.xl.zero-1-+-recompute.predicted">18.7 GB</data>.
 #
 # <details><summary>Both peaks, line by line</summary>
@@ -449,7 +451,7 @@ lesson.check(exercises.state_bytes, state_bytes)
 # ## What does a saved byte cost?
 #
 # What sets the time of a step? The CPU launches every operator, which takes time however small the tensors are. We
-# first look for this floor, with fewer and fewer tokens.
+# first look for this floor, with ever fewer tokens.
 
 # %%
 def time_forward_backward(shapes, repeats=5):
@@ -479,9 +481,9 @@ words.record_shape(SIZE, DTYPE)
 
 # %% [markdown]
 # Launching takes equally long for any number of tokens. We take the lowest point, a median of five rounds: <data value="05.floor.launch">75.8 ms</data>. Single rounds can be
-# faster; medians with few tokens lie above the launching line. Without messages, forward and backward of this page's <data value="05.tokens.page:,.0f">4,096</data> tokens
+# faster. Without messages, forward and backward of this page's <data value="05.tokens.page:,.0f">4,096</data> tokens
 # take <data value="05.floor.step">149 ms</data>. The computing line counts all of that, so it is an upper limit. So launching takes longer than computing at
-# least up to the crossing, <data value="05.tokens.equal:,.0f">2,090</data> tokens. Points near the crossing can lie above both.
+# least up to the crossing, <data value="05.tokens.equal:,.0f">2,090</data> tokens.
 #
 # To predict a step, take forward, backward and update of one rank that sends nothing: `alone`. Recomputation adds a forward. With
 # ZeRO, we predict 1/N of the update. Communication adds what does not overlap with computing, its *exposed* part. On GPUs, we predict:
@@ -523,12 +525,13 @@ lesson.record("05.alone", {"forward": alone[0]}, "s")
 # %% [markdown]
 # ZeRO-3 instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">19.5 GB</data>, and its median step was <data value="05.changed.zero-3">21.1 ms shorter</data>. Their ranges <data value="05.ranges">overlap: either may be faster</data>.
 # ZeRO-1's median step was <data value="05.changed.zero-1">38.3 ms shorter</data> than ZeRO-0's, but predicted as <data value="05.changed.zero-1-predicted">10.7 ms shorter</data>. ZeRO-2's was
-# <data value="05.changed.zero-2">28.5 ms longer</data>. The last column of the last table says which ranges overlap.
+# <data value="05.changed.zero-2">28.5 ms longer</data>. The last table says which ranges overlap.
 #
 # Recomputation added <data value="05.recompute.least">97.7 ms</data> to <data value="05.recompute.most">156 ms</data> to a median step, depending on the ZeRO stage. We predicted one forward, <data value="05.alone.forward">69.9 ms</data>.
 #
 # The predicted time holds for <data value="05.off.hold">1</data> of <data value="05.off.of">9</data> steps. Steps take <data value="05.off.low:.2f">1.17</data> to <data value="05.off.high:.2f">3.15</data> times the prediction, the most with
-# <data value="05.off.highest">ZeRO-3 + recompute + offload</data>. <data value="05.excess">In the bars, most of the excess lies before the update.</data>
+# <data value="05.off.highest">ZeRO-3 + recompute + offload</data>. <data value="05.excess">In the bars, most of the excess lies before the update.</data> Only ZeRO-1's lies mostly
+# after it.
 # Steps end with:
 #
 # | | ZeRO-0 | ZeRO-1 | ZeRO-2 | ZeRO-3 |
@@ -536,16 +539,16 @@ lesson.record("05.alone", {"forward": alone[0]}, "s")
 # | update | <data value="05.update.zero-0">27.8 ms</data> | <data value="05.update.zero-1">5.97 ms</data> | <data value="05.update.zero-2">31.0 ms</data> | <data value="05.update.zero-3">13.3 ms</data> |
 # | communication after it | <data value="05.after.zero-0">0 s</data> | <data value="05.after.zero-1">33.0 ms</data> | <data value="05.after.zero-2">1.53 ms</data> | <data value="05.after.zero-3">0 s</data> |
 #
-# We predicted a gather of <data value="05.after.predicted">7.31 ms</data>. In the bars of ZeRO-1 and 2, update and gather
-# together take <data value="05.late.least:.1f">2.0</data> to <data value="05.late.most:.1f">2.9</data> times the prediction.
+# We predicted a gather of <data value="05.after.predicted">7.31 ms</data>. ZeRO-1 and 2 gather this much. But what is
+# gathered while the CPU still launches counts as update. So compare sums: in their bars, update and gather together take <data value="05.late.least:.1f">2.0</data> to <data value="05.late.most:.1f">2.9</data> times the prediction.
 #
 # <details><summary>What does the prediction leave out?</summary>
 #
 # It leaves out copies to and from flat buckets, launching the hooks that shard and gather, and waiting for the slowest rank. Without
 # messages, forward and backward take less than twice as long as launching alone, so more launches can lengthen them.
 #
-# With recomputation, <data value="05.after.zero-1-+-recompute">28.9 ms</data> follow the update in ZeRO-1 and <data value="05.after.zero-2-+-recompute">21.0 ms</data> in ZeRO-2. Part of a gather may be in the
-# update. ZeRO-1 and 2 update equal shards, so the longer of their updates may contain waiting, too. Recomputation launches a forward again, with its
+# With recomputation, <data value="05.after.zero-1-+-recompute">28.9 ms</data> follow the update in ZeRO-1 and <data value="05.after.zero-2-+-recompute">21.0 ms</data> in ZeRO-2.
+# ZeRO-1 and 2 update equal shards, so the longer of their updates may contain waiting, too. Recomputation launches a forward again, with its
 # hooks. Messages also take time from cores or a GPU that compute. For offloading, the prediction assumes rates.
 #
 # This page does not measure these causes one by one. The times in the table may contain waiting. The check above
@@ -604,8 +607,8 @@ lesson.claim("ZeRO-3 exposes less than ZeRO-2 on fast links only", less == sorte
 # </details>
 #
 # **Takeaway.** Of the stages that fit, take the one with the least exposed communication plus update. For XL simulated on 8 GPUs,
-# ZeRO-3 beats ZeRO-2 from <data value="05.link.crossing">27.4 GB/s</data> on. On NDR it beats even ZeRO-0, if we count the shorter update.
-# There a saved GB costs least by sharding, and most by offloading.
+# ZeRO-3 beats ZeRO-2 from <data value="05.link.crossing">27.4 GB/s</data> on.
+# On NDR a saved GB costs least by sharding, and most by offloading.
 #
 # ### Exercise 2: which blocks to recompute
 #
@@ -899,9 +902,10 @@ lesson.claim("The scale grows as the loss falls", larges[0] > first[-1])
 # From 4 to 8 samples the steps fell by a factor of <data value="05.doubling:.2f">1.60</data>, not 2. The law, fitted from 8 samples on,
 # predicted <data value="05.doubling.predicted:.2f">1.79</data>.
 #
-# Doublings divided the steps by <data value="05.doublings.least:.2f">1.27</data> to <data value="05.doublings.most:.2f">1.63</data>. By the law, the last one divides them by <data value="05.doublings.law-last:.2f">1.32</data>. <data value="05.doublings.wall">The last doubling saved least, as the law says.</data>
-# We look at the test loss every five steps, and <data value="05.repeats.words">average 2 runs</data> for each batch size. So doublings that saved nearly
-# the same cannot be told apart.
+# Doublings divided the steps by <data value="05.doublings.least:.2f">1.27</data> to <data value="05.doublings.most:.2f">1.63</data>. By the law, the last one divides them by <data value="05.doublings.law-last:.2f">1.32</data>. <data value="05.doublings.wall">The last doubling saved least, as the law says.</data> But the
+# doubling from 16 to 32 saved most, not the first.
+# We look at the test loss every five steps, and <data value="05.repeats.words">average 2 runs</data> for each batch size. So small
+# differences can be chance.
 #
 # At a loss of 5, batches of 8 gave noise scales from <data value="05.scale.loss-5-batches-of-8.lowest:.0f">48</data> to <data value="05.scale.loss-5-batches-of-8.highest:.0f">101</data> samples. The same samples in one batch of
 # 128 gave <data value="05.scale.loss-5-batches-of-128.lowest:.0f">50</data> to <data value="05.scale.loss-5-batches-of-128.highest:.0f">66</data>.
@@ -920,8 +924,9 @@ lesson.claim("The scale grows as the loss falls", larges[0] > first[-1])
 # **Takeaway.** The noise scale gives an order of magnitude, and grows during training. Before you buy GPUs, train to a
 # loss with two batch sizes.
 #
-# How many ranks can a batch keep busy? At most the critical batch in tokens, divided by the token knee. GPT-3 used batches of 3.2 million tokens.
-# At 400 TFLOP/s and 50 GB/s, ρ is 8,000 FLOPs a byte, so the knee is about 8,000 tokens. With GPT-3's batch as critical batch, at most 3.2 M / 8,000 = 400 ranks are useful.
+# How many ranks can a batch keep busy? At most the critical batch in tokens, divided by the token knee.
+# At 400 TFLOP/s and 50 GB/s, ρ is 8,000 FLOPs a byte, so the knee is about 8,000 tokens. If GPT-3's batch of
+# 3.2 million tokens is the critical one, 3.2 M / 8,000 = 400 ranks are useful.
 #
 # ### Exercise 4: a noise scale from two norms
 #
@@ -960,12 +965,11 @@ lesson.check(exercises.noise_scale, scale_from_norms)
 # %% [markdown]
 # ## What to remember
 #
-# - A parameter costs 16 bytes, which the first update completes. Test two steps.
+# - A parameter costs 16 bytes, half of them allocated in the first update. Test two steps.
 # - ZeRO shards states, recomputation shrinks activations. Predict the fullest moment, then choose.
-# - By our prediction, overlapped communication costs no time. Take the ZeRO stage that fits with the least exposed communication
-#   plus update.
+# - Of the ZeRO stages that fit, take the one with the least exposed communication plus update.
 # - How far? Here from <data value="05.depth.zero-0.measured">23 blocks</data> to <data value="05.depth.zero-3-+-recompute.measured">150 blocks</data> on <data value="05.tokens.ranks">4</data> ranks; by simulation 32.5 billion parameters take 84 % of 80 GB on 64 GPUs. Then the
-#   batch limits data parallelism, to about 400 ranks for GPT-3's.
+#   batch limits data parallelism: with GPT-3's, to about 400 ranks.
 #
 # **When not to use this.** Use tensor parallelism when one block, or one sequence's
 # activations, do not fit: notebook 07. Use other axes when the batch is at its wall: notebooks 06 and 08.
@@ -983,4 +987,4 @@ lesson.check(exercises.noise_scale, scale_from_norms)
 # - Merrill et al. 2025, *Critical batch size revisited* (2505.23971). Brown et al. 2020, *GPT-3*, 2005.14165.
 # </details>
 #
-# **Next.** Notebook 06 partitions GPT-2 into pipeline stages, which send only activations.
+# **Next.** Notebook 06 partitions GPT-2 into pipeline stages, which send only hidden states and their gradients.

@@ -5,7 +5,8 @@
                    that is most of the memory, for a few per cent of the FLOPs. The function that runs twice
                    is the model's own, with its sinks, soft cap, window and mask
 
-Dropout draws the same mask again. Chen et al. 2016 (arXiv 1604.06174); Korthikanti et al. 2022 (arXiv
+Dropout draws the same mask again, and a recomputation begins with the buffers of the forward that it repeats
+(`recomputed_buffers.py`). Chen et al. 2016 (arXiv 1604.06174); Korthikanti et al. 2022 (arXiv
 2205.05198), section 5.
 """
 
@@ -22,11 +23,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
 from hpnb.data_parallel.fsdp_units import find_blocks
+from hpnb.hybrid.recomputed_buffers import BufferSnapshots
 from hpnb.mesh import Recomputation
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # a global of every file of transformers whose modules attend
-_RECOMPUTES = "_hpnb_recomputes"  # an attribute of modules whose attention is recomputed
+_RECOMPUTES = "_hpnb_recomputes"  # an attribute of modules whose attention is recomputed: BufferSnapshots
 _SWITCH = "gradient_checkpointing"  # an attribute of modules that transformers recomputes
+_CHECKPOINT = "_gradient_checkpointing_func"  # and the one by which it does
 
 
 def enable_recomputation(
@@ -47,17 +50,28 @@ def enable_recomputation(
         new, old = "activation_checkpointing_enable", "gradient_checkpointing_enable"
         enable = getattr(model, new, None) or getattr(model, old)
         enable({"use_reentrant": False})
+        for layer in (module for module in model.modules() if getattr(module, _SWITCH, False)):
+            setattr(layer, _CHECKPOINT, partial(_checkpoint, BufferSnapshots(layer)))
     elif what == "full":
         for block in (find_blocks(model) or [model]) if blocks is None else blocks:
             # A partial, so that deepcopy follows it. Its __wrapped__ says which inputs the block takes.
-            recomputed = partial(_run_recomputed, block, block.forward)
+            recomputed = partial(_run_recomputed, BufferSnapshots(block), block.forward)
             block.forward = update_wrapper(recomputed, block.forward, assigned=(), updated=())
 
 
-def _run_recomputed(block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    if not block.training or not torch.is_grad_enabled():
+def _run_recomputed(
+    buffers: BufferSnapshots, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    if not buffers.block.training or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)
+    return _checkpoint(buffers, partial(forward, **kwargs), *args)
+
+
+def _checkpoint(buffers: BufferSnapshots, function: Callable[..., Any], /, *args: Any) -> Any:
+    """Run `function` of modules in `buffers.block`, and again in the backward."""
+    if torch.compiler.is_compiling():  # which recomputes inside of one graph, and changes buffers once
+        return checkpoint(function, *args, use_reentrant=False)
+    return checkpoint(function, *args, use_reentrant=False, context_fn=buffers.contexts)
 
 
 def _recompute_attention(model: nn.Module) -> None:
@@ -78,7 +92,7 @@ def _recompute_attention(model: nn.Module) -> None:
                 "nothing would be recomputed; use 'full'"
             )
     for attention in attentions:
-        setattr(attention, _RECOMPUTES, True)
+        setattr(attention, _RECOMPUTES, BufferSnapshots(attention))
         for namespace in namespaces[type(attention)]:
             if not isinstance(namespace[_INTERFACE], _RecomputingInterface):
                 namespace[_INTERFACE] = _RecomputingInterface(namespace[_INTERFACE])
@@ -103,9 +117,10 @@ class _RecomputingInterface(AttentionInterface):  # type: ignore[misc]
 
 def _attend(function: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """`function` of transformers: softmax(q k^T) v, where `args` begin with q, k, v (B, heads, s, head)."""
-    if not (getattr(module, _RECOMPUTES, False) and module.training and torch.is_grad_enabled()):
+    buffers: BufferSnapshots | None = getattr(module, _RECOMPUTES, None)
+    if buffers is None or not module.training or not torch.is_grad_enabled():
         return function(module, *args, **kwargs)
-    return checkpoint(partial(function, module, **kwargs), *args, use_reentrant=False)
+    return _checkpoint(buffers, partial(function, module, **kwargs), *args)
 
 
 def _namespaces(kind: type[nn.Module]) -> tuple[dict[str, Any], ...]:

@@ -36,6 +36,7 @@ from hpnb.models.compare_parts import (
     compare_outputs,
     draw_weights,
     model_forward,
+    restoring_buffers,
     run_parts,
     tensors_of,
 )
@@ -238,17 +239,19 @@ Result = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]  # outputs, and
 
 
 def _outputs_and_gradients(run: Callable[[], Any], model: nn.Module) -> Result:
-    """Of the loss that weighs every output by other numbers."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        outputs = tensors_of(run())
+    """Of the loss that weighs every output by other numbers. The model keeps its buffers."""
     model.zero_grad()
-    loss = loss_of(outputs.values())
-    if loss.requires_grad:
-        loss.backward()
+    with restoring_buffers(model):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            outputs = tensors_of(run())
+        loss = loss_of(outputs.values())
+        if loss.requires_grad:
+            loss.backward()
+        outputs = {name: value.detach().clone() for name, value in outputs.items()}
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return {name: value.detach() for name, value in outputs.items()}, gradients
+    return outputs, gradients
 
 
 def loss_of(outputs: Any) -> torch.Tensor:
@@ -293,11 +296,7 @@ def _compare_on_ranks(
         results = launch(compute, registration, model, inputs, ranks=ranks, device="cpu", timeout=timeout)
     except RankError as error:
         reason = str(error).splitlines()[0]
-        if what in (
-            _ZERO_3,
-            _ZERO_3_PIPELINE,
-            _SEQUENCE,
-        ):  # others may fit, and training would raise this too
+        if what in (_ZERO_3, _ZERO_3_PIPELINE, _SEQUENCE):  # others may fit; training would raise this too
             hint = _TOKENS if what == _SEQUENCE and "of the tokens" not in reason else ""
             yield f"{_REFUSED}{_RAISED.sub('', reason)}{hint}"
         else:

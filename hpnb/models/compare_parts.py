@@ -119,11 +119,9 @@ def find_difference(model: nn.Module, inputs: Mapping[str, Any], tolerance: floa
 def compare_outputs(model: nn.Module, inputs: Mapping[str, Any], tolerance: float) -> Comparison:
     """Run the parts and the forward, and pair their outputs by shape."""
     parts = anatomy(model)
-    state = {name: b.clone() for name, b in model.named_buffers()}
     after_parts: dict[str, torch.Tensor] = {}
-    with _fixed_seed(), _outputs_of(parts, after_parts):
+    with _fixed_seed(), restoring_buffers(model), _outputs_of(parts, after_parts):
         ours = tensors_of(run_parts(parts, inputs))
-    _restore(model, state)
     pairs: dict[str, str] = {}
     paired: set[str] = set()
     differences: dict[str, str] = {}
@@ -131,14 +129,12 @@ def compare_outputs(model: nn.Module, inputs: Mapping[str, Any], tolerance: floa
     for targets in (False, True):  # some models give all logits only where they get targets
         after_forward: dict[str, torch.Tensor] = {}
         try:
-            with _fixed_seed(), _outputs_of(parts, after_forward):
+            with _fixed_seed(), restoring_buffers(model), _outputs_of(parts, after_forward):
                 theirs = tensors_of(model(**arguments_of(model, inputs, targets)))
         except TypeError:  # it must have targets
             if targets:
                 raise
             continue
-        finally:
-            _restore(model, state)
         equal = {}
         others += [_described(name, value) for name, value in theirs.items() if value.dim()]
         where = where or _where(parts, after_parts, after_forward, tolerance)
@@ -322,17 +318,27 @@ def _outputs_of(parts: Anatomy, outputs: dict[str, torch.Tensor]) -> Iterator[No
 
 
 @contextmanager
+def restoring_buffers(model: nn.Module) -> Iterator[None]:
+    """Every run inside such a block starts from the same buffers, which the model has again after it."""
+    tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    values = {buffer: buffer.detach().clone() for buffer in model.buffers()}
+    try:
+        yield
+    finally:
+        for buffers, table in tables:
+            buffers.clear()
+            buffers.update(table)
+        with torch.no_grad():
+            for buffer, value in values.items():
+                buffer.copy_(value)
+
+
+@contextmanager
 def _fixed_seed() -> Iterator[None]:
     """Dropout draws the same numbers in every run inside such a block, and the caller's are not used up."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
-
-
-@torch.no_grad()
-def _restore(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    for name, b in model.named_buffers():
-        b.copy_(state[name])
 
 
 def _fill(model: nn.Module) -> None:

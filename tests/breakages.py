@@ -387,6 +387,13 @@ BREAKAGES = (
         "for n, ranks in ((dense, replicas), (experts, replicas))",
         ("tests/test_plan_axes.py",),
     ),
+    Breakage(
+        "tensor parallelism drops the hooks of a layer that it replaces",
+        "tensor_parallel/replaced_layers.py",
+        "if (hook := _hook_of(layer)) is not None:",
+        "if (hook := None) is not None:",
+        ("tests/test_replaced_layers.py",),
+    ),
 )
 
 

@@ -6,6 +6,7 @@ What to read for what:
 
     mode.py                                  what the modes decide about a model: read this first
     parallelize.py, model_checks.py          all of this applied to a model; which models are refused
+    replaced_layers.py                       layers to replace that carry what the new ones would not run
     tp_1d.py, tp_1d_linear.py                1D: Megatron's column- and row-parallel layers
     tp_1d_regions.py, parallel_region.py     where 1D's regions begin and end; what their columns read
     sequence_parallel.py                     1D: tokens are sharded between two regions

@@ -139,6 +139,10 @@ class TensorParallelMode(ABC):
         """How this rank's shard is cut from a weight; () is all of it."""
 
     @abstractmethod
+    def replaces(self, roles: Mapping[str, Role]) -> bool:
+        """Whether `replace_layer` replaces a layer whose parameters have these roles."""
+
+    @abstractmethod
     def replace_layer(self, path: str, old: nn.Module, model: ModelToShard) -> nn.Module | None:
         """What replaces `old`, whose weights are sharded already; None keeps it."""
 

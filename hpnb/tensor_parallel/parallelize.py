@@ -46,6 +46,7 @@ from hpnb.tensor_parallel.model_checks import (
     places_of_blocks,
 )
 from hpnb.tensor_parallel.module_hooks import explain_first_failure
+from hpnb.tensor_parallel.replaced_layers import check_replaced_layers
 from hpnb.tensor_parallel.sharded_logits import keep_logits_sharded
 from hpnb.tensor_parallel.tp_1d import TensorParallel1D
 from hpnb.tensor_parallel.tp_2d import TensorParallel2D
@@ -90,8 +91,9 @@ def parallelize(
     Raises:
         TypeError: a model of another kind, or a wrapped one.
         ValueError: a mode that this many ranks cannot serve, sizes that do not divide where they must, more
-            ranks than heads, a model that has been sharded before, or a parameter with a gradient, on
-            any rank. The model has not been changed then.
+            ranks than heads, a model that has been sharded before, a parameter with a gradient, or a
+            layer to replace that carries a hook or the forward of a subclass, on any rank. The model has not
+            been changed then.
 
     >>> def forward(batch):
     ...     model = hpnb.models.vit("laptop", classes=3)
@@ -117,6 +119,7 @@ def parallelize(
     first_forward_check = first_step_check(model) if dist.get_rank() == 0 else None  # of the full model
     tp_mode = make_mode(mode, axis, sequence_parallel, depth, overlap)
     tp_mode.check(to_shard)
+    check_replaced_layers(to_shard, tp_mode, axis)
     _shard_weights(to_shard, axis, tp_mode)
     for path in to_shard.layers:
         old = model.get_submodule(path)

@@ -140,19 +140,21 @@ class TensorParallel1D(TensorParallelMode):
 
     # --- layers ------------------------------------------------------------------------------------------
 
+    def replaces(self, roles: Mapping[str, Role]) -> bool:
+        role = roles.get("weight")
+        return role is not None and self.axis.size > 1 and is_sharded(role)
+
     def replace_layer(self, path: str, old: nn.Module, model: ModelToShard) -> nn.Module | None:
         section, roles = model.layers[path]
-        role = roles.get("weight")
-        if role is None or self.axis.size == 1:
+        if not self.replaces(roles):
             return None
+        role = roles["weight"]
         if role.vocabulary is not None and section == "embedding":
             assert isinstance(old, nn.Embedding)
             return VocabParallelEmbedding(old, model.vocab_size_of(path), self.axis)
         if role.vocabulary is not None or role.kind == "column":
             return ColumnParallelLinear(old, is_transposed(roles))
-        if role.kind == "row":
-            return RowParallelLinear(old, is_transposed(roles), self.sharding)
-        return None
+        return RowParallelLinear(old, is_transposed(roles), self.sharding)
 
     # --- hooks -------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ Nothing is multiplied in this file. A subclass says how matrices are sharded and
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -134,13 +134,19 @@ class GridMode(TensorParallelMode):
 
     # --- layers ----------------------------------------------------------------------------------------
 
+    def replaces(self, roles: Mapping[str, Role]) -> bool:
+        role = roles.get("weight")
+        if role is None or self.axis.size == 1:
+            return False
+        return role.vocabulary is not None or role.kind in ("norm", "column", "row", "head")
+
     def replace_layer(self, path: str, old: nn.Module, model: ModelToShard) -> nn.Module | None:
         """See TensorParallelMode. It also notes what to sum: the gradients of replicated weights of the new
         layer over the batch, and which layers have the same input."""
         section, roles = model.layers[path]
-        role = roles.get("weight")
-        if role is None or self.axis.size == 1:
+        if not self.replaces(roles):
             return None
+        role = roles["weight"]
         if role.vocabulary is not None and section == "embedding":
             assert isinstance(old, nn.Embedding)
             return self.make_embedding(old, model.vocab_size_of(path))
@@ -164,12 +170,10 @@ class GridMode(TensorParallelMode):
             group = self._linears_with_same_input(path, role, model.shapes[f"{path}.weight"], sums)
             new = GridLinear(old, group)
             group.grad_sum.add(new, "bias")
-        elif role.kind == "head":
+        else:
             grad_sum = sums.over_batch_of(self.hidden_layout)
             new = GridClassifier(old, is_transposed(roles), self.hidden_layout, grad_sum)
             grad_sum.add(new, "weight")
-        else:
-            return None
         return new
 
     def _linears_with_same_input(

@@ -105,6 +105,16 @@ def count_expected(parameters: Iterable[torch.nn.Parameter]) -> int:
     return sum(p.requires_grad or p.grad is not None for p in parameters)
 
 
+def refuse_sparse(parameters: Iterable[torch.nn.Parameter], names: Iterable[str]) -> None:
+    """A bucket is dense, and so must the gradients of its parameters be."""
+    for p, name in zip(parameters, names, strict=True):
+        if p.grad is not None and p.grad.is_sparse:
+            raise ValueError(
+                f"{name} has a sparse gradient, which has no place in a bucket; use "
+                "nn.Embedding(sparse=False)"
+            )
+
+
 def fill_bucket(
     flat: torch.Tensor, views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], scale: float
 ) -> None:

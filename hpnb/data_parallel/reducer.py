@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hpnb.background import Background, Pending, wait_all
-from hpnb.data_parallel.buckets import assign_buckets, count_expected, fill_bucket
+from hpnb.data_parallel.buckets import assign_buckets, count_expected, fill_bucket, refuse_sparse
 from hpnb.gradients import GradientSink
 from hpnb.mesh import Axis
 from hpnb.record.recorder import separate_compute
@@ -172,11 +172,7 @@ class Reducer(GradientSink):
         for p, grad in zip(bucket.parameters, grads, strict=True):
             if grad is None:
                 self._sent_as_zeros.append(p)
-            elif grad.is_sparse:
-                raise ValueError(
-                    f"{self.names[p]} has a sparse gradient, which has no place in a bucket; use "
-                    "nn.Embedding(sparse=False)"
-                )
+        refuse_sparse(bucket.parameters, (self.names[p] for p in bucket.parameters))
         fill_bucket(flat, views, grads, scale)
         if self._gradient_as_bucket_view:
             for p, view in zip(bucket.parameters, views, strict=True):

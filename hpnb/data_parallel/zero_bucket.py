@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from hpnb.background import Background, Pending
-from hpnb.data_parallel.buckets import fill_bucket
+from hpnb.data_parallel.buckets import fill_bucket, refuse_sparse
 from hpnb.data_parallel.shard_layout import ShardLayout
 from hpnb.mesh import Axis
 from hpnb.placement import FLAT, Cut, Placement, placement_of, set_placement
@@ -64,7 +64,7 @@ class ZeroBucket:
         offload: bool,
     ) -> None:
         first = parameters[0]
-        self.parameters, self.axis = tuple(parameters), axis
+        self.parameters, self._names, self.axis = tuple(parameters), tuple(names), axis
         self._reduce_dtype = first.dtype if communication_dtype is None else communication_dtype
         shapes = tuple(tuple(p.shape) for p in parameters)
         self.layout = ShardLayout(shapes, axis.size, first.element_size(), elementwise)
@@ -133,6 +133,7 @@ class ZeroBucket:
                 shard.grad = shard.grad.clone()  # out of the buffer that is used again below
         flat, self._shard_grad = self._gradient_buffers()
         scale = 1.0 if background.averages or not average else 1.0 / self.axis.size
+        refuse_sparse(self.parameters, self._names)
         fill_bucket(flat, self.layout.views(flat), [p.grad for p in self.parameters], scale)
         for p in self.parameters:
             p.grad = None  # frees full gradients, and nobody takes an unreduced one for a reduced one

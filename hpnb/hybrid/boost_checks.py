@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,6 +37,8 @@ def check_boost(plugin: HybridParallelPlugin, model: Any, optimizer: Any) -> Non
     if isinstance(model, nn.Module):
         _refuse_torch_data_parallel(model)
         _refuse_max_norm(plugin, model)
+        if optimizer is not None:
+            _refuse_sparse_gradients(plugin, model)
         if model in boosted_models:
             raise ValueError(
                 f"this {type(model).__name__} has been boosted before, which changes it in place: go on with "
@@ -133,6 +136,30 @@ def _refuse_max_norm(plugin: HybridParallelPlugin, model: nn.Module) -> None:
                 f"{name} has max_norm={module.max_norm}, so a forward scales the rows that it looks up; "
                 f"{ranks} ranks look up different rows, and their copies would diverge: use max_norm=None, "
                 "and scale the weight after the optimizer's step"
+            )
+
+
+def _refuse_sparse_gradients(plugin: HybridParallelPlugin, model: nn.Module) -> None:
+    """One process trains an embedding with sparse gradients, and so does a pipeline without replicas: the
+    optimizer gets the gradient as it is. Nothing else takes one."""
+    ranks = plugin.dp_size * plugin.cp_size * plugin.tp_size
+    reasons = {
+        f"zero_stage={plugin.zero_stage} shards gradients": plugin.zero_stage > 0,
+        f"{ranks} ranks sum gradients": ranks > 1,
+        f"max_norm={plugin.max_norm} takes their norm": plugin.max_norm > 0,
+        f"precision={plugin.policy.name!r} copies them to float32": plugin.policy.masters,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    used = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or not module.sparse:
+            continue
+        is_tied = plugin.pp_size > 1 and used[id(module.weight)] > 1
+        why = reason or ("stages sum the gradients of a tied weight" if is_tied else None)
+        if module.weight.requires_grad and why is not None:
+            raise ValueError(
+                f"{name or 'the model'} is an {type(module).__name__} with sparse=True, and {why}, which "
+                "must be dense: use sparse=False"
             )
 
 

@@ -74,7 +74,10 @@ class GradientVersions:
     def note(self, parameters: Iterable[torch.Tensor]) -> None:
         """The backward has ended: note the gradients as it has left them."""
         if self._warns:
-            self._noted = [(p, g.data_ptr(), g._version) for p in parameters if (g := p.grad) is not None]
+            grads = [(p, p.grad) for p in parameters]
+            self._noted = [
+                (p, g.data_ptr(), g._version) for p, g in grads if g is not None and not g.is_sparse
+            ]
 
     def forget(self) -> None:
         """Gradients are zeroed, or about to be used up."""

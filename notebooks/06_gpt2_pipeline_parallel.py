@@ -160,8 +160,8 @@ lesson.record("06.run", gpt2_pipeline.unequal_ranks(SOURCE, busy))
 
 # %% [markdown]
 # The bubble is <data value="06.bubble">42.9 %</data> instead. The formula assumes equal stages, but the last rank works
-# <data value="06.run.slower:.1f">1.6</data> times as long as the others on average, and they wait for it. More microbatches
-# don't cure that. With endlessly many, these times still leave a bubble of <data value="06.run.endless">29.3 %</data> by Σ t + (m-1) max t.
+# <data value="06.run.slower:.1f">1.6</data> times as long as the others on average, and they wait for it. With endlessly many
+# microbatches, these times still leave a bubble of <data value="06.run.endless">29.3 %</data> by Σ t + (m-1) max t.
 #
 # **Takeaway.** A uniform cut gives the exact result, but slowly: the stage with the head sets the pace.
 #
@@ -788,15 +788,18 @@ lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 #
 # ZB-H1's step takes <data value="06.h1.run:.2f">0.93</data> times as long as 1F1B's by the median, a difference <data value="06.h1.spread">within the spread of the repeats</data>. Its
 # bubble is <data value="06.bubbles.zb-h1.of-the-median-step">28.7 %</data> against <data value="06.bubbles.1f1b.of-the-median-step">34.3 %</data>, a difference <data value="06.fastest.zb-h1">beyond the spread of the repeats</data>.
+# The margin is small: ZB-H1's repeats end at <data value="06.bubbles.zb-h1.highest">31.8 %</data>, and 1F1B's begin at <data value="06.bubbles.1f1b.lowest">31.9 %</data>.
 #
 # Simulated, ZB-H1's step takes <data value="06.h1.simulated:.2f">0.85</data> times as long as 1F1B's. The simulation lets W take as long as I.
 # But in this library W has only the weight gradients of matmuls. In the
 # run it takes <data value="06.style.zb-h1.w-i:.2f">0.38</data> times as long as I. The shorter W is, the less a split backward saves.
-# The second fold below names other differences between run and simulation.
+# The second fold below names other differences.
 #
 # <details><summary>Can two stages a rank take equally long?</summary>
 # If 2p stages were equal, each would take <data value="06.chunks.equal:.2f">6.90</data> blocks. The head alone takes
-# <data value="06.head.head-and-loss.measured">6.94 blocks</data>, <data value="06.chunks.words">0.05 blocks more, so with two stages a rank the head's stage still takes longest</data>.
+# <data value="06.head.head-and-loss.measured">6.94 blocks</data>. But only whole layers move: if the head has one of 8 stages for itself, 48 blocks lie on the
+# other 7. At least one of these stages has 7 blocks, and takes slightly longer than the head. The row of 8 ranks in the table of
+# slowest stages has the same cut by time.
 # Interleaved and ZB-V cut the model alike. ZB-V also splits backwards, so its W can fill gaps.
 # </details>
 #

@@ -207,7 +207,7 @@ lesson.record("07.nearer", gpt2_tensor.nearer_in_words(fullest, ratio, seconds))
 # people pad 25 heads to 28 or choose t = 5.
 # </details>
 #
-# **Takeaway.** Split whole heads. An uneven split is exact, but by FLOPs the rank with most heads sets the pace, so prefer a t that
+# **Takeaway.** Split whole heads. An uneven split is exact, but the rank with most heads sets the pace, so prefer a t that
 # divides a.
 #
 # ### Exercise 1: split heads

@@ -8,6 +8,7 @@ vit/                 the folder of its checkpoints
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import time
@@ -39,6 +40,7 @@ from hpnb.models import decay_groups
 from hpnb.ranks.current_rank import device, world_size
 
 _LOSSES_EVERY = 0.5  # seconds
+_HISTORY, _MODEL = "history.json", "model"
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ def _train(file: RunFile, folder: Path, flag: Path | None, more: Sequence[Hook])
     plugin, how, checkpoint = file.plugin(), file.training, file.checkpoint
     newest = _newest(folder) if checkpoint.resume else None
     unfinished = resuming.unfinished(folder) if checkpoint.resume and newest is None else None
+    if checkpoint.resume and newest is None:
+        _check_not_finished(folder)
     state = {} if newest is None else resuming.read_state(newest)
     task = make_task(file)
     loader = task.loader(plugin, file.data, 0, how.seed)
@@ -110,7 +114,7 @@ def _train(file: RunFile, folder: Path, flag: Path | None, more: Sequence[Hook])
     recording = [
         *task.metrics,
         ThroughputHook("tokens" if file.data.name == "text" else "samples"),
-        hooks.MetricsByEpochHook(folder / "history.json", on_error=checkpoint.on_error),
+        hooks.MetricsByEpochHook(folder / _HISTORY, on_error=checkpoint.on_error),
         _FiniteLossHook(_say),
     ]
     trainer = Trainer(booster, model, optimizer, None, schedule, [*recording, saves, stop, *more],
@@ -120,10 +124,12 @@ def _train(file: RunFile, folder: Path, flag: Path | None, more: Sequence[Hook])
     say(about)
     resumed = None if newest is None else _resume(trainer, newest, restore_data=anew is None)
     if resumed is not None:
-        then = "; nothing is left to train" if resumed >= total else ""
-        if anew is not None:
-            then += f"; epoch {trainer.epoch + 1} begins anew with the data as the file says now"
-        say(f"goes on from {newest}, after {resumed} of {total} steps{then}")
+        place = f"goes on from {newest}"
+        if resumed >= total:
+            _take_last_row(trainer, folder / _HISTORY)
+            place = f"the run in {folder} is finished, and nothing is left to train"
+        then = f"; epoch {trainer.epoch + 1} begins anew with the data as the file says now" if anew else ""
+        say(f"{place}, after {resumed} of {total} steps{then}")
         for difference in changed:
             say(f"  changed: {difference}")
     if unfinished is not None:
@@ -137,11 +143,11 @@ def _train(file: RunFile, folder: Path, flag: Path | None, more: Sequence[Hook])
     final = trainer.evaluate(task.loader(plugin, file.data, 2))
     figures = "  ".join(f"{name} {value:.4g}" for name, value in final.items() if value is not None)
     say(f"final evaluation on {len(task.splits[2]):,} rows: {figures}")
-    with resuming.disk_errors_of(folder / "model"):
-        booster.save_model(model, folder / "model")
+    with resuming.disk_errors_of(folder / _MODEL):
+        booster.save_model(model, folder / _MODEL)
         for processor in (task.tokenizer, task.image_processor):
             if processor is not None and trainer.role.shows:
-                processor.save_pretrained(folder / "model")
+                processor.save_pretrained(folder / _MODEL)
     say(f"the model is in {folder / 'model'}, which from_pretrained opens")
     return RunResult(trainer.history, final, trainer.step, resumed)
 
@@ -288,6 +294,35 @@ def _resume(trainer: Trainer, checkpoint: Path, restore_data: bool) -> int:
     for group, rate, decay in zip(trainer.optimizer.param_groups, rates, decays, strict=True):
         group["lr"], group["weight_decay"] = rate, decay
     return trainer.step
+
+
+def _take_last_row(trainer: Trainer, path: Path) -> None:
+    """A run that ended inside an epoch was saved before that epoch got its row. If `path` has the row, the
+    epoch is over, and is not evaluated and written once more."""
+    rows = resuming.first_rank_finds(_read_history, path)
+    if rows and (rows[-1]["epoch"], rows[-1]["step"]) == (trainer.epoch + 1, trainer.step):
+        trainer.history[:] = rows
+
+
+def _read_history(path: Path) -> list[EpochRow]:
+    """What `MetricsByEpochHook` has written, [] if that is not there or cannot be read."""
+    try:
+        rows: list[EpochRow] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return rows
+
+
+def _check_not_finished(folder: Path) -> None:
+    """Raise ValueError if a run that ended here has left a model and figures, and no checkpoint: a run from
+    the start would write over both. Every rank calls it."""
+    rows = resuming.first_rank_finds(lambda f: (f / _MODEL).exists() and _read_history(f / _HISTORY), folder)
+    if rows:
+        raise ValueError(
+            f"the run in {folder} is finished, after {rows[-1]['step']} steps, and its checkpoints are gone: "
+            f"another run would write over {_HISTORY} and {_MODEL}; set [checkpoint] dir to another folder, "
+            "or move these two"
+        )
 
 
 # --- what is said -------------------------------------------------------------------------------------------

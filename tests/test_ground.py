@@ -51,7 +51,7 @@ HOUSE = (
     ("record",),
     ("ranks",),
     ("files", "split_sizes", "layout"),
-    ("lazy_names", "caller_frame"),
+    ("lazy_names", "caller_frame", "user_hooks"),
 )
 LEVEL = {room: level for level, rooms in enumerate(HOUSE) for room in rooms}
 ON_TOP = {"__init__", "__main__", "doctor"}  # they open the whole house

@@ -6,7 +6,7 @@
     stage 2   ZeroOptimizer    gradients too
     stage 3   fully_shard      parameters too: fsdp.py, fsdp_hooks.py, fsdp_units.py, fsdp_prefetch.py,
                                fsdp_reductions.py, fsdp_checks.py, copied_hooks.py, flat_params.py,
-                               shard_layout.py
+                               parameter_hooks.py, shard_layout.py
 
 Read two files of hpnb/ first: `gradients.py`, on what a hook owner and a sink are, and `background.py`, which
 runs collectives beside the computation. `replicas.py` makes replicas equal at the start. `compare_replicas`

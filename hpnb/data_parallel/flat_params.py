@@ -27,6 +27,11 @@ from torch import nn
 
 from hpnb.background import Background, Pending
 from hpnb.data_parallel.buckets import fill_bucket
+from hpnb.data_parallel.parameter_hooks import (
+    ForwardedHooks,
+    has_post_accumulate_hooks,
+    run_post_accumulate_hooks,
+)
 from hpnb.data_parallel.shard_layout import ShardLayout
 from hpnb.gradients import hook_gradients
 from hpnb.mesh import Axis
@@ -112,8 +117,9 @@ class FlatParam:
         self._scale = 1.0 / (axis.size * copies) if averages_here else 1.0
         self._flat_grad, self._grad_views = torch.empty(0), list[torch.Tensor]()
         self._reducing: tuple[Pending, torch.Tensor] | None = None  # and what becomes this rank's (P/N,)
-        self.has_gradients = False
+        self.has_gradients = self._is_reduced = False
         self._hooked: set[nn.Parameter] = set()
+        self._forwarded_hooks = ForwardedHooks()
         self._count_trained()
 
     def _shard_parameters(self, axis: Axis) -> torch.Tensor:
@@ -158,6 +164,11 @@ class FlatParam:
         if changed:
             self._count_trained()
 
+    def follow_hooks(self) -> None:
+        """Call the hooks that users have registered on the sharded parameters by now."""
+        for sharded, unsharded in zip(self.sharded_params, self.unsharded_params, strict=True):
+            self._forwarded_hooks.follow(sharded, unsharded)
+
     def _count_trained(self) -> None:
         trained = [p for p in self.unsharded_params if p.requires_grad]
         for p in trained:
@@ -183,6 +194,7 @@ class FlatParam:
 
     def unshard(self) -> None:
         """Start to all-gather the full parameters, unless they are here."""
+        self._is_reduced = False
         if self.is_unsharded:
             return
         self.is_unsharded = True
@@ -225,7 +237,10 @@ class FlatParam:
         )
 
     def names_without_gradient(self) -> list[str]:
-        """Names of trained parameters that have no gradient, neither reduced nor to be reduced."""
+        """Names of trained parameters that have no gradient, neither reduced nor to be reduced. A hook may
+        have used up a reduced one and set .grad to None."""
+        if self._is_reduced:
+            return []
         triples = zip(self.names, self.sharded_params, self.unsharded_params, strict=True)
         return [
             n for n, p, unsharded in triples if p.requires_grad and p.grad is None and unsharded.grad is None
@@ -281,20 +296,25 @@ class FlatParam:
             pinned = self._shard.is_pinned() if self._policy.offload else False
             converted = torch.empty_like(self._shard, pin_memory=pinned)
             shard = converted.copy_(shard, non_blocking=pinned)
-        accumulated, added = [], []
+        accumulated, added, hooked = [], [], []
         grads = self._layout.views_in_shard(shard, self.axes[0].rank)
         for i, (p, grad) in enumerate(zip(self.sharded_params, grads, strict=True)):
             if not p.requires_grad or (used is not None and not used[i]):
                 continue
+            if has_post_accumulate_hooks(p):
+                hooked.append(p)
             if p.grad is None:
                 p.grad = grad
             else:
                 accumulated.append(p.grad)
                 added.append(grad)
+        if (accumulated or hooked) and shard.is_pinned():
+            torch.cuda.current_stream().synchronize()
         if accumulated:
-            if shard.is_pinned():
-                torch.cuda.current_stream().synchronize()
             torch._foreach_add_(accumulated, added)
+        self._is_reduced = True
+        for p in hooked:
+            run_post_accumulate_hooks(p)
 
 
 def _free(flat: torch.Tensor) -> None:

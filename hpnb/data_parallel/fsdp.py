@@ -21,6 +21,7 @@ the same. A shard's gradient is then all-reduced over its R ranks, 2 (R-1)/R B/N
     fsdp_prefetch.py     which unit is gathered ahead
     flat_params.py       the flat parameter of a unit; shard_layout.py says where each tensor lies in it
     fsdp_reductions.py   the reductions that are in flight
+    parameter_hooks.py   hooks that users have registered on parameters
 
 After Rajbhandari et al. 2020, *ZeRO* (arXiv 1910.02054), sections 5.3 and 7, and Zhao et al. 2023, *PyTorch
 FSDP* (arXiv 2304.11277).
@@ -70,9 +71,12 @@ def fully_shard(
     Names, order and Parameter objects stay, so an optimizer that has not stepped yet stays attached. A
     parameter's data becomes this rank's elements (n,), and its .grad the mean over the ranks of theirs. The
     module goes to `hpnb.device()`, unit by unit, with the values of the axis's rank 0. Buffers are
-    replicated, and equal at the start only. Earlier gradients are dropped, and hooks of parameters do not
-    fire. All ranks call this with the same options, and run the same units. Make master weights
-    (`hpnb.precision`) after it.
+    replicated, and equal at the start only. Earlier gradients are dropped. All ranks call this with the same
+    options, and run the same units. Make master weights (`hpnb.precision`) after it.
+
+    A hook of a parameter's `register_hook` gets this rank's full gradient before the sum over the ranks, in
+    the dtype of the computation. One of `register_post_accumulate_grad_hook` runs after the sum, when .grad
+    is this rank's elements of it (`parameter_hooks.py`).
 
     Whatever looks at a parameter's shape, or at all gradients, silently sees this rank's elements only. So:
 

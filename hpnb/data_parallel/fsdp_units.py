@@ -90,6 +90,7 @@ class FSDPUnit:
             self.unsharded_registered = True
             for flat in self.flat_params:
                 flat.follow_requires_grad()
+                flat.follow_hooks()
             for parameters, key, _, unsharded in self._registrations:
                 parameters[key] = unsharded
 

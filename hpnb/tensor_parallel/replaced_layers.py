@@ -10,8 +10,7 @@ a linear layer they only give an empty batch a placeholder, which a linear layer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from hpnb.mesh import Axis
 from hpnb.ranks.current_rank import device as this_device
 from hpnb.tensor_parallel.mode import ModelToShard, TensorParallelMode
+from hpnb.user_hooks import is_users
 
 _FORWARDS = {kind.forward for kind in (nn.Linear, Conv1D, nn.Embedding, nn.LayerNorm)}
 # They compute what their base classes compute, by another function.
@@ -80,14 +80,9 @@ def _refusals(model: ModelToShard, mode: TensorParallelMode) -> Iterator[str]:
 
 def _hook_of(layer: nn.Module) -> str | None:
     for attribute, name in _HOOKS.items():
-        if any(not _is_hpnbs(hook) for hook in getattr(layer, attribute, {}).values()):
+        if any(map(is_users, getattr(layer, attribute, {}).values())):
             return name
     return None
-
-
-def _is_hpnbs(hook: Callable[..., Any]) -> bool:
-    function = getattr(hook, "func", hook)  # of a partial
-    return str(getattr(function, "__module__", "")).startswith("hpnb.")
 
 
 def _forward_of(layer: nn.Module) -> str | None:

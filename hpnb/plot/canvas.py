@@ -26,6 +26,8 @@ from hpnb.plot.show import alt_of, bundle
 
 WIDTH = 7.0  # inches: 700 CSS pixels at DPI
 TITLE, TEXT, SMALL = 10.5, 9.0, 8.0  # points; SMALL is 11 px on a page
+LINE = 0.15  # inches: one more line of a panel title
+_LEAST = 7.0  # points, to which a panel title shrinks
 
 Box = tuple[float, float, float, float]  # left, bottom, width, height
 
@@ -84,7 +86,7 @@ def new_figure(
     left: float = 0.75,
     right: float = 0.2,
     bottom: float = 0.5,
-    gap: float = 0.4,
+    gap: float | Sequence[float] = 0.4,
     head: float = 0.14,
     between: float = 0.3,
 ) -> tuple[Figure, list[Axes]]:
@@ -96,7 +98,7 @@ def new_figure(
         legend: entries, in as many lines as they need.
         caption: a sentence beneath the axes, wrapped.
         left, right, bottom: margins around the axes; the top follows from title and legend.
-        gap, between: between rows, and between columns.
+        gap, between: between rows, which may differ, and between columns.
         head: above the first row; 0.3 leaves room for a panel title.
     """
     width, room = WIDTH, WIDTH - 0.3
@@ -105,7 +107,8 @@ def new_figure(
     captions = wrap(caption, room) if caption else []
     top = 0.12 + 0.21 * len(titles) + 0.22 * len(keys) + head
     foot = bottom + 0.19 * len(captions) + (0.05 if captions else 0.0)
-    height = top + sum(heights) + gap * (len(heights) - 1) + foot
+    gaps = [gap] * (len(heights) - 1) if isinstance(gap, int | float) else list(gap)
+    height = top + sum(heights) + sum(gaps) + foot
 
     fig = Card(figsize=(width, height), dpi=DPI, facecolor=CARD, edgecolor=RULE, linewidth=1.5)
     FigureCanvasAgg(fig)
@@ -122,13 +125,13 @@ def new_figure(
 
     column_width = (width - left - right - between * (columns - 1)) / columns
     axes, y = [], height - top
-    for tall in heights:
+    for tall, below in zip(heights, [*gaps, 0.0], strict=True):
         y -= tall
         for column in range(columns):
             x = left + column * (column_width + between)
             place = (x / width, y / height, column_width / width, tall / height)
             axes.append(_plain(fig.add_axes(place)))
-        y -= gap
+        y -= below
     return fig, axes
 
 
@@ -161,16 +164,37 @@ def boxes(
 
 
 def panel_title(ax: Axes, text: str, right: str = "") -> None:
-    """Words just above the axes: `text` from the left, shrunk if it must, and `right` at the other end."""
+    """Words just above the axes: `text` from the left, shrunk if it must, and `right` at the other end. Of
+    several lines, which `title_lines` makes, the last stands beside `right`."""
     inches = ax.get_position().width * ax.figure.get_figwidth()  # type: ignore[union-attr]
-    room = inches - (text_inches(right, TEXT) + 0.3 if right else 0.0)
-    size = max(7.0, min(TEXT, TEXT * room / max(text_inches(text, TEXT), 1e-9)))
+    longest = max(text_inches(line) for line in text.split("\n"))
+    size = max(_LEAST, min(TEXT, TEXT * _beside(right, inches) / max(longest, 1e-9)))
     words = ax.annotate(text, (0, 1), (0, 4), "axes fraction", "offset points", size=size, color=INK)
     words.set_gid(TITLE_ID)
     if right:
         ax.annotate(
             right, (1, 1), (0, 4), "axes fraction", "offset points", size=TEXT, color=SOFT, ha="right"
         )
+
+
+def title_lines(text: str, right: str, inches: float) -> list[str]:
+    """The lines of a panel title above axes of this width: one if `text` fits when it is shrunk, otherwise so
+    many that no line has to be. They break at " · ", and at spaces where that is not enough."""
+    room = _beside(right, inches)
+    if text_inches(text) * _LEAST / TEXT <= room:
+        return [text]
+    lines: list[str] = []
+    for part in text.split(" · "):
+        if lines and text_inches(f"{lines[-1]} · {part}") <= room:
+            lines[-1] += f" · {part}"
+        else:
+            lines += wrap(part, room)
+    return lines
+
+
+def _beside(right: str, inches: float) -> float:
+    """What `right` leaves of the width."""
+    return inches - (text_inches(right) + 0.3 if right else 0.0)
 
 
 def _plain(ax: Axes) -> Axes:

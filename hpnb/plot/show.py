@@ -47,7 +47,7 @@ def alt_of(fig: Figure) -> str:
     titles = [" ".join(text.get_text() for text in fig.texts if text.get_gid() == TITLE_ID)]  # its lines
     for ax in fig.axes:
         titles += [ax.get_title(), *(text.get_text() for text in ax.texts if text.get_gid() == TITLE_ID)]
-    what = "; ".join(title for title in titles if title)
+    what = "; ".join(" ".join(title.split("\n")) for title in titles if title)
     return f"A figure: {what}" if what else f"A figure of {len(fig.axes)} axes"
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from matplotlib.figure import Figure
 
-from hpnb.plot.canvas import WIDTH, Key, new_figure, panel_title, text_inches
+from hpnb.plot.canvas import LINE, WIDTH, Key, new_figure, panel_title, text_inches, title_lines
 from hpnb.plot.grammar import AXIS, STYLE, OpStyle, axis_style, styles_of
 from hpnb.plot.lanes import EXPOSED, STRIP, Lanes, chunks, draw, draw_in_flight, exposed_parts
 from hpnb.plot.units import number, time_unit
@@ -84,21 +84,28 @@ def timeline(
     strips = [in_flight and any(e.op == "F" for e in p.events) for p in pictures]
 
     labels = {rank: f"rank {rank}" for p in pictures for rank in p.ranks} | dict(axis_labels or {})
-    heights = []
-    for lane, strip in zip(rows, strips, strict=True):
-        heights += [lane.height, lane.strip_height] if strip else [lane.height]
     left = 0.3 + max(text_inches(words) for words in labels.values())
     right = STRIP if any(strips) else 0.2
+    lengths = [f"{number(picture.makespan / scale)} {unit}" for picture in pictures]
+    titles = [
+        title_lines(
+            " · ".join([*names[i : i + 1], describe(picture, bubble, exposed)]), words, WIDTH - left - right
+        )
+        for i, (picture, words) in enumerate(zip(pictures, lengths, strict=True))
+    ]
+    heights, heads = [], []
+    for lane, strip, lines in zip(rows, strips, titles, strict=True):
+        heights += [lane.height, lane.strip_height] if strip else [lane.height]
+        heads += [LINE * (len(lines) - 1), 0.0] if strip else [LINE * (len(lines) - 1)]
     fig, axes = new_figure(
         heights, title=title or "", legend=_legend(pictures, styles, text, exposed and text), left=left,
-        right=right, gap=0.33, head=0.27,
+        right=right, gap=[0.33 + head for head in heads[1:]], head=0.27 + heads[0],
     )  # fmt: skip
     inch = (WIDTH - left - right) / (longest / scale or 1.0)  # inches of one unit of time
     panels = iter(axes)
     for i, (picture, lane, strip) in enumerate(zip(pictures, rows, strips, strict=True)):
         ax = next(panels)
-        words = " · ".join([*names[i : i + 1], describe(picture, bubble, exposed)])
-        panel_title(ax, words, f"{number(picture.makespan / scale)} {unit}")
+        panel_title(ax, "\n".join(titles[i]), lengths[i])
         draw(ax, picture, lane, labels, scale=scale, inch=inch, text=text, exposed=exposed, styles=styles)
         if strip:
             draw_in_flight(next(panels), picture, labels, scale=scale)

@@ -401,6 +401,13 @@ BREAKAGES = (
         "has_hooks = False",
         ("tests/test_parameter_hooks.py",),
     ),
+    Breakage(
+        "a split backward postpones gradients that a hook waits for",
+        "pipeline_parallel/split_backward.py",
+        "is_left = split._queue is not None and any(map(_has_users_post_hook, parameters))",
+        "is_left = False",
+        ("tests/test_parameter_hooks.py",),
+    ),
 )
 
 

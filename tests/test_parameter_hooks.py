@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ import hpnb
 from hpnb import Layout, Mesh, placement
 from hpnb.data_parallel import DataParallel
 from hpnb.data_parallel.fsdp import fully_shard, no_sync
+from hpnb.split_sizes import split_sizes
 
 D = torch.float64
 STEPS, LR = 3, 0.2
@@ -329,3 +332,79 @@ def test_data_parallel_runs_hooks_before_the_sum(pools: RankPools) -> None:
         return float((model.root.grad - 2 * one.root.grad).norm())
 
     assert max(pools[2].run(run)) < 1e-12
+
+
+# --- schedules that split the backward ---
+
+
+def halved_after_each(model: nn.Module, calls: list[str]) -> None:
+    """All but the tied weight, of which a stage has a part."""
+
+    def halve(name: str, p: torch.Tensor) -> None:
+        assert p.grad is not None
+        p.grad.mul_(0.5)
+        calls.append(name)
+
+    for name, p in model.named_parameters():
+        if name not in (*TIED, *TIED.values()):
+            p.register_post_accumulate_grad_hook(partial(halve, name))
+
+
+def split_schedule(case: Case, before: bool) -> tuple[dict[str, torch.Tensor], Counter[str]]:
+    plugin = case.plugin()
+    booster, model, calls = hpnb.Booster(plugin=plugin), build("gpt2"), list[str]()
+    if before:
+        halved_after_each(model, calls)
+    optimizer: Any = torch.optim.SGD(model.parameters(), LR, momentum=0.9)
+    made: Any
+    made, optimizer, criterion, *_ = booster.boost(model, optimizer, mean)
+    if not before:
+        halved_after_each(made.module, calls)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        given = mine(batch("gpt2", step, case.rows), plugin.mesh.dp)
+        booster.execute_pipeline(iter([given]), made, criterion, optimizer)
+        optimizer.step()
+    return weights(made), Counter(calls)
+
+
+def serial_microbatches(rows: int, microbatches: int) -> dict[str, torch.Tensor]:
+    model = build("gpt2")
+    halved_after_each(model, [])
+    optimizer = torch.optim.SGD(model.parameters(), LR, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        given = batch("gpt2", step, rows)
+        count = int((given["labels"][:, 1:] >= 0).sum())
+        start = 0
+        for size in split_sizes(rows, microbatches):
+            part = {n: t[start : start + size] for n, t in given.items()}
+            start += size
+            outputs = model(**{n: t for n, t in part.items() if n != "labels"})
+            share = int((part["labels"][:, 1:] >= 0).sum()) / count
+            (mean(outputs, part) * share).backward()
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+SPLIT = [
+    Case(pp=2, style="1f1b", microbatches=3),
+    Case(pp=2, style="zb-h1", microbatches=3),
+    Case(pp=2, style="zb-h2", microbatches=4, again="full"),
+    Case(pp=2, style="zb-v", chunks=2, microbatches=3),
+    Case(pp=2, style="dualpipe-v", chunks=2, microbatches=4),
+    Case(dp=2, pp=2, style="zb-h1", microbatches=3, zero=2),
+]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("case", SPLIT, ids=str)
+def test_post_accumulate_hooks_run_after_each_microbatch(pools: RankPools, case: Case, before: bool) -> None:
+    assert case.microbatches is not None
+    found = pools[case.ranks].run(split_schedule, case, before)
+    wanted = serial_microbatches(case.rows, case.microbatches)
+    if case.dp == 1:  # else a hook sees the samples of its rank, in other microbatches
+        assert max(distance(got, wanted) for got, _ in found) < 1e-11
+    for _, calls in found:
+        assert {*calls.values()} == {STEPS * case.microbatches}

@@ -34,6 +34,7 @@ import torch
 from torch import nn
 
 from hpnb.pipeline_parallel.weight_gradient_rules import DeferredGradient, WeightGradientRule, rule_of
+from hpnb.user_hooks import is_users
 
 Ready = Callable[[nn.Parameter], None]
 COMPILED = "_hpnb_compiled"  # set on a module that is compiled as a whole, and so is one node of autograd
@@ -51,10 +52,11 @@ class SplitBackward:
     and of deep copies. A newer SplitBackward of the same modules takes the place of this one. Outside
     `deferring` and `fused` backwards are as before, backwards of backwards included.
 
-    Inside `deferring`, post-accumulate hooks (`register_post_accumulate_grad_hook`) fire during I, before W
-    has added anything: pass `ready` to W instead. A parameter with a hook of `register_hook`, which may
-    change its gradient, is left to autograd. W runs on the stream of I. Before W, do not change the inputs
-    and gradients of I in place.
+    A module is left to autograd if its weight or bias has a hook of `register_hook`, which may change the
+    gradient, and inside `deferring` also if a user has registered one by
+    `register_post_accumulate_grad_hook`: it would run during I, before W has added anything. hpnb's hooks of
+    that kind do; pass `ready` to W instead. W runs on the stream of I. Before W, do not change the inputs and
+    gradients of I in place.
 
     Args:
         min_flops: modules with fewer FLOPs in forward and backward keep autograd's backward, because the
@@ -245,7 +247,8 @@ class _Split(torch.autograd.Function):
         split = ctx.patched.split
         parameters = (ctx.weight,) if bias is None else (ctx.weight, bias)
         edges = ctx.next_functions[1:]  # of weight and bias; the first is of x
-        if split._intercepts and all(map(_may_add_to_grad, parameters, edges)):
+        is_left = split._queue is not None and any(map(_has_users_post_hook, parameters))
+        if split._intercepts and not is_left and all(map(_may_add_to_grad, parameters, edges)):
             versions = x._version, dy._version
             # Detached, or it would hold the graph that has made it.
             split._defer_or_add(DeferredGradient(rule, module, ctx.weight, bias, x.detach(), dy, versions))
@@ -286,6 +289,11 @@ def _is_ordinary_tensor(x: Any) -> bool:
 
 def _autocast(t: torch.Tensor | None, dtype: torch.dtype | None) -> Any:
     return t if t is None or dtype is None or t.dtype == torch.float64 else t.to(dtype)
+
+
+def _has_users_post_hook(parameter: nn.Parameter) -> bool:
+    hooks = parameter._post_accumulate_grad_hooks
+    return bool(hooks) and any(map(is_users, hooks.values()))
 
 
 def _may_add_to_grad(parameter: nn.Parameter, edge: tuple[Any, int]) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import dropwhile
 from types import MethodType
 from typing import Any
 from weakref import ref
@@ -28,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hpnb.mesh import Axis
+from hpnb.user_hooks import is_users
 
 
 class GradientSink:
@@ -98,6 +100,7 @@ class HookOwner:
     def _on_gradient(self, parameter: torch.nn.Parameter) -> None:
         if not self._sync:
             return
+        _refuse_later_hooks(parameter)
         if not self._in_backward:
             self._in_backward = True
             self._call_begin()
@@ -112,6 +115,21 @@ class HookOwner:
 
     def _call_finish(self) -> None:
         raise NotImplementedError
+
+
+def _refuse_later_hooks(parameter: torch.nn.Parameter) -> None:
+    """Raise if a user's hook would run after the gradient has gone to the other ranks, which is now."""
+    hooks = parameter._post_accumulate_grad_hooks
+    if hooks is None or len(hooks) == 1:
+        return
+    after_ours = dropwhile(is_users, hooks.values())
+    if any(map(is_users, after_ours)):
+        raise RuntimeError(
+            f"a hook of register_post_accumulate_grad_hook was registered on a parameter of shape "
+            f"{tuple(parameter.shape)} after its gradients were to be summed over the ranks, and would run "
+            "while that is done: register it before boost, DataParallel or ZeroOptimizer, or use "
+            "parameter.register_hook, which gets the gradient before"
+        )
 
 
 def refuse_second_derivative(what: str, why: str) -> None:

@@ -334,6 +334,35 @@ def test_data_parallel_runs_hooks_before_the_sum(pools: RankPools) -> None:
     assert max(pools[2].run(run)) < 1e-12
 
 
+def late_hooks(zero: int) -> list[str]:
+    """One that comes too late: it runs where nothing is sent, is refused where something is, and can go."""
+    case, said = Case(dp=2, zero=zero, direct=True), list[str]()
+    booster, model = hpnb.Booster(plugin=case.plugin()), build("gpt2")
+    optimizer: Any = torch.optim.SGD(model.parameters(), LR)
+    made: Any
+    made, optimizer, *_ = booster.boost(model, optimizer)
+    given = mine(batch("gpt2", 0, 8), booster.plugin.mesh.dp)
+    first = next(made.parameters())
+    handle = first.register_post_accumulate_grad_hook(lambda p: said.append("called"))
+    with booster.no_sync(made, optimizer):
+        booster.backward(mean(made(**given), given), optimizer)
+    with pytest.raises(RuntimeError) as error:
+        booster.backward(mean(made(**given), given), optimizer)
+    handle.remove()
+    optimizer.zero_grad()
+    booster.backward(mean(made(**given), given), optimizer)
+    optimizer.step()
+    return [*said, str(error.value)]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_post_accumulate_hooks_that_come_too_late_are_refused(pools: RankPools, zero: int) -> None:
+    for called, sentence in pools[2].run(late_hooks, zero):
+        assert called == "called"
+        assert "on a parameter of shape (29, 16) after its gradients" in sentence
+        assert "register it before boost" in sentence
+
+
 # --- schedules that split the backward ---
 
 

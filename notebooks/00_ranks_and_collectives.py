@@ -533,7 +533,8 @@ lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">",
 # pays a latency of $2(n-1)\,\alpha$, here <data value="00.off.latency">124 µs</data>. That is why notebook 01 collects gradients in *buckets*,
 # each of many tensors in one call.
 #
-# The formula says <data value="00.many-calls.predicted:.1f">77.1</data> times as long. Trust it only to say which takes longer.
+# The formula says <data value="00.many-calls.predicted:.1f">77.1</data> times as long. It describes single calls, which the fit timed, and not a
+# series of calls, which overlap.
 #
 # On average each of the hundred took <data value="00.off.call">56.7 µs</data>, bytes included. That is <data value="00.off.than">shorter than</data> the <data value="00.off.latency">124 µs</data>
 # of latency that the formula charges each call. On a GPU the fit times one call from start to end: the process starts it, then its bytes move. When many calls follow, the process starts the
@@ -710,18 +711,25 @@ lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", movin
 
 # %% [markdown]
 # Rank 1 slept 100 ms longer, so the others waited <data value="00.bar.rank-1-late.measured-wait">100 ms</data> in an all-reduce. The move, which begins when rank 1
-# arrives, took <data value="00.bar.rank-1-late.measured-move">669 µs</data>. Tables show the others' waits.
+# arrives, took <data value="00.bar.rank-1-late.measured-move">669 µs</data>. In both tables, *wait* leaves out
+# rank 1, and *move* covers all ranks, because bytes move on all.
 #
 # With published B and typical α the move takes <data value="00.replay.nvlink-4.move">44.7 µs</data> on NVLink 4 and <data value="00.replay.ethernet-10-gb.move">9.90 ms</data> on 10 Gb Ethernet.
 # The wait stays at <data value="00.replay.ethernet-10-gb.wait">100 ms</data>.
 #
 # The formula predicts <data value="00.bar.at-once.predicted-move">161 µs</data> in all three cases. The move took <data value="00.bar.at-once.measured-move">177 µs</data> "at once" and
-# <data value="00.bar.after-a-pause.measured-move">374 µs</data> after the pause. To compare two cases, we take each step's median move
-# over the ranks. We pair each of the five steps of the first case with each of the second's, and count how often the
-# second is longer. We call the moves different only if this count is at least 23 or at most 2 of 25, which noise alone reaches in 3 % of cases (a rank-sum test).
+# <data value="00.bar.after-a-pause.measured-move">374 µs</data> after the pause. Could that be noise? We pair each of the five steps of one case with each of
+# the other's.
 #
 # After the pause the move is longer than "at once" in <data value="00.pause.longer">25</data> of <data value="00.pause.pairs">25</data> pairs: <data value="00.pause.words">in this run moves after the pause are longer</data>. With rank 1 late it is
 # longer than after the pause in <data value="00.late.longer">24</data> of <data value="00.late.pairs">25</data>: <data value="00.late.words">in this run moves after the late rank are longer</data>.
+#
+# <details><summary>How we tell a difference from noise</summary>
+#
+# A step's move is the median over its ranks. We count in how many of the 25 pairs the second case's step is longer. We
+# call the moves different only if this count is at least 23 or at most 2, which noise alone reaches in 3 % of cases (a
+# rank-sum test).
+# </details>
 #
 # <details><summary>How long does an 8 MB all-reduce take, then?</summary>
 #
@@ -733,8 +741,7 @@ lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", movin
 # the fit's time contains something besides the link, because the fit used the same link.
 #
 # One candidate is a *cold start*: after a pause, the code that launches a call has left the caches, and GPUs and
-# links may be saving power. The first count above tests this for a pause of 30 ms and says:
-# <data value="00.pause.words">in this run moves after the pause are longer</data>. In the last case rank 1 sleeps 130 ms, and the others wait inside the call. The second count cannot say which of these two matters. Before you blame a
+# links may be saving power. The first count above tests this for a pause of 30 ms. In the last case rank 1 sleeps 130 ms, and the others wait inside the call. The second count cannot say which of these two matters. Before you blame a
 # link, time the call with and without a pause before it. With more ranks than cores, ranks also wait for a core, and
 # cold starts are lost in that noise.
 # </details>

@@ -188,3 +188,27 @@ def test_a_table_that_meets_16_bit_weights_is_named() -> None:
         (message,) = hpnb.launch(forward_placed, pipelined, ranks=1, device="cpu")
         assert "the buffer places keeps float32" in message
         assert "x + table.to(x.dtype)" in message
+
+
+def step_with(communication_dtype: torch.dtype | None, stage: int) -> torch.Tensor:
+    torch.manual_seed(0)
+    phases = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+    axis = hpnb.Mesh(hpnb.Layout(dp=2)).dp
+    sgd = torch.optim.SGD
+    zero = hpnb.ZeroOptimizer([phases], sgd, axis, stage, lr=0.5, communication_dtype=communication_dtype)
+    (phases * (1j + hpnb.rank())).real.sum().backward()
+    zero.step()
+    return phases.detach().clone()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_sums_complex_gradients_as_they_are(stage: int) -> None:
+    """A communication_dtype dropped their imaginary part."""
+
+    def both(stage: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return step_with(None, stage), step_with(torch.float32, stage)
+
+    for plain, summed in hpnb.launch(both, stage, ranks=2, device="cpu"):
+        assert torch.equal(plain, summed)
+        torch.manual_seed(0)
+        assert torch.equal(plain, torch.randn(4, dtype=torch.complex64) - 0.5 * (0.5 - 1j))

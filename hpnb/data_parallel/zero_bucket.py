@@ -65,7 +65,9 @@ class ZeroBucket:
     ) -> None:
         first = parameters[0]
         self.parameters, self._names, self.axis = tuple(parameters), tuple(names), axis
-        self._reduce_dtype = first.dtype if communication_dtype is None else communication_dtype
+        # Complex gradients are reduced as they are: a real dtype would drop the imaginary part.
+        casts = communication_dtype is not None and first.dtype.is_floating_point
+        self._reduce_dtype = communication_dtype if casts else first.dtype
         shapes = tuple(tuple(p.shape) for p in parameters)
         self.layout = ShardLayout(shapes, axis.size, first.element_size(), elementwise)
         self.flat = torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)

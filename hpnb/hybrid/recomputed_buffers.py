@@ -119,7 +119,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _is_equal(snapshot: Snapshot) -> bool:
-    return snapshot.buffer.is_meta or torch.equal(snapshot.buffer, snapshot.value)
+    return snapshot.buffer.device.type == "meta" or torch.equal(snapshot.buffer, snapshot.value)
 
 
 def _replace(buffers: Table, table: Table) -> None:

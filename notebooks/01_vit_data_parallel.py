@@ -72,8 +72,7 @@ lesson.record("01.page", {"ranks": N, "tokens": SIZE.tokens, "image": SIZE.image
 # passes through *blocks* of attention and an MLP. We time the ViT `SIZE` of the banner on random images of <data value="01.page.image">224</data> x
 # <data value="01.page.image">224</data> pixels, which make <data value="01.page.tokens">197</data> tokens each, one of them for the class.
 #
-# Quick checks use `SMALL`, 8 blocks of width 64. Its images of 32 x 32 pixels show bean leaves of three classes,
-# photographed or drawn as the banner says.
+# Quick checks use `SMALL`, 8 blocks of width 64. Its images of 32 x 32 pixels show bean leaves of three classes.
 #
 # Two numbers describe the cost:
 #
@@ -359,7 +358,8 @@ def record_versions():
 # give the median of nine rounds and a *range*, from the second lowest to the second highest. The *verdict* on a ratio is
 # *slower* if its range lies above 1, *faster* if below, and otherwise *cannot tell*, or undecided.
 #
-# The first figure is the prediction. The second is one round, the nearest to the medians in the table.
+# The first figure is the prediction. The second is one round, the nearest to the medians in the table. Its dark grey is
+# *work for messages*: starting them and copying gradients. It counts as computing.
 
 # %%
 alone, rounds = pool.run(record_versions)[0]
@@ -402,8 +402,8 @@ lesson.record("01.versions", figures.describe_versions(rounds))
 # which a rank is exposed, averaged over the ranks. The round of the second figure has typical times; its exposed
 # times may be further from the medians.
 #
-# The thin lane `dp` under a rank has its messages. Dark grey is the work for them: starting them, copying gradients into
-# buckets (C does both inside the backward), and what the reducer does at the end. It counts as computing, so a message beside it is not exposed. A
+# The thin lane `dp` under a rank has its messages. The work for them is starting them, copying gradients into
+# buckets (C does both inside the backward), and what the reducer does at the end. A message beside this work is not exposed, because the work counts as computing. A
 # message of an early rank includes the wait for the last one, as in notebook 00. The prediction has neither this work
 # nor these waits. Ranks that share a GPU compute by turns and send through its memory, so their exposed times say
 # nothing about a link.
@@ -412,16 +412,15 @@ lesson.record("01.versions", figures.describe_versions(rounds))
 # **Buckets.** Every all-reduce pays 2(d-1) α. A sends <data value="01.versions.messages.a">392</data> messages and B <data value="01.versions.messages.b">26</data>. B takes <data value="01.b-over-a.median:.3f">0.497</data> times as long as A, range
 # <data value="01.b-over-a.low:.3f">0.443</data> to <data value="01.b-over-a.high:.3f">0.606</data>: the verdict is *<data value="01.b-over-a.verdict">faster</data>*. The prediction,
 # <data value="01.b-over-a.predicted:.3f">0.611</data>, lies <data value="01.b-over-a.predicted-is">above this range</data> and leaves out
-# the work for messages, dark grey in the second figure: on the slowest rank <data value="01.versions.handling.a">89.6 ms</data> in A and <data value="01.versions.handling.b">9.98 ms</data> in B.
-# The more of this work A has, the smaller the measured ratio is.
+# the work for messages: on the slowest rank <data value="01.versions.handling.a">89.6 ms</data> in A and <data value="01.versions.handling.b">9.98 ms</data> in B.
 #
 # **Overlap.** C takes <data value="01.overlap:.3f">1.056</data> times as long as B (<data value="01.c-over-b.low:.3f">0.967</data> to <data value="01.c-over-b.high:.3f">1.146</data>): the verdict is *<data value="01.c-over-b.verdict">cannot tell</data>*. The prediction of
-# <data value="01.overlap.predicted:.3f">0.920</data> lies <data value="01.c-over-b.predicted-is">below this range</data>. The prediction leaves out two costs. C's backward also
-# fills the buckets, and an all-reduce that runs beside this backward may slow it. The next section measures both costs.
+# <data value="01.overlap.predicted:.3f">0.920</data> lies <data value="01.c-over-b.predicted-is">below this range</data>. It leaves out two costs, which the next section
+# measures: C's backward also fills the buckets, and an all-reduce beside this backward may slow it.
 #
 # **Late ranks.** Ranks with equal work do not start together. In C the last rank
-# begins its backward <data value="01.versions.late.seconds">7.96 ms</data> after the first, a median of nine rounds. Messages of early ranks wait for it. A rank that is slow by itself would be last in every round. Here one rank is
-# last most often: <data value="01.versions.late.last">rank 3 in 5 of 9 rounds</data>.
+# begins its backward <data value="01.versions.late.seconds">7.96 ms</data> after the first, by median. Messages of early ranks wait for it. A rank that is slow by itself would be last in every round. Here the
+# most frequent is <data value="01.versions.late.last">rank 3 in 5 of 9 rounds</data>.
 #
 # <details><summary>In your tools: overlap</summary>
 #
@@ -434,8 +433,8 @@ lesson.record("01.versions", figures.describe_versions(rounds))
 # ```
 # </details>
 #
-# **Takeaway.** Buckets save latencies and the work of starting messages. Overlap can slow the backward, so compare full
-# steps, not exposed time.
+# **Takeaway.** Buckets save latencies and the work of starting messages. Less exposed time need not mean a shorter
+# step, so compare full steps.
 #
 # ### Exercise 2: a bucketed reducer
 #
@@ -503,19 +502,20 @@ lesson.check(exercises.reducer, reducer)
 # $$ \frac{4T}{R} \ge \frac{2(d-1)}{d}\,\frac{g}{B} \qquad\text{so}\qquad T \ge \rho\,\frac{d-1}{d}\,\frac{g}{2}
 # \qquad\text{with}\quad \rho = R/B $$
 #
-# We call this inequality *the law*, and the smallest such T the *law's knee*. The size of the model cancels.
+# We call this inequality *the law*, and the smallest such T the *token knee*. The size of the model cancels.
 #
 # A step is *free* if communication makes it less than 1.1 times as long as the step alone. By the law a step that reduces
-# *during* the backward is free from 0.87 of the law's knee on. One that reduces *after* it is free from 6.7 knees on.
+# *during* the backward is free a little below the token knee, because it may last a tenth longer: from 0.87 of it on.
+# One that reduces *after* it exposes the full all-reduce, and is free from 6.7 token knees on.
 #
 # A measured size is *free* if, at this size and at every larger one, the range of step / step alone lies below 1.1. It is
 # *not free* if its range lies above 1.1, and otherwise undecided.
 #
 # <details><summary>The law's two curves, which the next figure has as lines</summary>
 #
-# A forward takes half as long as a backward. With T equal to x times the knee, a step that reduces after the backward
+# A forward takes half as long as a backward. With T equal to x times the token knee, a step that reduces after the backward
 # takes $1 + \frac{2}{3x}$ times as long as without communication. One that reduces during it takes
-# $1 + \frac{2(1-x)}{3x}$ times as long up to the knee, and from there on as long as without communication. The first
+# $1 + \frac{2(1-x)}{3x}$ times as long up to the token knee, and from there on as long as without communication. The first
 # ratio falls to 1.1 at x = 20/3 = 6.7, the second at x = 20/23 = 0.87.
 #
 # A step that is not free can still pay: at 1.25 times the time, two ranks train 1.6 times as fast.
@@ -583,11 +583,11 @@ lesson.record("01.extra", figures.cost_of_overlap(times[middle]))
 # **When is it free here?** Sizes are tokens per rank.
 #
 # - Reduced during the backward, a step is <data value="01.measured.during">not free at 197, 788 and 3,152, undecided at 12,608</data>. By the law it is free from <data value="01.law.during:,.0f">1,481</data> on,
-#   0.87 times the law's knee of <data value="01.law.knee:,.0f">1,703</data>.
+#   0.87 of the token knee, <data value="01.law.knee:,.0f">1,703</data>.
 # - Reduced after it, a step is <data value="01.measured.after">not free at 197, 788 and 3,152, undecided at 12,608</data>. By the law it is free from <data value="01.law.after:,.0f">11,352</data> on.
 # - Overlap, against reducing after the backward, is <data value="01.measured.overlap">faster at 3,152, slower at 197 and 788, undecided at 12,608</data>.
 #
-# Your guess is scored only if some size is free with overlap.
+# No size proved free with overlap, so no guess is scored.
 #
 # A measured ratio can leave the law's line in both directions. A step that computes slower than R lowers the ratio.
 # Costs that the law leaves out, such as latencies, raise the ratio. With <data value="01.slow.tokens:,">197</data> tokens the step alone takes <data value="01.slow.times:.1f">9.4</data> times as
@@ -605,6 +605,7 @@ lesson.record("01.extra", figures.cost_of_overlap(times[middle]))
 #
 # Overlap can save at most the <data value="01.extra.after">15.0 ms</data> that reducing after the backward adds. One message, the last row, takes less.
 # Buckets have three costs that the message lacks: a latency for every bucket, filling them, and waits for late ranks.
+# Below we time only the filling.
 #
 # <details><summary>The law's times and the measured ones</summary>
 #
@@ -683,7 +684,7 @@ lesson.record("01.wide", figures.describe_wide(wide.size, DTYPE, card))
 # <details><summary>Hint</summary>
 #
 # This link has α = 30 µs and B = 12.5 GB/s. With R = 400 TFLOP/s, ρ is 32,000 FLOP a byte. Gradients have g = 2 bytes, so
-# the law's knee is 31,500 tokens per rank.
+# the token knee is 31,500 tokens per rank.
 #
 # A bucket of d α B, here 24 MB or 22.9 MiB, spends half of its time on latency.
 # </details>
@@ -796,7 +797,7 @@ lesson.field_guide.show()
 
 # %% [markdown]
 # The wrong run looks healthy. Its mean loss falls from <data value="01.drift.first:.2f">1.11</data> in the first six steps to <data value="01.drift.last:.2f">0.83</data> in the last six. But
-# <data value="01.drift.overflows">5</data> overflows, dotted in the figure, happened on some ranks only, and the replicas end <data value="01.drift.distance:.0e">4e-02</data> apart. A rank that
+# <data value="01.drift.overflows">5</data> overflows, dotted in the figure, hit some ranks only, and the replicas end at a relative distance of <data value="01.drift.distance:.2f">0.04</data>. A rank that
 # skipped lacks an update, and has halved its scale. Weights and Adam's moments then stay different, because replicas
 # never exchange them.
 #

@@ -115,3 +115,18 @@ def test_the_best_peer_is_the_first_of_all_peers() -> None:
     assert best is not None
     assert best.name == "a"
     assert [one.name for one in tables.peers(result)] == ["a", "b"]
+
+
+def test_losses_of_other_layouts_stay_and_keep_the_noise_of_their_run() -> None:
+    first, second = run_of(1, ORDER), run_of(2, {})
+    first.losses = {"steps": 30, "serial": [1.0], "order": 1e-6, "layouts": {
+        "dp2 hpnb": {"distance": 2e-6}, "tp2 hpnb": {"distance": 9e-6},
+    }}  # fmt: skip
+    second.losses = {"steps": 30, "serial": [1.0], "order": 2e-6, "layouts": {
+        "tp2 hpnb": {"distance": 8e-6, "rounding": 1.0},
+    }}  # fmt: skip
+    (merged,) = result_files.newest([first, second])
+    assert list(tables._losses(merged)) == ["dp2 hpnb 2.00", "tp2 hpnb 4.00 (1.00 times one GPU's rounding)"]
+    second.losses["steps"] = 50  # losses after another number of steps do not stand beside them
+    (merged,) = result_files.newest([first, second])
+    assert list(tables._losses(merged)) == ["tp2 hpnb 4.00 (1.00 times one GPU's rounding)"]

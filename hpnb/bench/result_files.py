@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hpnb.bench.results import BenchmarkRun, LayoutResult
 from hpnb.bench.tables import markdown, summary
@@ -94,10 +95,24 @@ def newest(runs: Sequence[BenchmarkRun]) -> list[BenchmarkRun]:
             before if before and not names else run,
             layouts=layouts,
             commit=" and ".join(known) or run.commit,
-            losses=run.losses or (before.losses if before else {}),
+            losses=_merge_losses(before.losses if before else {}, run.losses),
             scaling=run.scaling or (before.scaling if before else {}),
         )
     return sorted(merged.values(), key=lambda run: (run.what, run.microbatches, run.forward_samples, run.key))
+
+
+def _merge_losses(before: dict[str, Any], latest: dict[str, Any]) -> dict[str, Any]:
+    """The losses of `latest`, and those of other layouts in `before`, if they took as many steps.
+
+    Each entry keeps the "order" of its run, which its distance is compared with.
+    """
+    if not before or not latest:
+        return latest or before
+    runs = [before, latest] if before["steps"] == latest["steps"] else [latest]
+    layouts = {
+        name: {"order": run["order"], **entry} for run in runs for name, entry in run["layouts"].items()
+    }
+    return {**latest, "layouts": layouts}
 
 
 def left_out(runs: Sequence[BenchmarkRun]) -> list[str]:

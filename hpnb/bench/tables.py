@@ -125,7 +125,8 @@ def markdown(run: BenchmarkRun) -> str:
 def _losses(run: BenchmarkRun) -> Iterator[str]:
     """In multiples of what another order of samples does, and with tp of one GPU's rounding."""
     for name, losses in run.losses["layouts"].items():
-        text = f"{name} {distance_over_noise(losses['distance'], run.losses['order']):.2f}"
+        order = losses.get("order", run.losses["order"])  # of the run that measured this layout
+        text = f"{name} {distance_over_noise(losses['distance'], order):.2f}"
         if "rounding" in losses:
             text += f" ({losses['rounding']:.2f} times one GPU's rounding)"
         yield text

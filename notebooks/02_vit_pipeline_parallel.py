@@ -37,11 +37,15 @@
 # large as the model, whatever the batch.
 # </details>
 #
-# All times come from one run of this notebook, on <data value="02.hardware">4 x NVIDIA H100 80GB HBM3</data>. *Simulated* steps are computed
-# from one forward time and one backward time per stage; messages take no time in them, unless we give a transfer time.
-# *Replayed* steps are computed from the time of each action that ran, as if each rank had its own core or GPU. *Measured*
-# steps are read from the clock. Unless a figure, a table or the text beside it names another kind, this run's steps are
-# <data value="02.run.kind">measured</data>; **<data value="02.run.messages">they include the time of messages</data>**.
+# All times come from one run of this notebook, on <data value="02.hardware">4 x NVIDIA H100 80GB HBM3</data>. Unless marked
+# *simulated*, steps are <data value="02.run.kind">measured</data>; **<data value="02.run.messages">they include the time of messages</data>**.
+#
+# <details><summary>Measured, simulated, replayed</summary>
+#
+# *Measured* steps are read from the clock. *Simulated* steps are computed from one forward time and one backward time per
+# stage; messages take no time in them, unless we give a transfer time. *Replayed* steps, on machines with fewer cores or
+# GPUs than ranks, are computed from the time of each action that ran, as if each rank had its own core or GPU.
+# </details>
 
 # %% tags=["setup"]
 import importlib.util
@@ -82,7 +86,7 @@ RAN = words.record_run(here, SHAPE, DTYPE)  # "measured", or "replayed"
 # backward     stage 0 <-(b, s, h)-- stage 1 <-(b, s, h)-- stage 2 <-(b, s, h)-- stage 3
 # ```
 #
-# Forward, the hidden states at the cut travel: b images of s tokens of h numbers. Backward, their gradient travels, with the
+# Forward, the hidden states at a *cut*, the border of two stages, travel: b images of s tokens of h numbers. Backward, their gradient travels, with the
 # same shape. In this run b = <data value="02.run.images">64</data>, s = <data value="02.run.tokens:.0f">197</data> and h = <data value="02.run.hidden:.0f">1024</data>, and a number has <data value="02.run.bytes">2</data> bytes.
 
 # %%
@@ -151,7 +155,7 @@ lesson.claim("One rank works at a time", (walked.bubble_fraction, ">", 0.95 - 1 
 # <data value="02.sent.dp">3.64 GB</data>.
 #
 # One rank works at a time. So by counting, ranks are idle for 1 - 1/p = <data value="02.walk-idle">75.0 %</data> of the time. The run had
-# <data value="02.walk.bubble">75.3 %</data>; if its figure says *measured*, waits for messages are a part of that. We call this idle share the
+# <data value="02.walk.bubble">75.3 %</data>, which includes waits for messages. We call this idle share the
 # *bubble*: idle time over ranks × *makespan*, where the makespan is the time from the first start to the last end.
 #
 # **Takeaway.** A pipeline sends only what crosses its cuts, and only between neighbours. With one microbatch, p ranks
@@ -265,7 +269,7 @@ trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")
 # <data value="02.bubble">35.9 %</data>. Its stages are not equally fast: stage 0 also has the embedding, the last stage the head, and any rank can
 # wait for launches or be disturbed. GPipe's forwards go at the pace of the slowest forward. Its backwards go at that of the
 # slowest backward, which can be on another stage. By medians, the slowest forward plus the slowest backward take
-# <data value="02.slowest:.2f">1.18</data> times as long as forward plus backward of the mean stage.
+# <data value="02.slowest:.2f">1.18</data> times as long as forward plus backward of the average stage.
 #
 # Simulated with these medians, the bubble is <data value="02.medians.bubble">34.7 %</data>. The step that ran can have another bubble: a stage's times
 # vary from microbatch to microbatch, and in a measured step messages take time.
@@ -412,10 +416,9 @@ lesson.claim("1F1B costs at most a fifth more time than GPipe", (ratio, "<", 1.2
 # On rank 0 the activations fall from <data value="02.activations.rank-0.gpipe-measured">20.0 GB</data> under GPipe to <data value="02.activations.rank-0.measured">10.1 GB</data>. They do not shrink
 # with p: p microbatches in a p-th of the layers are as much as one in all layers.
 #
-# We timed GPipe again, beside 1F1B. Its step takes <data value="02.ran.gpipe.makespan">192 ms</data>, and 1F1B's <data value="02.ran.1f1b.makespan">174 ms</data>. The bubbles are <data value="02.ran.gpipe.bubble">35.2 %</data> and <data value="02.ran.1f1b.bubble">28.7 %</data>. With
-# equal stages they would be equal, because filling and draining take as long.
-# Simulated with GPipe's unequal median times, 1F1B's step takes <data value="02.by-medians:.3f">0.942</data> times as long as GPipe's; in the run,
-# <data value="02.by-run:.3f">0.905</data> times. *Work* in the last table is the mean time that a rank spends in actions.
+# We timed GPipe again, beside 1F1B. Its step takes <data value="02.ran.gpipe.makespan">192 ms</data>. 1F1B's takes <data value="02.ran.1f1b.makespan">174 ms</data>, <data value="02.by-run:.3f">0.905</data> times as long, and
+# the bubbles are <data value="02.ran.gpipe.bubble">35.2 %</data> and <data value="02.ran.1f1b.bubble">28.7 %</data>. With equal stages both steps would be equally long, because filling and draining
+# take as long. Simulated with GPipe's unequal median times, 1F1B's step takes <data value="02.by-medians:.3f">0.942</data> times as long. *Work* in the last table is the mean time that a rank spends in actions.
 #
 # <details><summary>What does the simulation leave out?</summary>
 #
@@ -497,8 +500,10 @@ lesson.field_guide.show("02")
 # - *ZB-H2* runs more forwards before its first backward and keeps up to 2p - 1.
 # - *ZB-V* also places two chunks on each rank, in the V shape above, and keeps up to p.
 #
-# With equal stages, each rank idles $(p-1)(F+I+W)$ under 1F1B, $(p-1)(F+I-W)$ under ZB-H1, and
-# $(p-1)F$ under ZB-H2. The last two are equal if I = W.
+# With equal stages, filling and draining leave each rank idle for p - 1 forwards and backwards under 1F1B:
+# $(p-1)(F+I+W)$. Under ZB-H1 the stage before waits only for I, and p - 1 of the postponed W fill gaps: $(p-1)(F+I-W)$. ZB-H2's
+# additional forwards fill more. Only the last rank's wait for its first forward cannot be filled: $(p-1)F$. The last two
+# are equal if I = W.
 #
 # The figure shows p = 2 and m = 4, with F = I = W = 1. Paler actions belong to a rank's second chunk.
 
@@ -663,7 +668,8 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 # <data value="02.race.idle">all steps of zb-h2 are below all of 1f1b's; those of interleaved, zb-h1 and zb-v overlap with 1f1b's, so the run does not decide</data>.
 # The output prints only ZB-H2's and 1F1B's ranges.
 #
-# The prediction puts <data value="02.race.first.predicted">zb-v</data> first; by medians, the run puts <data value="02.race.first.run">zb-h2</data> first. The four schedules other than 1F1B take <data value="02.race.ratio.least:.2f">1.20</data>
+# The prediction puts <data value="02.race.first.predicted">zb-v</data> first; by medians, the run puts <data value="02.race.first.run">zb-h2</data> first. ZB-V has the longest median, <data value="02.race.zb-v.measured">205 ms</data>, and the largest bubble,
+# <data value="02.race.zb-v.bubble">33.2 %</data>, but its spread of <data value="02.race.zb-v.spread">83.5 ms</data> leaves this undecided. The four schedules other than 1F1B take <data value="02.race.ratio.least:.2f">1.20</data>
 # to <data value="02.race.ratio.most:.2f">1.56</data> times as long as predicted. A prediction can rank two schedules only if its errors are smaller than the
 # predicted gap.
 #
@@ -806,8 +812,7 @@ lesson.explorers.pipeline_bubble()
 # $$ \text{step} \approx \sum_s t_s + (m-1)\,\max_s t_s $$
 #
 # For large m the idle share goes to 1 - mean/max, not to 0. The cell moves blocks from stage 0 to stage 1. It also lets the
-# library balance measured layer times. The titles of its table and its figure say what the formula predicts. If the output says
-# "Not decided", this run has not confirmed it.
+# library balance measured layer times.
 
 # %%
 blocks = SIZE.layers // N

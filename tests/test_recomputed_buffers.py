@@ -102,28 +102,31 @@ def pools() -> Iterator[RankPools]:
     pools.close()
 
 
-LAYOUTS: list[dict[str, Any]] = [
-    {},
-    {"zero_stage": 1},
-    {"zero_stage": 2},
-    {"zero_stage": 3},
-    {"pp_size": 2, "num_microbatches": 4},
-    {"pp_size": 2, "num_microbatches": 4, "pp_style": "zb-h1"},
-    {"pp_size": 2, "num_microbatches": 2, "pp_style": "zb-v", "num_model_chunks": 2},
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [  # replicas, options
+    (2, {}),
+    (2, {"zero_stage": 1}),
+    (2, {"zero_stage": 2}),
+    (2, {"zero_stage": 3}),
+    (1, {"pp_size": 2, "num_microbatches": 4}),
+    (1, {"pp_size": 2, "num_microbatches": 4, "pp_style": "zb-h1"}),
+    (1, {"pp_size": 2, "num_microbatches": 2, "pp_style": "zb-v", "num_model_chunks": 2}),
+    (1, {"pp_size": 2, "num_microbatches": 4, "pp_style": "dualpipe-v", "num_model_chunks": 2}),
+    (2, {"pp_size": 2, "num_microbatches": 4, "zero_stage": 1}),
+    (2, {"pp_size": 2, "num_microbatches": 4, "zero_stage": 3}),
 ]
 
 
 @pytest.mark.parametrize("in_data", [False, True], ids=["in place", "in .data"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("replicas", "options"), LAYOUTS, ids=str)
 def test_each_microbatch_changes_buffers_once(
-    pools: RankPools, layout: dict[str, Any], in_data: bool
+    pools: RankPools, replicas: int, options: dict[str, Any], in_data: bool
 ) -> None:
-    microbatches = layout.get("num_microbatches", 1)
-    names = dict(make().named_parameters())
-    wanted = serial(in_data, 1 if "pp_size" in layout else 2, microbatches)
-    for rank, (state, calls) in enumerate(pools[2].run(boosted, in_data, layout)):
-        if "pp_size" not in layout and rank == 1:  # which has buffers of its samples until the next forward
-            state |= {name: t for name, t in wanted.items() if name not in names}
+    stages, microbatches = options.get("pp_size", 1), options.get("num_microbatches", 1)
+    wanted, parameters = serial(in_data, replicas, microbatches), dict(make().named_parameters())
+    results = pools[replicas * stages].run(boosted, in_data, options)
+    for rank, (state, calls) in enumerate(results):
+        if rank >= stages:  # a replica has buffers of its samples until the next forward
+            state |= {name: t for name, t in wanted.items() if name not in parameters}
         assert distance(state, wanted) < 1e-12
         assert set(calls) <= {2 * STEPS * microbatches, 3 * STEPS * microbatches}  # it was recomputed
 

@@ -25,7 +25,7 @@
 # fast enough; find a missing all-reduce by comparing gradients; say when 2D and 3D layouts pay.
 #
 # **You should know** notebook 00 (all-reduce in a ring and in two halves, latency α, bandwidth, ρ), and from 02 that a
-# backward computes input gradients I and weight gradients W.
+# backward computes input gradients and weight gradients.
 #
 # **Time.** 30 minutes to read, under 2 minutes to run, 90 minutes for the exercises.
 #
@@ -35,7 +35,7 @@
 # <details><summary>Answers</summary>
 #
 # A reduce-scatter and an all-gather. Each sends $(t-1)/t$ of the S bytes, so an all-reduce sends $2(t-1)/t \cdot S$ from each rank.
-# Nobody waits for W, the weight gradients: only the optimizer needs them.
+# Nobody waits for the weight gradients: only the optimizer needs them.
 # </details>
 
 # %% tags=["setup"]
@@ -66,7 +66,7 @@ here = lesson.banner(N, model=NAME, data=leaves.describe(), sizes=sizes)
 # %% [markdown]
 # ## Columns, then rows
 #
-# Letters differ from 02: m is the number of tokens, t that of ranks, and A and B are matrices. A linear layer multiplies x, which
+# Letters differ from 02: m is the number of tokens, t that of ranks, and A, B and W are weight matrices. A linear layer multiplies x, which
 # has m tokens of h numbers, by A of shape (h, n). There are two ways to shard A over t ranks, here for t = 2.
 #
 # ```text
@@ -95,8 +95,8 @@ here = lesson.banner(N, model=NAME, data=leaves.describe(), sizes=sizes)
 # terms of each number. GELU of a sum is not the sum of GELUs, so the terms would have to be added first.
 #
 # Each rank multiplies x by its own columns of A only. So in the backward it computes one of the t terms of x's gradient, and
-# the terms must be added. At f the forward does nothing and the backward all-reduces. At g
-# the forward all-reduces and the backward does nothing.
+# the terms must be added. At f only the backward all-reduces, at g only the
+# forward.
 
 
 # %%
@@ -276,9 +276,8 @@ lesson.check(exercises.column_row, mlp)
 # that is half.
 #
 # From here on, the library's `parallelize(model, mesh.tp, mode="1d")` replaces the linear layers by sharded ones, as above.
-# We call that *1D*. `machine_card` measures this machine's latency α, bandwidth and matmul rate, its *card*. ρ is the rate
-# over the bandwidth. Replace the `None`s by your guesses; until then a naive *rule of thumb* stands there. In the answers,
-# *predicted* is the page's formula. The cell then trains a sharded and a serial ViT for three steps, in float64.
+# We call that *1D*. `machine_card` measures this machine's latency α, bandwidth and matmul rate, its *card*, where B
+# is the bandwidth. ρ is the rate over the bandwidth. Replace the `None`s by your guesses; until then a *rule of thumb* stands there. The cell then trains a sharded and a serial ViT for three steps, in float64.
 
 # %%
 card = lesson.machine_card(N)
@@ -393,12 +392,12 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # The formula is for numbers of 2 bytes. With v bytes r is 2/v times as large, and here v is <data value="03.value-bytes">2</data>. With attention's
 # scores the formula predicts r = <data value="03.ratio.predicted">0.698</data>. The run has <data value="03.ratio">1.51</data>.
 #
-# Compare both with 1, from where on an interconnect is fast enough. But a larger r in the run does not mean a faster link:
-# computing took <data value="03.slower.computing.factor:.2f">2.58</data> times as long as its matrix products alone would, which raises r as much.
+# So by the formula this interconnect is not fast enough for this h. The run's r is above 1 only because computing took
+# <data value="03.slower.computing.factor:.2f">2.58</data> times as long as its matrix products alone would.
 #
 # <details><summary>Three factors between the formula and the run</summary>
 #
-# The formula leaves out costs of computing and of communication. The run's r is the formula's, times the first factor below
+# The table's factors are relative to the formula, which leaves out costs of computing and of communication. The run's r is the formula's, times the first factor below
 # and divided by the other two:
 #
 # - Computing took <data value="03.slower.computing.factor">2.58</data> times as long as its matrix products would at the card's rate. That includes launching operations, norms, GELU, residuals and slower products; the run does not separate them. <data value="03.host">With 1/8 of the images, computing took 5.96 ms instead of 13.8 ms. So about 35 % of this time does not shrink with the images, such as launching operations.</data>
@@ -641,7 +640,7 @@ lesson.check(exercises.sequence_parallel, block)
 # ## Grids: 2D, 2.5D and 3D
 #
 # In 1D on 64 ranks, a rank computes 1/16 of what it computes on 4. But it sends 1.31 times as much (63/64 instead of 3/4), because
-# every rank needs all of x. A grid of ranks shards x as well. Here W is a weight matrix, and q x q ranks make a grid. On 2 x 2 ranks, the
+# every rank needs all of x. A grid of ranks shards x as well. Let q x q ranks make a grid. On 2 x 2 ranks, the
 # rank in row i and column j stores block ij of x, W and y = x W:
 #
 # ```text
@@ -725,8 +724,17 @@ lesson.check(exercises.summa, panel)
 
 # %% [markdown]
 # *2D* tensor parallelism makes every linear layer from SUMMA. *2.5D* stacks D such grids, where D is its depth. Each grid has
-# all weights and 1/D of the tokens. *3D* puts t = l x l x l ranks in a cube. Each stores 1/t of x, W and y. It gathers x along one direction and W along
-# another, multiplies, and reduce-scatters y along the third.
+# all weights and 1/D of the tokens. *3D* puts t = l x l x l ranks in a cube, here 2 x 2 x 2. Each stores 1/t of x, W
+# and y. It gathers x and W along their directions, multiplies, and reduce-scatters y along the third:
+#
+# ```text
+#       6 ----- 7
+#      /|      /|       →  gather x
+#     4 ----- 5 |       ↗  gather W
+#     | 2 ----|-3       ↑  reduce-scatter y = x W
+#     |/      |/
+#     0 ----- 1
+# ```
 #
 # <details><summary>How many numbers a block sends from each of t ranks, predicted</summary>
 #
@@ -835,8 +843,9 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)  # for 08'
 # of five, so a difference of a few percent says nothing.
 # </details>
 #
-# On four ranks 2D sends fewer bytes than 1D above 12 h tokens, here <data value="03.tokens.even">49,152</data>; with fewer tokens it sends more. With the
-# <data value="03.tokens.many">50,432</data> tokens of the larger batch, <data value="03.grid">2D sends about as many bytes as 1D, and takes 41.5 ms against 32.9 ms</data>.
+# On four ranks 2D sends fewer bytes than 1D above 12 h tokens, here <data value="03.tokens.even">49,152</data>. With the
+# <data value="03.tokens.many">50,432</data> tokens of the larger batch, <data value="03.grid">2D sends about as many bytes as 1D, and takes 41.5 ms against 32.9 ms</data>. Eight times
+# the tokens took <data value="03.growth.1d:.2f">4.54</data> times as long in 1D, <data value="03.growth.1d+sp:.2f">3.61</data> in 1D+SP and <data value="03.growth.2d:.2f">1.72</data> in 2D.
 #
 # <details><summary>Which costs are constant, and what would help?</summary>
 #
@@ -857,7 +866,7 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)  # for 08'
 # </details>
 #
 # The next cell maps which mode is predicted to spend the least time communicating, on 64 ranks and InfiniBand NDR, with 10 µs
-# of latency and no launch costs. 2.5D has 4 x 4 x 4 ranks. The axis counts the batch's tokens divided by the 64 ranks. The
+# of latency and no launch costs. 2.5D has 4 x 4 x 4 ranks. The
 # last line opens an *explorer*, a simulated block with knobs.
 
 # %%
@@ -873,9 +882,10 @@ lesson.show(figures.cheapest_mode(tokens, hidden, best, title=title, ranks=64))
 lesson.explorers.tensor_modes()
 
 # %% [markdown]
-# 1D sends no weights, so it wins where tokens are few and h is large. By bytes, 3D beats it above 0.28 h tokens in the whole
-# batch, which is 0.0044 h on the axis. 2.5D sends more weights than 3D and fewer activations, so it wins with many tokens. 2D
-# never wins: 3D sends fewer of both, with a tenth of the latencies.
+# 1D sends no weights and more activations than 3D, so it wins where tokens are few and h is large. Their bytes are equal
+# at 0.28 h tokens in the batch, by the table in the previous section's fold. For h = 16,384 that is 72 on the axis. 2.5D sends
+# more weights than 3D and fewer activations, so it wins with many tokens. 2D never wins: 3D sends fewer activations and
+# weights, with a tenth of the latencies.
 #
 # <details><summary>Why latency favours 3D</summary>
 #
@@ -909,7 +919,8 @@ lesson.explorers.tensor_modes()
 # computing does. In this setting 1D would send for 162 ms.
 # </details>
 #
-# **Takeaway.** Inside a node, use 1D: it makes the fewest calls, and the fast link carries its bytes. Use a grid only when a
+# **Takeaway.** Inside a node, use 1D: it makes the fewest calls, and the fast link carries its bytes. With many
+# tokens 1D+SP took about as long, and it keeps less. Use a grid only when a
 # matrix must be shared across nodes. On 64 ranks, 3D or 2.5D is predicted to spend less time communicating than 1D, except
 # where tokens are few and h is large.
 #

@@ -33,7 +33,7 @@
 #
 # <details><summary>Answers</summary>
 #
-# Its all-reduces are in line, four times a block and microbatch: nothing can be computed before they end. The step
+# Its all-reduces are on the critical path, four times a block and microbatch: nothing can be computed before they end. The step
 # takes about Σ t + (m-1) max t.
 # </details>
 #
@@ -89,7 +89,7 @@ here = lesson.banner(8, model=NAME, data=recipe.data, sizes=sizes)
 #                   ▼                 ▼                   ▼                 ▼
 # replica 1      rank 4  ◄─ tp ─►  rank 5  ◄── pp ──►  rank 6  ◄─ tp ─►  rank 7      samples 8 to 15
 #
-# tp   all-reduce of (b, s, h)     four times a block and microbatch     in line
+# tp   all-reduce of (b, s, h)     four times a block and microbatch     on the critical path
 # pp   send of (b, s, h)           once a microbatch, there and back     while others compute
 # dp   all-reduce of gradients     once a step                           after the last backward (in Booster: during it)
 # ```
@@ -205,13 +205,13 @@ lesson.claim("The hybrid step is exact up to rounding", exact.equal)
 #
 # ### Six parts of a step
 #
-# We time a block on one rank, without messages, with few and with more samples. This gives a line a + k r: r is the
-# number of samples in a microbatch, a the fixed time of kernels, k the time per sample. There are m
+# We time a block on one rank, without messages, with few and with more samples. This gives a line a + u b: a is
+# the fixed time of kernels, u the time per sample. There are m
 # microbatches, L blocks, and p, t, c, d ranks along pp, tp, cp and dp. A step is the sum of six parts. Communication is *exposed* while its rank computes nothing.
 #
 # | part | seconds |
 # |---|---|
-# | computing | m (L (a + k r/(c t)) + ends)/p, where the ends are embedding, head and loss |
+# | computing | m (L (a + u b/(c t)) + ends)/p, where the ends are embedding, head and loss |
 # | exposed tp | (4 L + 2) m/p all-reduces: four for each block, one for embedded tokens, one for the gradient of the head's input |
 # | exposed cp | L m/p times an attention's messages: 3 (c-1) of a ring, or 8 all-to-alls |
 # | bubble | Σ tᵢ + (m-1) max tᵢ + 2 (p-1) sends, minus the three above; tᵢ is stage i's time for one microbatch |
@@ -354,20 +354,22 @@ lesson.claim("zb-h1 idles a smaller share than 1F1B", idle["zb-h1"] < idle["1f1b
 #
 # We call two layouts *tied* if their steps differ by no more than repeats of one layout do, <data value="08.ties.spread">13.4 %</data>.
 # Here <data value="08.ties.first">no layout is tied with the first</data>. Of the
-# <data value="08.ties.decided">58</data> pairs that are not tied, <data value="08.ties.order">30</data> are predicted in the right order. Repeats
-# follow each other; over minutes a step can change more.
+# <data value="08.ties.decided">58</data> pairs that are not tied, <data value="08.ties.order">30</data> are predicted in the right order.
 #
 # With tp, steps take <data value="08.short.with-tp.least:.2f">1.81</data> to <data value="08.short.with-tp.most:.2f">3.06</data> times as long as predicted, with a ring <data value="08.short.with-cp.most:.2f">2.48</data> times; with neither,
 # <data value="08.short.neither.least:.2f">0.85</data> to <data value="08.short.neither.most:.2f">1.80</data> times, the most with ZeRO 3. tp, cp and ZeRO 3 call collectives in every block. The
-# prediction charges a call for its message alone. A rank also pays for the call, whatever its size.
+# prediction charges a call for its message alone.
 #
 # Computing takes <data value="08.winner.share.computing">86.5 %</data> of the fastest step, that of <data value="08.fastest">dp 8</data>. The slowest, <data value="08.pairs.last">dp 2 x pp 2 x tp 2</data>, loses
 # most by *<data value="08.by.part">computing</data>*, which takes <data value="08.by.share">74.6 %</data> of its step.
 #
+# Of the <data value="08.winner.computing.predicted">56.0 ms</data> of computing that we predicted for `dp 8`, about 40 ms are the fixed time of kernels, and the ends: tp shrinks none of it. FLOPs
+# need <data value="08.cube.rule-of-thumb">7.85 ms</data>. So the race mostly compares numbers of kernels.
+#
 # ### Where the prediction misses
 #
-# The first table below shows how far each part is from its prediction. The second splits the *excess*: computing less its
-# prediction. Under tp there are three suspects. A collective costs its rank CPU time to
+# The first table shows each part less its prediction. The second splits the *excess*, that of
+# computing. Under tp there are three suspects. A collective costs its rank CPU time to
 # launch, pack and copy. Each rank computes norms and residual additions for all tokens. And a matmul with a t-th of the columns may take more
 # than a t-th of the time. We now time the last two. The race timed collectives on CPUs only;
 # on GPUs their column says 0 s, and the *rest* of the excess includes them.
@@ -401,11 +403,13 @@ lesson.claim("On average computing misses by larger factors under tp",
 
 # %% [markdown]
 # With tp, norms and thin matmuls explain little of the excess: on `tp 8` <data value="08.why.tp-8.norms">1.74 ms</data> and <data value="08.why.tp-8.thin-matmuls">2.54 ms</data> of
-# <data value="08.why.tp-8.excess">62.2 ms</data>, on `dp 4 x tp 2`
-# <data value="08.why.dp-4-x-tp-2.norms">-707 µs</data> and <data value="08.why.dp-4-x-tp-2.thin-matmuls">2.14 ms</data> of <data value="08.why.dp-4-x-tp-2.excess">62.0 ms</data>. These columns
-# are rough: no norm takes less than 0 s. That leaves the collectives.
+# <data value="08.why.tp-8.excess">62.2 ms</data>. We did not trace the *rest*, <data value="08.why.tp-8.rest">57.9 ms</data> to <data value="08.why.dp-2-x-cp-2-x-tp-2-ulysses.rest">142 ms</data> with tp.
+# We suspect the calls, but not alone: `dp 2 x pp 4, recomputation full`, without tp, cp or ZeRO 3, computes for <data value="08.missing.dp-2-x-pp-4-recomputation-full.computing-ratio:.2f">1.49</data> times its prediction.
 #
 # <details><summary>Other parts and options</summary>
+#
+# Why 40 ms? On `dp 8` a rank has one microbatch of one sample: computing is predicted as the fixed part plus the work, <data value="08.winner.computing.predicted">56.0 ms</data>. On 2 x 2 x 2 a stage has four
+# microbatches, half of the blocks and half of the work of each: twice the fixed part plus once the work, <data value="08.loser.computing.predicted">95.9 ms</data>. The difference is the fixed part, 39.9 ms.
 #
 # On `dp 4 x cp 2` computing is predicted to take as long as on `dp 8`. It takes <data value="08.missing.dp-4-x-cp-2.computing-ratio:.2f">3.00</data> times its prediction, and <data value="08.missing.dp-8.computing-ratio:.2f">0.92</data> times on `dp 8`.
 # The prediction leaves out that a ring computes an attention for each block of keys and merges their results, and what its messages cost
@@ -413,7 +417,7 @@ lesson.claim("On average computing misses by larger factors under tp",
 # on `dp 2 x cp 2 x tp 2`, with Ulysses, it is <data value="08.cp.ulysses">3.01 ms</data>.
 #
 # The rest is <data value="08.why.dp-4-x-tp-2.rest">60.6 ms</data> on `dp 4 x tp 2`, <data value="08.why.dp-2-x-pp-2-x-tp-2.rest">120 ms</data> on `dp 2 x pp 2 x tp 2`, <data value="08.why.dp-2-x-tp-4-zero-1-sequence-parallel.rest">106 ms</data> with sequence parallelism, and <data value="08.why.dp-8.rest">-4.70 ms</data> on `dp 8`,
-# which has no tp. It includes the collectives. We did not trace what else it has.
+# which has no tp. It includes the collectives.
 #
 # A rank times a norm alone, and the same matmul with all columns and with a t-th. On `dp 8` both matmuls are the same one, so
 # its column should be 0. It is <data value="08.why.dp-8.thin-matmuls">14.7 µs</data>, nearer to 0 than with tp, so thin matmuls probably cost something. Norms are further off: on
@@ -469,19 +473,19 @@ lesson.claim("With calls, computing on 2 x 2 x 2 is nearer",
              (abs(after[cube] - 1), "<=", abs(factor[cube] - 1)))
 
 # %% [markdown]
-# Fitted on `dp 4 x tp 2` minus `dp 8`, a call costs <data value="08.call">1.01 ms</data>.
+# Fitted on `dp 4 x tp 2` minus `dp 8`, a call costs <data value="08.call">1.01 ms</data>. That is the price where ranks share GPUs.
+# With NCCL and a GPU for each rank, a small all-to-all takes <data value="10.parts.all-to-all.replayed">268 µs</data> in notebook 10. So don't carry this order of
+# layouts to eight GPUs.
 #
 # **The other four layouts with tp test this fit.** `tp 8` makes as many
 # calls as `dp 4 x tp 2`, each four times as large, and its excess is <data value="08.why.tp-8.excess">62.2 ms</data> beside <data value="08.why.dp-4-x-tp-2.excess">62.0 ms</data>. `dp 2 x tp 4` and 2 x 2 x 2 make twice as
 # many, which should double the excess; it is <data value="08.why.dp-2-x-tp-4-zero-1-sequence-parallel.excess">110 ms</data> and <data value="08.why.dp-2-x-pp-2-x-tp-2.excess">126 ms</data>. The excess of
 # `dp 2 x cp 2 x tp 2` includes Ulysses' calls, which the fit lacks: <data value="08.why.dp-2-x-cp-2-x-tp-2-ulysses.excess">143 ms</data>. On 2 x 2 x 2 computing
-# took <data value="08.cube-ratio.before:.2f">2.31</data> times its prediction, with calls <data value="08.cube-ratio.after:.2f">0.97</data> times;
-# the claim compares their distances from 1.
+# took <data value="08.cube-ratio.before:.2f">2.31</data> times its prediction, with calls <data value="08.cube-ratio.after:.2f">0.97</data> times.
 #
 # With calls, <data value="08.pairs.with-calls">49</data> of <data value="08.pairs.all">66</data> pairs are in order. The first choice is now
 # <data value="08.links.1-x-bandwidth.fastest-predicted">dp 8</data>, and loses <data value="08.links.1-x-bandwidth.prediction-costs">0 %</data> instead of <data value="08.cost.prediction">116 %</data>. But the fit
-# itself put `dp 4 x tp 2` behind `dp 8`, so this choice is no test. Calls mend tp alone: a ring's step still takes
-# <data value="08.short.with-cp.most:.2f">2.48</data> times as long as predicted.
+# itself put `dp 4 x tp 2` behind `dp 8`, so this choice is no test.
 #
 # ### Another interconnect
 #
@@ -501,7 +505,7 @@ lesson.claim("The slow link's winner sends no more", sends["slow"] <= sends["fas
 lesson.claim("pp 8 sends least", min(runs, key=lambda n: runs[n].bytes) == "pp 8")
 
 # %% [markdown]
-# A layout overtakes the winner only if the slower link adds more time to the winner than to it, by more than the winner's lead. <data value="08.links.words">The fastest is dp 8 on this link, dp 8 with a tenth of its bandwidth, and pp 8 with a hundredth. All three are predicted</data>.
+# <data value="08.links.words">The fastest is dp 8 on this link, dp 8 with a tenth of its bandwidth, and pp 8 with a hundredth. All three are predicted</data>.
 #
 # ### The fastest that fits
 #
@@ -562,8 +566,8 @@ lesson.explorers.layout_choice()
 # The fastest that fits, <data value="08.choice">pp 8</data>, takes <data value="08.fit.memory">114 %</data> longer than the fastest of all. The
 # prediction without calls <data value="08.fit.choice">chose dp 2 x tp 4, ZeRO 1, sequence parallel, which takes 46.5 % longer</data>.
 #
-# **Takeaway.** Bytes and peaks follow from arithmetic. Times don't follow from one rank alone: tp pays for its calls, and
-# recomputation made computing <data value="08.again">103 %</data> longer, where we assumed at most a third. If replicas don't fit,
+# **Takeaway.** Bytes and peaks follow from arithmetic. Times don't follow from one rank alone: with tp, computing took over twice its prediction, and
+# recomputation made it <data value="08.again">103 %</data> longer, where we assumed at most a third. If replicas don't fit,
 # ZeRO shards states and recomputation saves activations. Stages send least, which pays on slow links.
 #
 # ### Exercise 1: explain the worst prediction
@@ -954,6 +958,10 @@ lesson.claim("The prediction is nearer than the rule of thumb",
 #
 # Where ranks share cores or GPUs, messages are modelled in the replayed step as in the prediction, so this comparison does not
 # test them.
+#
+# The rule of thumb hangs on how fast one short matmul was: its <data value="08.cube.rule-of-thumb">7.85 ms</data> mean 224 TFLOP/s. The estimate of <data value="08.balance:.2f">2.53</data> beside the choice of the link means 543. Both times
+# the same code timed the same matmul on the same GPU, and we did not trace why it was 2.4 times slower the second time. At the first rate, the rule would say 3.2 ms.
+#
 # Computing takes <data value="08.cube-parts.computing.replayed">209 ms</data>, including the rank's own time in (4 L + 2) m/p calls. The time of their messages on the link is exposed tp. The bubble takes <data value="08.cube-parts.bubble.replayed">64.9 ms</data>: with p = 2 and m = 4,
 # equal stages idle for a fifth of the time. The figure draws one pipeline, each action as the median of its ranks. If stage 1 ends one microbatch as it begins the next, its curve below may have
 # a vertical line there. Exposed tp, <data value="08.cube-parts.exposed-tp.replayed">6.37 ms</data>,
@@ -984,7 +992,7 @@ lesson.claim("Predictions hold more often than rules of thumb",
 # ## What to remember
 #
 # - From one rank alone, <data value="08.pairs.right">34</data> of <data value="08.pairs.all">66</data> pairs were in order, and the first choice lost <data value="08.cost.prediction">116 %</data>. With the
-#   cost of a call, fitted on two of the twelve, it was <data value="08.pairs.with-calls">49</data> pairs and <data value="08.links.1-x-bandwidth.prediction-costs">0 %</data>.
+#   cost of a call, fitted on two of the twelve, it was <data value="08.pairs.with-calls">49</data> pairs.
 # - To choose a layout, first make one replica fit into memory. Then add replicas and microbatches up to your batch. Then
 #   compare speeds: computing with its calls, the bubble, exposed communication.
 #
@@ -1003,8 +1011,8 @@ lesson.claim("Predictions hold more often than rules of thumb",
 # | 08 layouts | Which one, beforehand? | six parts, and tp's calls | <data value="08.pairs.right">34</data> of <data value="08.pairs.all">66</data> pairs in order; with calls, fitted in the race, <data value="08.pairs.with-calls">49</data> | a short run |
 # | 09 planning | A thousand GPUs from one machine? | datasheets, one fitted rate | worst of ten runs <data value="09.worst">9.87 %</data> off | another era of kernels |
 #
-# **When not to use this.** For a short run, take any layout that fits. If samples differ in length or others
-# share the network, measure.
+# **When not to use this.** If a run is short, samples differ in length, or others share the network, time
+# two or three layouts that fit.
 #
 # <details><summary>Where to look, and papers</summary>
 #

@@ -89,7 +89,8 @@ here = lesson.banner(1, "cpu", model=gpts, data=runs, timed=False,
 #
 # A single ring leaves a node once and uses one NIC, however many members it has there. So NCCL runs several rings
 # in parallel, and 8 members on a node use all 8 NICs. All groups communicate at the same time and
-# share the NICs: a group with half of a node's GPUs gets half of them.
+# share the NICs: a group with half of a node's GPUs gets half of them. Below, a group covers `span` consecutive
+# ranks, and `near` of them are on one node.
 
 
 # %%
@@ -115,6 +116,14 @@ def all_reduce(nbytes, ranks, link):
 # | norms, dropouts, residuals | 22 | 34 | an activation (b, s, h) | no |
 # | GELU | 16 | 24 | an activation (b, s, h) | yes |
 # | attention | 13 | 19 | the scores, s x s in each head | yes |
+#
+# <details><summary>How do these sums come about?</summary>
+#
+# GELU works on 4 values of the MLP for each value of an activation, in 2 bytes each. Forward, it reads and writes each: 4 x 4 = 16 bytes. Backward, it reads
+# the input and the output's gradient, and writes the input's gradient: 4 x 6 = 24. In the first row, two norms move 8 and 12
+# bytes, two dropouts with their residuals 14 and 22; a dropout's mask has one byte a value. In the last row, matmuls write or read the scores, and
+# softmax and dropout read and write them.
+# </details>
 #
 # tp adds 4 all-reduces, or 6 if the forward is recomputed.
 
@@ -142,6 +151,12 @@ def block_seconds(run, nodes, tp, b):
 # (p - 1)/v microbatches on one GPU. The price is v times as many *hops*. In a hop, each of a
 # stage's t ranks sends a t-th of the activation to its partner on the next stage, whose t ranks then all-gather. The
 # gradient is all-reduced at the end and overlaps with nothing, as in Megatron-LM of 2021. The optimizer moves 28 bytes per parameter.
+#
+# <details><summary>Why does a hop set <code>near</code> to a number that counts no members?</summary>
+#
+# `link` gives a group `nodes.cards * near / nodes.host` NICs. In a hop, a rank has `nics` of them: one, or its share if more ranks send at once than a node has
+# NICs. `near = nics * nodes.host / nodes.cards` makes `link` return the bandwidth of `nics` NICs.
+# </details>
 
 
 # %%
@@ -172,8 +187,8 @@ def step_seconds(run, nodes, plan):
     return parts
 
 # %% [markdown]
-# We compare it with the library's, `hpnb.theory.cluster`, on the runs of the next sections. Our maps use the library's, which
-# also handles a pp that does not divide the number of blocks.
+# It must give what the library's `hpnb.theory.cluster` gives. Our maps use the library's, which
+# also handles a pp that does not divide the blocks.
 
 
 # %%
@@ -191,7 +206,7 @@ lesson.claim("Forty lines give what the library gives", (max(distance), "<", 1e-
 # %% [markdown]
 # ## Fit one run, predict nine
 #
-# Narayanan et al. published ten runs of Megatron-LM in 2021, from 1.7 billion parameters on 32 A100s to a trillion on 3,072,
+# Narayanan et al. published ten runs of Megatron-LM in 2021, from 1.7B, 1.7 billion parameters, on 32 A100s to 1008.0B on 3,072,
 # with one NIC per GPU. Their TFLOP/s are *hardware FLOPs*: they count the recomputed forward, and so are 4/3 of the *model
 # FLOPs*. We fit the share of the peak to the smallest run. It uses data parallelism alone, so for tp and pipelines the
 # planner extrapolates. Our rule of thumb: all ten are as fast as the smallest.
@@ -283,7 +298,7 @@ days = steps * step(largest.run, replace(a100, gpus=largest.gpus), largest.plan)
 # The choice matters little: the fitted share lies between <data value="09.fits.least">60.1 %</data> and <data value="09.fits.most">68.8 %</data>, and no fit misses
 # a run by more than <data value="09.fits.worst">12.9 %</data>. Rounded up to <data value="09.fits.error:.0f">13</data> %, that is **the planner's error**.
 #
-# The parts of a step show why models from 145.6B on run faster. Wide layers compute more per byte, so memory traffic falls
+# The parts show why models from 145.6B on run faster. Wide layers compute more per byte, so memory traffic, the column *memory*, falls
 # from <data value="09.parts.1.7b.memory">27.6 %</data> of the step to <data value="09.parts.1008.0b.memory">3.67 %</data>. The largest model loses a part of this gain to its
 # bubble, <data value="09.parts.1008.0b.bubble">15.0 %</data>.
 #
@@ -332,15 +347,15 @@ lesson.claim("Refitted, no run is predicted too fast", not above)
 # - **32B is predicted too slow, because the model has no overlap.** Megatron-Core sends tp and dp while it computes. With both exposed, as
 #   in our model, we predict <data value="09.core.32b.predicted">320 TFLOP/s</data>; with both free, <data value="09.core.32b.tp-and-dp-free">531 TFLOP/s</data>. The published
 #   <data value="09.core.32b.published">460 TFLOP/s</data> lie in between.
-# - **1.7B is predicted too fast, because the A100s' share of the peak is too high for it.** It
+# - **1.7B is predicted too fast, and overlap is not the cause.** It
 #   uses dp alone. With dp exposed we predict
 #   <data value="09.core.1.7b.predicted">543 TFLOP/s</data>; published are <data value="09.core.1.7b.published">409 TFLOP/s</data>. With dp free the prediction is
-#   faster still, so overlap is not the cause. With the share fitted to
+#   faster still. Its matmuls or other kernels are slower than our model's; we don't know which. With the share fitted to
 #   1.7B, all other runs are predicted too slow.
 #
 # <details><summary>Why is the predicted memory too large?</summary>
 #
-# We predict <data value="09.core.462b.memory">141 GB</data> for a run that fitted into 80 GB, because in our model every rank of tp keeps
+# Here *memory* is what a GPU holds; in the table of parts it was the time of memory traffic. We predict <data value="09.core.462b.memory">141 GB</data> for a run that fitted into 80 GB, because in our model every rank of tp keeps
 # the activations of norms and dropouts. Sequence parallelism, from 07, shards them.
 # </details>
 #
@@ -453,7 +468,7 @@ columns = {f"{key} (s)": {row: at[key] for row, at in where.items()} for key in 
 lesson.show(columns={"dp, chunks": layout} | columns, key="09.where", title="Predicted")
 
 # %% [markdown]
-# The *rest* is matmuls, memory and optimizer.
+# The *rest* is matmuls, memory traffic and optimizer.
 #
 # **At the node's edge**, tp takes <data value="09.where.fast-pp-16-x-tp-8.tp">274 ms</data> at tp 8 and <data value="09.where.fast-pp-16-x-tp-16.tp">1.42 s</data> at tp 16 on the fast network.
 #
@@ -595,9 +610,9 @@ lesson.field_guide.add(
 )  # fmt: skip
 
 # %% [markdown]
-# Both tables say the same: **with half the bandwidth between nodes, the ten runs are still predicted well**. The right
-# planner is at most <data value="09.halved.right.between.worst-error-on-the-ten-runs">10.6 %</data> off. So the runs have not tested the network.
-# They have tested the links inside nodes, though only just: <data value="09.halved.right.inside.worst-error-on-the-ten-runs">14.3 %</data> off.
+# **With half the bandwidth between nodes, both planners still predict the ten runs well.** The right
+# planner is at most <data value="09.halved.right.between.worst-error-on-the-ten-runs">10.6 %</data> off.
+# The runs have tested the links inside nodes, though only just: <data value="09.halved.right.inside.worst-error-on-the-ten-runs">14.3 %</data> off.
 #
 # Does an untested number matter? With half of the network's bandwidth the right planner's layout takes
 # <data value="09.halved.right.between.step-of-the-layout-that-it-chose-longer-by">25.4 %</data> longer. The mistaken planner gives no such warning:

@@ -13,11 +13,11 @@ offset and moves it on (`torch.cuda.CUDAGraph.register_generator_state`, which P
 generator). Dropouts of tensor parallelism that draw other numbers on each rank have further generators
 (`dropout_rng.py`).
 
-Collectives within a stage, those of tensor parallelism over NCCL, are kernels of its graphs. A side stream
-that they run on forks from the stream of the capture, and joins it where the result is waited for. That has
-to be in the same action; otherwise the capture fails, and the stage runs eagerly. Python sees no replayed
-collective, so a capture notes them, and `record.traffic` counts them at each replay. In a timeline they are
-part of their action's span.
+Collectives within a stage, those of tensor parallelism and ZeRO 3 over NCCL, are kernels of its graphs. A
+side stream that they run on forks from the stream of the capture, and joins it where the result is waited
+for. That has to be in the same action; otherwise the capture fails, and the stage runs eagerly. Python sees
+no replayed collective, so a capture notes them, and `record.traffic` counts them at each replay. In a
+timeline they are part of their action's span.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class CudaCapture:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
-        self._pools: dict[int, Any] = {}
+        self._pools: dict[int, tuple[Any, torch.cuda.CUDAGraph]] = {}  # by slot; and a graph that keeps it
         self._callers_stream = torch.cuda.current_stream(device)
 
     @contextmanager
@@ -95,12 +95,13 @@ class CudaCapture:
         What one graph of a slot frees, the next one reuses."""
         states = CapturedRankStates(rank_states)
         if slot not in self._pools:
-            self._pools[slot] = torch.cuda.graph_pool_handle()
+            self._pools[slot] = self._make_pool()
+        pool, _ = self._pools[slot]
         graph = torch.cuda.CUDAGraph()
         for generator in states.generators:
             graph.register_generator_state(generator)
         # Other threads may copy and wait meanwhile: those of the process group and of checkpoints.
-        graph.capture_begin(self._pools[slot], capture_error_mode="thread_local")
+        graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             with states.capturing(torch.cuda.default_generators[torch.cuda.current_device()]):
                 run()
@@ -123,10 +124,16 @@ class CudaCapture:
         with suppress(RuntimeError):  # the capture is invalid, which is why it ends here
             graph.capture_end()
         # It leaves the generator capturing, and dropout would raise. The end of another capture mends that.
-        empty = torch.cuda.CUDAGraph()
-        empty.capture_begin(torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
-        torch.zeros(1, device=self._device)
+        self._make_pool()
+
+    def _make_pool(self) -> tuple[Any, torch.cuda.CUDAGraph]:
+        """A memory pool, and an empty graph in it. PyTorch drops a pool with the last graph in it, and
+        refuses another capture into it (torch 2.11), but all graphs of a slot may be captured anew."""
+        pool, empty = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+        empty.capture_begin(pool, capture_error_mode="thread_local")
+        torch.zeros(1, device=self._device)  # PyTorch warns of a graph that has no kernel
         empty.capture_end()
+        return pool, empty
 
     def _allocate_workspaces(self) -> None:
         """cuBLAS keeps a workspace for each stream and thread: allocate them outside of the pools."""

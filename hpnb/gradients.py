@@ -16,7 +16,7 @@ gradient is computed separately, and does not know which microbatch is the last.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import dropwhile
 from types import MethodType
@@ -41,11 +41,15 @@ class GradientSink:
         axis: the ranks whose gradients are summed.
         average: divide sums by the number of ranks.
         shards_parameters: parameters are sharded too, and gathered for each forward and backward (ZeRO 3).
+        gather_axes: along which they are gathered.
+        why_not_captured: why CUDA graphs cannot have these gathers; empty if they can.
     """
 
     axis: Axis
     average: bool
     shards_parameters = False
+    gather_axes: tuple[Axis, ...] = ()
+    why_not_captured = ""
 
     def begin_backward(self) -> None:
         """The hook owner calls it before the first `ready` of a backward. A pipeline does not."""
@@ -72,6 +76,10 @@ class GradientSink:
     def begin_action(self, action: object, coming: object) -> None:
         """A pipeline begins an action, after which `coming` will be the next one that computes with weights.
         Equal values stand for the same blocks in the same order; None stands for no such action."""
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Around the capture of a forward and its backward in CUDA graphs, which have its gathers too."""
+        return nullcontext()
 
     def hand_over(self) -> GradientSink:
         """Reduce nothing by itself any more, after a backward. From now on the caller calls `ready` and

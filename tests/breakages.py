@@ -93,6 +93,20 @@ BREAKAGES = (
         ("tests/test_expert_parallel.py",),
     ),
     Breakage(
+        "ranks of a stage replay graphs that they did not capture together",
+        "pipeline_parallel/graph_agreement.py",
+        "or (state == REPLAY and capture != -capture_)",
+        "or False",
+        ("tests/test_cuda_graphs_tensor_parallel.py::test_the_least_of_all_ranks_is_done",),
+    ),
+    Breakage(
+        "graphs of ZeRO-3 overwrite the gradients of an earlier batch",
+        "pipeline_parallel/grad_ready.py",
+        "parameter = self._parameter_of.get(p, p)",
+        "parameter = p",
+        ("tests/test_cuda_graphs.py::test_replayed_steps_of_sharded_parameters",),
+    ),
+    Breakage(
         "ZeRO-3 shards experts over ranks that hold others",
         "data_parallel/fsdp_hooks.py",
         "return FlatParam(parameters, expert_axis, of_experts, expert_policy, on_complete)",

@@ -21,8 +21,8 @@ class CallAgain:
         captured: the slot of each capture.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module, self.captured = module, list[int]()
+    def __init__(self, pipe: hpnb.Pipeline) -> None:
+        self._pipe, self.captured = pipe, list[int]()
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -32,15 +32,26 @@ class CallAgain:
 
     def capture(self, run: Callable[[], None], slot: int) -> Callable[[], None]:
         self.captured.append(slot)
-        tensors = [p.grad for p in self._module.parameters() if p.grad is not None]
-        tensors += list(self._module.buffers())
+        holders = self._pipe._grad_ready._holders.values()  # with ZeRO 3 other parameters than the module's
+        tensors = [p.grad for p in holders if p.grad is not None]
+        tensors += list(self._pipe.module.buffers())
         values, state = [t.clone() for t in tensors], torch.get_rng_state()
         run()
         torch.set_rng_state(state)
         with torch.no_grad():
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)
-        return torch.enable_grad()(uncounted()(run))  # a replay sends what nobody sees
+        graph: Any = run.__self__  # type: ignore[attr-defined]
+        static = graph._input_tensors if run == graph._run_forward else []
+
+        def replay() -> None:
+            # What is copied to them inside of `record.traffic` does not count as a change, by which a model
+            # knows that a mask is old.
+            torch.autograd.graph.increment_version(static)
+            with torch.enable_grad(), uncounted():  # a replay sends what nobody sees
+                run()
+
+        return replay
 
     def forget(self) -> None:
         pass
@@ -52,6 +63,6 @@ def with_graphs(pipe: hpnb.Pipeline, captured: Sequence[Axis] = ()) -> Any:
     Args:
         captured: axes whose collectives are captured, although gloo has none that a GPU could.
     """
-    capture: Any = CallAgain(pipe.module)
+    capture: Any = CallAgain(pipe)
     pipe._graphs = StageGraphs(pipe.module, torch.device("cpu"), pipe._split_backward, capture, captured)
     return pipe._graphs

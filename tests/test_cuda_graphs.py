@@ -3,6 +3,7 @@ static tensors, gradients, losses and fall-backs are those of a GPU. On a GPU ev
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import warnings
@@ -24,10 +25,15 @@ import hpnb
 from hpnb import Layout, Mesh
 from hpnb.pipeline_parallel import cuda_graphs, schedules
 from hpnb.pipeline_parallel.graph_slots import assign_slots
+from hpnb.pipeline_parallel.stage_graph import CudaCapture
 
 STEPS = 5  # two that warm up, three that replay
 EXACT = 1e-12
 ACCUMULATING = [Case("1f1b", 2, 3, True, 1), Case("zb-h1", 1, 3, True, 2, loss="pair")]
+SHARDED = [
+    Case("zb-h1", 2, 3, True, 2, loss="pair", sink="zero 3"), Case("1f1b", 2, 3, False, 2, sink="zero 3"),
+    Case("interleaved", 4, 4, False, 2, 2, loss="pair", sink="zero 3"),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +107,14 @@ def train(case: Case, graphs: bool, accumulates: bool = False) -> dict[str, Any]
     mesh = Mesh(Layout(dp=case.dp, pp=case.pp))
     on_gpu = hpnb.device().type == "cuda"
     pipe = hpnb.Pipeline(model(), mesh.pp, case.schedule(), LOSSES[case.loss], cuda_graphs=graphs and on_gpu)
-    stage_graphs = with_graphs(pipe) if graphs and not on_gpu else pipe._graphs
+    stage_graphs = with_graphs(pipe, [mesh.dp]) if graphs and not on_gpu else pipe._graphs
     pipe._split_backward.min_flops = 0.0  # as in a graph: matmuls add to gradients themselves
     optimizer: torch.optim.Optimizer = torch.optim.SGD(pipe.parameters(), lr=0.3, momentum=0.9)
     if case.dp > 1 and case.sink == "replicas":
         pipe.gradients = hpnb.DataParallel(pipe.module, mesh.dp, bucket_mb=1e-3)
+    elif case.dp > 1 and case.sink == "zero 3":
+        hpnb.fully_shard(pipe.module, mesh.dp, units=pipe.module.units)
+        pipe.gradients = hpnb.data_parallel.sink(pipe.module)
     elif case.dp > 1:
         optimizer = hpnb.ZeroOptimizer(
             pipe.parameters(), torch.optim.SGD, mesh.dp, stage=int(case.sink[-1]), lr=0.3, momentum=0.9
@@ -114,7 +123,7 @@ def train(case: Case, graphs: bool, accumulates: bool = False) -> dict[str, Any]
     losses, replayed = [], 0
     for step in range(STEPS):
         optimizer.zero_grad()
-        for p in pipe.parameters() if not graphs else ():
+        for p in pipe._grad_ready._holders.values() if not graphs else ():
             p.grad = torch.zeros_like(p)
         mine = case.batches(step)[mesh.dp.rank]
         if accumulates:
@@ -176,6 +185,12 @@ def test_replayed_steps_are_eager_steps_bit_for_bit_and_one_process(pools: RankP
 
 def test_replayed_steps_accumulate(pools: RankPools) -> None:
     check(ACCUMULATING, pools, accumulates=True)
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_replayed_steps_of_sharded_parameters(pools: RankPools, accumulates: bool) -> None:
+    """ZeRO 3, which on GPUs needs one a rank: test_cuda_graphs_zero.py."""
+    check(SHARDED, pools, accumulates)
 
 
 # --- what is captured anew, and what runs eagerly --------------------------------------------------------
@@ -462,6 +477,25 @@ def test_on_a_gpu_replayed_steps_accumulate(gpu_pools: RankPools) -> None:
     check(ACCUMULATING, gpu_pools, accumulates=True)
 
 
+def capture_again() -> list[float]:
+    """Of two captures into one slot, the first of which is dropped before the second."""
+    capture, x = CudaCapture(hpnb.device()), torch.ones((), device=hpnb.device())
+    values = []
+    for _ in range(2):
+        with capture.session():
+            replay = capture.capture(lambda: x.mul_(2), 0)
+        replay()
+        values.append(x.item())
+        del replay
+        gc.collect()
+    return values
+
+
+@pytest.mark.one_gpu
+def test_a_slot_is_captured_again_when_all_its_graphs_are_dropped(gpu_pools: RankPools) -> None:
+    assert gpu_pools[1].run(capture_again)[0] == [2, 4]
+
+
 class Dropping(nn.Module):
     """A block with dropout; `recomputes` its activations, or waits for a value of the GPU."""
 
@@ -569,7 +603,7 @@ def boost(graphs: bool, options: dict[str, Any]) -> tuple[list[float], int, list
         optimizer.step()
         optimizer.zero_grad()
         if graphs and not on_gpu and boosted._pipe._graphs is None:
-            with_graphs(boosted._pipe)
+            with_graphs(boosted._pipe, [plugin.mesh.dp])
     stage_graphs = boosted._pipe._graphs
     if stage_graphs is None:
         return losses, 0, []
@@ -615,12 +649,14 @@ def test_on_a_gpu_a_plugin_with_graphs_trains_as_without(
 
 
 @pytest.mark.one_gpu
-def test_tensor_parallelism_and_zero_3_run_eagerly_and_say_why(gpu_pools: RankPools) -> None:
-    """Tensor parallelism where ranks share the GPU: over NCCL it is captured."""
-    cases = [({"zero_stage": 3}, "ZeRO 3")]
-    if torch.cuda.device_count() < 2:
-        cases.append(({"tp_size": 2}, "it communicates within"))
-    for options, reason in cases:
+def test_tensor_parallelism_and_zero_3_on_a_shared_gpu_run_eagerly_and_say_why(gpu_pools: RankPools) -> None:
+    """Over NCCL they are captured."""
+    if torch.cuda.device_count() > 1:
+        pytest.skip("each rank has a GPU")
+    for options, reason in [
+        ({"zero_stage": 3}, "sharded (ZeRO 3) along"),
+        ({"tp_size": 2}, "it communicates within"),
+    ]:
         for losses, captured, reasons in gpu_pools[2].run(boost, True, options):
             assert captured == 0
             assert reason in reasons[0]

@@ -5,8 +5,8 @@
                                zero_bucket.py, shard_layout.py
     stage 2   ZeroOptimizer    gradients too
     stage 3   fully_shard      parameters too: fsdp.py, fsdp_hooks.py, fsdp_units.py, fsdp_prefetch.py,
-                               fsdp_reductions.py, fsdp_checks.py, copied_hooks.py, flat_params.py,
-                               parameter_hooks.py, shard_layout.py
+                               fsdp_reductions.py, fsdp_capture.py, fsdp_checks.py, copied_hooks.py,
+                               flat_params.py, parameter_hooks.py, shard_layout.py
 
 Read two files of hpnb/ first: `gradients.py`, on what a hook owner and a sink are, and `background.py`, which
 runs collectives beside the computation. `replicas.py` makes replicas equal at the start. `compare_replicas`

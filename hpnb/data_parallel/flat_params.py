@@ -216,6 +216,10 @@ class FlatParam:
             _free(self._flat)
             self.is_unsharded = self.is_gathered = False
 
+    def forget_gather(self) -> None:
+        """A capture of a CUDA graph failed: what it recorded cannot be waited for. `reshard` comes next."""
+        self._gathering = Pending()
+
     # --- gradients --------------------------------------------------------------------------
 
     def _count_gradient(self, unsharded: nn.Parameter) -> None:

@@ -21,6 +21,7 @@ the same. A shard's gradient is then all-reduced over its R ranks, 2 (R-1)/R B/N
     fsdp_prefetch.py     which unit is gathered ahead
     flat_params.py       the flat parameter of a unit; shard_layout.py says where each tensor lies in it
     fsdp_reductions.py   the reductions that are in flight
+    fsdp_capture.py      gathers as parts of CUDA graphs
     parameter_hooks.py   hooks that users have registered on parameters
 
 After Rajbhandari et al. 2020, *ZeRO* (arXiv 1910.02054), sections 5.3 and 7, and Zhao et al. 2023, *PyTorch

@@ -17,8 +17,8 @@ and what starts or ends a forward or a backward leaves the other's units as they
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -31,7 +31,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hpnb.background import Background
 from hpnb.data_parallel.copied_hooks import HookOfOriginal, do_nothing, refuse_forward
 from hpnb.data_parallel.flat_params import FlatParam, FSDPPolicy
-from hpnb.data_parallel.fsdp_checks import refuse_second_derivative_of_zero3, zero3_unused_message
+from hpnb.data_parallel.fsdp_capture import capturing_gathers, why_not_captured
+from hpnb.data_parallel.fsdp_checks import (
+    explain_parts,
+    refuse_second_derivative_of_zero3,
+    zero3_unused_message,
+)
 from hpnb.data_parallel.fsdp_prefetch import PrefetchOrder
 from hpnb.data_parallel.fsdp_reductions import Reductions, find_used
 from hpnb.data_parallel.fsdp_units import FSDPUnit, assign_parameters
@@ -62,7 +67,7 @@ class FSDPState(GradientSink):
         _failed_inside               an exception ended the forward of a unit, and goes on to the root's
         unit.unsharded_registered    the modules have the full parameters
         unit.pending_backwards       for units with frozen parameters: see `_hook_input_gradients`
-        _kept                        units that the pipeline's next action begins with: nobody frees them
+        _kept                        units that a pipeline's next action begins with: nobody frees them
         _first_units                 {action: the unit that it began with}, learned from the first one like it
         flat.missing                 gradients that the running backward has not brought yet
         flat.has_gradients           full gradients that have not been reduced
@@ -84,6 +89,7 @@ class FSDPState(GradientSink):
     ) -> None:
         self.axis, self.policy, self.average = axis, policy, policy.average
         self.find_unused, self.reshard_after_forward = find_unused, reshard_after_forward and not find_unused
+        self.why_not_captured = why_not_captured(policy.offload, find_unused)
         self.sync = True
         self._in_forward = self._in_backward = self._failed_inside = False
         self._running_forward: set[FSDPUnit] = set()
@@ -123,6 +129,7 @@ class FSDPState(GradientSink):
             self._register_hooks(module_of[name] if name else module, unit)
         self.root = self.units[0]
         self.flat_params = [flat for unit in self.units for flat in unit.flat_params]
+        self.gather_axes = tuple(dict.fromkeys(flat.axes[0] for flat in self.flat_params))
         set_hook_owner((p for flat in self.flat_params for p in flat.sharded_params), self)
         self._unsharded_of = dict(pair for unit in self.units for pair in unit.unsharded_of.items())
         module.register_state_dict_pre_hook(HookOfOriginal(lambda *_: self._recover(), in_a_copy=do_nothing))
@@ -173,7 +180,7 @@ class FSDPState(GradientSink):
     def _after_forward(self, unit: FSDPUnit, _: nn.Module, __: Any, output: Any) -> None:
         if output is None and (error := sys.exception()) is not None:
             if unit is self.root and not self._failed_inside:
-                self._explain_parts(error)
+                explain_parts(error, self._unit_names)
             self._failed_inside = True
         if self._recomputes():
             return  # the unit's backward follows at once
@@ -197,20 +204,6 @@ class FSDPState(GradientSink):
         if not trains:
             self._reshard_all()
             self._synchronize_offload()
-
-    def _explain_parts(self, error: BaseException) -> None:
-        """Say so if the root's forward failed in a module of a unit whose forward was not called, so that
-        nothing had gathered the weights."""
-        modules = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-        parameters = [p for m in modules if isinstance(m, nn.Module) for p in m._parameters.values()]
-        names = [self._unit_names[p] for p in parameters if p in self._unit_names]
-        if names and type(error) is RuntimeError:
-            error.args = (
-                f"{error}; this is in {names[-1]}, whose modules are called without it. ZeRO 3 gathers its "
-                "weights in front of its own forward: call the block, as in block(hidden), and put what it "
-                "does into its forward; or give its class no forward, and ZeRO 3 gathers before each of its "
-                "modules",
-            )
 
     def _recomputes(self) -> bool:
         """Whether the forward that runs is one of activation checkpointing, inside of a backward."""
@@ -324,6 +317,9 @@ class FSDPState(GradientSink):
         self._kept.add(first)
         return [first]
 
+    def capturing(self) -> AbstractContextManager[None]:
+        return capturing_gathers(self.flat_params, self.reset)
+
     def hand_over(self) -> GradientSink:
         """From now on reduce nothing at the end of a backward, but only when `finish` is called."""
         self.sync = False
@@ -347,12 +343,17 @@ class FSDPState(GradientSink):
 
     def drop(self) -> None:
         """The step failed: forget its gradients."""
-        self._in_backward = self._in_forward = False
-        self._running_forward.clear()
-        self._kept.clear()
         self._reductions.drop()
         for flat in self.flat_params:
             flat.drop_gradients()
+        self.reset()
+
+    def reset(self) -> None:
+        """No forward or backward runs, or it failed: free all units, and keep none for a next action."""
+        self._in_backward = self._in_forward = False
+        self._running_forward.clear()
+        self._kept.clear()
+        self.begin_action(None, None)
         self._reshard_all()
 
     # --- in between -------------------------------------------------------------------------

@@ -71,8 +71,10 @@ class HybridParallelPlugin(PluginOptions):
             schedule splits backwards (`hpnb.hybrid.compile_blocks`). With 16-bit weights also Adam in one
             pass (`hpnb.precision.flat_adam`); PyTorch's fused kernel takes enable_all_optimization.
         enable_cuda_graphs: `execute_pipeline` replays each stage's forward and backward as CUDA graphs, which
-            makes small microbatches faster. A stage that cannot be captured runs as before, with a warning:
-            one with messages inside (cp_size or ep_size above 1, and tp_size without NCCL), and ZeRO 3.
+            makes small microbatches faster, also with pp_size=1. A stage that cannot be captured runs as
+            before, with a warning: one with messages inside (cp_size or ep_size above 1; tp_size and ZeRO 3
+            without NCCL), and ZeRO 3 with cpu_offload or find_unused_parameters. ZeRO 3 gathers blocks in its
+            graphs, which keep full gradients and activations in memory between steps.
         max_norm: clip the norm of all gradients to it; 0 is off. `optimizer.last_step.norm` is the norm
             before. `torch.nn.utils.clip_grad_norm_` is refused where it is wrong (`torch_clipping.py`).
         broadcast_buffers, ddp_bucket_cap_mb, find_unused_parameters, check_reduction,

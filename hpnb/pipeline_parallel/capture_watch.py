@@ -3,8 +3,8 @@
 A graph repeats the launches of the step in which it was captured. That is wrong where a stage
 
     communicates                        a graph would not wait for the other ranks' threads, as those of gloo;
-                                        the collectives of tensor parallelism over NCCL are kernels, and are
-                                        captured (`graph_agreement.py`)
+                                        the collectives of tensor parallelism and ZeRO 3 over NCCL are
+                                        kernels, and are captured (`graph_agreement.py`)
     draws random numbers on the CPU     a layer that is skipped at random would be skipped always; watched
                                         are the global generators of random, NumPy and PyTorch
     recomputes with dropout             the recomputation has to draw the numbers of its forward again
@@ -16,6 +16,7 @@ What PyTorch refuses itself shows in the capture: above all Python that waits fo
 from __future__ import annotations
 
 import random
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -72,7 +73,8 @@ class CaptureWatch:
                 self._note(
                     stage,
                     f"it communicates within the stage ({where}), and only the collectives of tensor "
-                    "parallelism, in a group with the backends cpu:gloo,cuda:nccl, can be captured",
+                    "parallelism and ZeRO 3, in a group with the backends cpu:gloo,cuda:nccl, can be "
+                    "captured",
                 )
         if states != _cpu_states():
             self._note(stage, "it draws random numbers on the CPU, which a graph would repeat")
@@ -94,3 +96,14 @@ def _cpu_states() -> tuple[object, ...]:
     name, keys, *others = np.random.get_state(legacy=True)
     of_numpy = name, np.asarray(keys).tobytes(), *others
     return random.getstate(), of_numpy, torch.get_rng_state().numpy().tobytes()
+
+
+def describe_failure(error: BaseException) -> str:
+    """Why a capture failed, and in which line of the model."""
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [frame for frame in frames if "/torch/" not in frame.filename]
+    where = f"{outside[-1].filename.rsplit('/', 1)[-1]}, line {outside[-1].lineno}" if outside else "PyTorch"
+    line = next(iter(str(error).strip().splitlines()), "no message")[:200]
+    if "when stream is capturing" in line:
+        return f"Python waits there for a value of the GPU, and may act on it ({where}); use torch.where"
+    return f"capturing it raised {type(error).__name__} ({where}): {line}"

@@ -9,21 +9,21 @@
 Every stage has a graph for each action (F and B, or F, I and W), each form of a microbatch, and each slot. A
 form is the shapes and dtypes of its tensors, the values of all else in it, and the dtype of autocast.
 Each rank decides for itself, because messages between stages are the same with and without graphs. Ranks that
-share a stage by tensor parallelism decide together (`graph_agreement.py`). A stage that cannot be captured
-runs as before, and a warning says why. So does a form that is new, and each further one after
-`MAX_FORMS`: pad batches to a few lengths, and pass numbers that change as tensors.
+communicate within a stage, by tensor parallelism or ZeRO 3, decide together (`graph_agreement.py`). A stage
+that cannot be captured runs as before, and a warning says why. So does a form that is new, and each further
+one after `MAX_FORMS`: pad batches to a few lengths, and pass numbers that change as tensors.
 
 A graph repeats what was captured. What Python decides is decided once: by an attribute of a loss module, a
 dropout rate, a layer that is switched off. Call `pipe.forget()` after such a change, on every rank. Weights,
 masks, labels and the loss scale may change freely. Every step compares whether modules train, where weights
 lie in memory, and which loss function is set; where one of them changes, graphs are captured anew.
 
-`.grad` is the same tensor in every step, zeroed where `zero_grad` has set it to None.
+`.grad` is the same tensor in every step, zeroed where `zero_grad` has set it to None. With ZeRO 3 this is the
+full gradient of a full parameter (`fsdp_capture.py`). Data parallelism reduces gradients after the graphs.
 """
 
 from __future__ import annotations
 
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
@@ -39,10 +39,11 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
 from hpnb.caller_frame import warn_caller
 from hpnb.dropout_rng import RankStateStart
+from hpnb.gradients import GradientSink
 from hpnb.mesh import Axis
 from hpnb.pipeline_parallel.boundary import KnownBoundaries
-from hpnb.pipeline_parallel.capture_watch import CaptureWatch
-from hpnb.pipeline_parallel.graph_agreement import CAPTURE, EAGER, REPLAY, GraphAgreement
+from hpnb.pipeline_parallel.capture_watch import CaptureWatch, describe_failure
+from hpnb.pipeline_parallel.graph_agreement import CAPTURE, EAGER, REPLAY, GraphAgreement, refused_by
 from hpnb.pipeline_parallel.graph_slots import StageMicrobatch, assign_slots
 from hpnb.pipeline_parallel.loss import LossFunction
 from hpnb.pipeline_parallel.rank_schedule import RankSchedule
@@ -109,18 +110,21 @@ class StageGraphs:
     ) -> None:
         self._module, self._device, self._split_backward = module, device, split_backward
         self._capture = CudaCapture(device) if capture is None else capture
+        self._captured_axes, self._sink = tuple(captured_axes), GradientSink()
         self._agreement = GraphAgreement(captured_axes)
         self.reasons: dict[int, str] = {}
         self._plans: dict[RankSchedule, tuple[dict[StageMicrobatch, int], set[StageMicrobatch]]] = {}
         self._static_grads: dict[nn.Parameter, torch.Tensor] = {}
         self._modules = list(module.modules())
-        self._recaptures = 0
+        self._recaptures = self._count_captures = 0
         self._warned_of_forms: set[int] = set()
+        self._warned_of_others = False
         self.forget()
 
     def forget(self) -> None:
         """Drop all graphs, and warm up anew."""
         self._graphs: dict[GraphKey, StageGraph] = {}
+        self._captures: dict[GraphKey, int] = {}  # the number of the capture that made it
         self._steps = Counter[tuple[int, Hashable]]()  # eager steps with a form, by stage
         self._running: dict[StageMicrobatch, tuple[int, Hashable]] = {}  # those of the step that runs
         self._rank_states: dict[tuple[int, Hashable], Sequence[RankStateStart]] = {}  # by stage and form
@@ -136,16 +140,22 @@ class StageGraphs:
         boundaries: KnownBoundaries,
         loss: tuple[LossFunction, object],
         keeps_outputs: bool,
-        refused: str = "",
+        sink: GradientSink | None = None,
+        overlaps_pairs: bool = False,
     ) -> StepGraphs:
         """Capture what is missing, and say what the step replays.
 
         Args:
             loss: the loss function, and what it calls inside if that may be another one in every step.
-            refused: why all stages of this pipeline run eagerly, if they do.
+            sink: reduces gradients. If it shards parameters too, graphs gather them.
+            overlaps_pairs: whether forwards and backwards overlap in pairs.
         """
+        refused = refused_by(sink, overlaps_pairs, self._captured_axes)
         for stage in self._module.numbers if refused else ():
             self._run_eagerly(stage, refused)
+        self._sink = sink if sink is not None else GradientSink()
+        gathered = () if refused else self._sink.gather_axes
+        self._agreement = GraphAgreement(dict.fromkeys([*self._captured_axes, *gathered]))
         self._check_world(tuple(map(_function_key, loss)))
         if rank_schedule not in self._plans:
             splits = {(a.stage, a.microbatch) for a in rank_schedule.actions if a.op == "I"}
@@ -187,6 +197,8 @@ class StageGraphs:
                             rank_states=self._rank_states.get((key.stage, key.form), ()),
                         ),
                     )
+            self._count_captures += 1
+            self._captures.update(dict.fromkeys(missing, self._count_captures))
             self._agree_on_captures(list(missing))
         graphs = {at: self._graphs[key] for at, key in keys.items() if key in self._graphs}
         used = {p: self._static_grads[p] for graph in set(graphs.values()) for p in graph.parameters}
@@ -216,12 +228,20 @@ class StageGraphs:
         all capture it."""
         first = {key: i for i, key in reversed([(i, keys.get(work)) for i, work in enumerate(all_work)])}
         states = [self._state(keys.get(work)) for work in all_work]
-        agreed = dict(
-            zip(all_work, self._agreement.least(states, [first[keys.get(w)] for w in all_work]), strict=True)
-        )
+        captures = [self._captures.get(keys[work], 0) if work in keys else 0 for work in all_work]
+        least = self._agreement.least(states, [first[keys.get(work)] for work in all_work], captures)
+        agreed = dict(zip(all_work, least, strict=True))
         for work, key in keys.items():
             if agreed[work] == CAPTURE:
                 self._graphs.pop(key, None)
+            elif agreed[work] == EAGER and key in self._graphs and not self._warned_of_others:
+                self._warned_of_others = True
+                warnings.warn(
+                    f"stage {key.stage} runs some microbatches without CUDA graphs, because ranks that it "
+                    "communicates with have microbatches of other shapes; pad batches to the same length on "
+                    "all ranks",
+                    stacklevel=2,
+                )
         return {work: key for work, key in keys.items() if agreed[work] != EAGER}
 
     def _state(self, key: GraphKey | None) -> int:
@@ -233,7 +253,7 @@ class StageGraphs:
         states = [self._state(key) if key in self._graphs else EAGER for key in keys]
         for key, state in zip(keys, self._agreement.least(states, kinds), strict=True):
             if state == EAGER:
-                self._run_eagerly(key.stage, "another rank of its tensor-parallel group could not capture it")
+                self._run_eagerly(key.stage, "another rank that communicates within it could not capture it")
 
     def _capture_stage(self, key: GraphKey, work: StageWork) -> None:
         if key.stage in self.reasons:
@@ -241,16 +261,17 @@ class StageGraphs:
         if self._loss_runs_eagerly:
             work = replace(work, loss=None)
         try:
-            self._graphs[key] = StageGraph(work, self._capture, key.slot, self._static_grad)
+            with self._sink.capturing():
+                self._graphs[key] = StageGraph(work, self._capture, key.slot, self._static_grad)
         except Exception as error:
             self._split_backward.drop()
             if work.loss is None:
-                self._run_eagerly(key.stage, _describe(error))
+                self._run_eagerly(key.stage, describe_failure(error))
                 return
             self._loss_runs_eagerly = True
             self._capture_stage(key, work)
             if key.stage not in self.reasons:
-                reason = _describe(error)
+                reason = describe_failure(error)
                 warnings.warn(f"the loss runs without CUDA graphs, because {reason}", stacklevel=2)
 
     def _static_grad(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -331,15 +352,6 @@ def make_stage_graphs(
     return None
 
 
-def refused_by(sink: object, overlaps_pairs: bool) -> str:
-    """Why a pipeline with this gradient sink runs eagerly; empty if it need not."""
-    if getattr(sink, "shards_parameters", False):
-        return "its parameters are sharded (ZeRO 3), and lie elsewhere in every step"
-    if overlaps_pairs:
-        return "forwards and backwards overlap in pairs, whose messages lie within the stages"
-    return ""
-
-
 _VALUES = int, float, bool, str, bytes, type(None), torch.dtype, torch.device
 
 
@@ -383,14 +395,3 @@ def _changing_values(seen: Sequence[tuple[Hashable, ...]], microbatch: Any) -> l
     names = [keystr(path) for path, leaf in leaves if not isinstance(leaf, torch.Tensor)]
     values = zip(*(constants for constants in seen if len(constants) == len(names)), strict=True)
     return [name for name, of_name in zip(names, values, strict=False) if len(set(of_name)) > 1]
-
-
-def _describe(error: BaseException) -> str:
-    """Why a capture failed, and in which line of the model."""
-    frames = traceback.extract_tb(error.__traceback__)
-    outside = [frame for frame in frames if "/torch/" not in frame.filename]
-    where = f"{outside[-1].filename.rsplit('/', 1)[-1]}, line {outside[-1].lineno}" if outside else "PyTorch"
-    line = next(iter(str(error).strip().splitlines()), "no message")[:200]
-    if "when stream is capturing" in line:
-        return f"Python waits there for a value of the GPU, and may act on it ({where}); use torch.where"
-    return f"capturing it raised {type(error).__name__} ({where}): {line}"

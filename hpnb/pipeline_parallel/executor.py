@@ -168,11 +168,14 @@ class StepExecutor:
             return
         actions = self.rank_schedule.actions
         action, later = actions[position], (actions[i] for i in range(position + 1, len(actions)))
-        if overlaps or action.op == "W":
+        replayed = self.graphs.graphs  # a graph gathers all that it needs, and keeps nothing
+        if overlaps or action.op == "W" or (action.stage, action.microbatch) in replayed:
             sink.begin_action(None, None)
             return
-        following = next(((a.stage, a.op == "F") for a in later if a.op != "W"), None)
-        sink.begin_action((action.stage, action.op == "F"), following)
+        following = next((a for a in later if a.op != "W"), None)
+        eager = following is not None and (following.stage, following.microbatch) not in replayed
+        coming = (following.stage, following.op == "F") if following is not None and eager else None
+        sink.begin_action((action.stage, action.op == "F"), coming)
 
     def _overlaps_next(self, position: int) -> bool:
         """Whether the action at `position` of the list overlaps the next one.

@@ -121,8 +121,9 @@ class GradReady:
                 grad.copy_(p.grad)
             else:
                 zeroed.append(grad)
-                if self._earlier.get(p) is grad:
-                    self._earlier[p] = grad.clone()
+                parameter = self._parameter_of.get(p, p)  # of a holder, with ZeRO 3
+                if self._earlier.get(parameter) is grad:
+                    self._earlier[parameter] = grad.clone()
             p.grad = grad
         if zeroed:
             torch._foreach_zero_(zeroed)

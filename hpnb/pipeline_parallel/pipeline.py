@@ -27,7 +27,7 @@ from hpnb.meta_device import Unfilled
 from hpnb.models.compare_parts import first_step_check
 from hpnb.pipeline_parallel import microbatches
 from hpnb.pipeline_parallel.boundary import KnownBoundaries, StepBoundaries
-from hpnb.pipeline_parallel.cuda_graphs import StepGraphs, make_stage_graphs, refused_by
+from hpnb.pipeline_parallel.cuda_graphs import StepGraphs, make_stage_graphs
 from hpnb.pipeline_parallel.executor import StepExecutor
 from hpnb.pipeline_parallel.grad_ready import Gradients, GradReady, take_over_reduction
 from hpnb.pipeline_parallel.graph_agreement import captured_axes
@@ -247,7 +247,7 @@ class Pipeline:
             if self._graphs is not None and trains:
                 graphs = self._graphs.begin_step(
                     rank_schedule, inputs, signatures, self._known_boundaries, (self.loss_fn, self.loss_key),
-                    return_outputs, refused_by(self._gradients, self.overlaps_pairs),
+                    return_outputs, self._gradients, self.overlaps_pairs,
                 )  # fmt: skip
             self._grad_ready.use_static_grads(graphs.static_grads)
             executor = StepExecutor(

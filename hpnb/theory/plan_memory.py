@@ -17,9 +17,10 @@ Of values of w bytes, 2 or 4, one block keeps for each of T tokens: 2 h (norms' 
 outputs), (H + 2K) d and H d of attention, and 2 n of the MLP (3 n gated), a t-th of the latter two. With
 sequence parallelism a t-th of the norms' inputs, too. Where a token goes to k experts, the MLP's are k times
 as many, with k h of its copies for the experts and k h of their results. Where a block is not compiled
-(`is_eager`), an RMS norm also keeps its input in float32 and its output before the weight, a gated MLP n
-more, and GPT-2's gelu, which transformers writes out, 3 n. Without fused attention, see Korthikanti et al.
-2022 (arXiv 2205.05198, section 4).
+(`is_eager`), an RMS norm keeps its input in float32 and also its output before the weight, a gated MLP n
+more, and GPT-2's gelu, which transformers writes out, 3 n. On GPUs no fused attention takes grouped queries
+in float32: PyTorch then keeps H s probabilities, and repeats keys and values for all H heads. Without fused
+attention in general, see Korthikanti et al. 2022 (arXiv 2205.05198, section 4).
 """
 
 from __future__ import annotations
@@ -54,9 +55,12 @@ def block_bytes(task: PlanTask, layout: ParallelLayout, compiled: bool = True) -
     inputs = 1 / t if layout.sequence_parallel else 1.0
     norms = model.norms * model.hidden * (inputs + (inputs if task.software.shards_norms else 1))
     attention = model.attention_values(t)
-    eager = is_eager(task, layout.cp) or not (compiled or model.norm_bias)
+    if compiled and task.software.fused and task.value_bytes == 4 and model.kv_heads < model.heads:
+        repeated = (model.heads - model.kv_heads) * (model.head_size + model.value_size)
+        attention += (model.heads * task.sequence + repeated) * heads
+    eager = is_eager(task, layout) or not (compiled or model.norm_bias)
     if eager:
-        more = 3 if task.value_bytes == 2 else 1  # a copy in float32, and the output before the weight
+        more = 2 if task.value_bytes == 2 else 1  # float32 for 16 bits, and the output before the weight
         norms += more * model.norms * model.hidden * inputs
         norms += more * model.qk_norm * (model.heads + model.kv_heads) * model.head_size * heads
         norms += (2 if task.value_bytes == 2 else 1) * (model.q_lora_rank + model.kv_lora_rank)
@@ -82,7 +86,7 @@ def module_bytes(task: PlanTask, layout: ParallelLayout, compiled: bool = True) 
     last norms.
     """
     model, tokens = task.model, task.microbatch_size(layout) * task.rank_tokens(layout.cp)
-    eager = is_eager(task, layout.cp) or not compiled
+    eager = is_eager(task, layout) or not compiled
     values = 3 if not eager else 11 if task.value_bytes == 2 else 6
     return float(task.value_bytes * tokens * model.mtp_modules * values * model.hidden)
 
@@ -144,7 +148,9 @@ def rank_moments(task: PlanTask, layout: ParallelLayout, rank: int, compiled: bo
     flow = inside + w * tokens * (3 * max(inner, plain and model.dense_mlp) / t + 2 * model.hidden)
     head_kept, head_passing = _head_bytes(task, layout, compiled) if last else (0.0, 0.0)
     head_kept = (1 + model.mtp_modules) * head_kept + module_bytes(task, layout, compiled)
-    head_kept *= in_flight(layout, m, rank) if last else 0.0
+    # With chunks, the last stage's backward follows its forward at once: others have microbatches in flight.
+    at_head = 1.0 if layout.schedule == "interleaved" else in_flight(layout, m, rank)
+    head_kept *= at_head if last else 0.0
     bucket = min(BUCKET_BYTES, full)
     sending = 2 * bucket if stage == 2 else block_weights if stage == 3 and replicas > 1 else 0.0
 

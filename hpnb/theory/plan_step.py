@@ -117,11 +117,15 @@ def routed_bytes(software: Software, chosen: int) -> tuple[float, float]:
     return moved, moved
 
 
-def is_eager(task: PlanTask, cp: int) -> bool:
-    """Whether a block's small operations are kernels of their own. A layer norm is one kernel anyway."""
+def is_eager(task: PlanTask, layout: ParallelLayout) -> bool:
+    """Whether a block's small operations are kernels of their own. A layer norm is one kernel anyway.
+
+    hpnb compiles no block that sends messages, or whose backward a schedule splits.
+    """
     soft, model = task.software, task.model
-    sends = cp > 1 or model.experts > 0 or model.beside_experts
-    return soft.fused and not soft.fuses_messages and sends and not model.norm_bias
+    sends = layout.cp > 1 or layout.tp > 1 or model.experts > 0 or model.beside_experts
+    splits = layout.pp > 1 and layout.schedule.startswith(("zb", "dualpipe"))
+    return soft.fused and not soft.fuses_messages and (sends or splits) and not model.norm_bias
 
 
 def score_work(task: PlanTask, b: int, t: int) -> tuple[float, tuple[float, float]]:
@@ -140,9 +144,13 @@ def score_work(task: PlanTask, b: int, t: int) -> tuple[float, tuple[float, floa
 
 @lru_cache(maxsize=4096)
 def block_seconds(
-    task: PlanTask, b: int, t: int, sequence_parallel: bool, cp: int = 1, ep: int = 1
+    task: PlanTask, b: int, t: int, sequence_parallel: bool, cp: int = 1, ep: int = 1, eager: bool = False
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """{part: seconds} of one block's forward and backward for a microbatch of b samples, messages aside."""
+    """{part: seconds} of one block's forward and backward for a microbatch of b samples, messages aside.
+
+    Args:
+        eager: see `is_eager`.
+    """
     model, cluster = task.model, task.cluster
     tokens, rate = b * task.rank_tokens(cp), task.rate
     scores, dropped = score_work(task, b, t)
@@ -162,7 +170,7 @@ def block_seconds(
     sorting = routed_bytes(task.software, model.chosen)
     moved = [between * residual[i] + inner * mlp[i] + routed * model.hidden * sorting[i] + dropped[i] / cp
              for i in (0, 1)]  # fmt: skip
-    if is_eager(task, cp):
+    if eager:
         rotated = tokens * model.rotated_values * model.head_share(t)
         latent = tokens * (model.q_lora_rank + model.kv_lora_rank)
         for i in (0, 1):
@@ -182,7 +190,9 @@ def _step_of_block(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
     """{part: seconds} of one microbatch in one block, forward and backward, messages included."""
     model, b, t, c = task.model, task.microbatch_size(layout), layout.tp, layout.cp
     link, forwards = links(task.cluster, layout), 2 if layout.recomputation == "full" else 1
-    forward, backward = block_seconds(task, b, t, layout.sequence_parallel, c, layout.ep)
+    forward, backward = block_seconds(
+        task, b, t, layout.sequence_parallel, c, layout.ep, is_eager(task, layout)
+    )
     split = task.software.split_backward if layout.schedule.startswith("zb") else 1.0
     block = {part: forwards * forward[part] + split * backward[part] for part in forward}
     if layout.recomputation == "attention":  # the scores alone
@@ -270,7 +280,7 @@ def _mtp_seconds(task: PlanTask, layout: ParallelLayout) -> dict[str, float]:
     """{part: seconds} of one microbatch in all MTP modules, forward and backward, without blocks and outputs:
     projections in 16 bits, norms, and over tp the embedding and the gradient of what outputs read."""
     model, tokens = task.model, task.microbatch_size(layout) * task.rank_tokens(layout.cp)
-    norm = sum(_NORM) + is_eager(task, layout.cp) * sum(_EAGER_NORM)
+    norm = sum(_NORM) + is_eager(task, layout) * sum(_EAGER_NORM)
     return {
         "matmuls": 6 * tokens * model.mtp_weights / task.rate,
         "memory": 3 * model.mtp_modules * tokens * model.hidden * norm / task.cluster.memory_bandwidth,

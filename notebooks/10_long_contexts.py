@@ -383,9 +383,17 @@ lesson.claim("After the first step, half of the pairs are visible", shares == {0
 # <details><summary>Hint</summary>
 #
 # Take rows of `ranks` chunks. Two rows make a zigzag. If the number of rows is odd, treat 3 of them together. For 3 ranks
-# these are 0 1 2, 3 4 5 and 6 7 8. Of the first two rows, put 0 with 5, 1 with 3 and 2 with 4, which gives the sums 4, 5 and
-# 6 when sorted. Add the smallest chunk of the third row to the largest sum, and so on. How do you match two rows of any
-# length so that the sorted sums grow by at most 1 at a time?
+# and the rows 0 1 2, 3 4 5 and 6 7 8:
+#
+# ```text
+# first row     0    1    2
+# second row    5    3    4      in another order
+# sum           5    4    6
+# third row     7    8    6      its smallest chunk with the largest sum
+# all three    12   12   12
+# ```
+#
+# How do you match two rows of any length so that the sorted sums grow by at most 1 at a time?
 # </details>
 
 
@@ -567,9 +575,6 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 #
 # $$ \frac{s}{p} = w\,\rho\,\frac{G}{H} \text{ tokens a rank.} $$
 #
-# An H100 with 400 TFLOP/s in attention and a network of 50 GB/s (InfiniBand NDR) has ρ = 8,000. With 2 bytes a value and G = H,
-# it needs 16,000 tokens a rank.
-#
 # The backward's last message brings gradients home. Nothing is left to compute meanwhile, so it is always exposed.
 #
 # <details><summary>And the rest of the backward?</summary>
@@ -578,15 +583,14 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 # length. `theory.context` adds all this up.
 # </details>
 #
-# In the figure below, lines are *predicted* from the machine card of notebook 00: latency, bandwidth and matmul rate. It
-# gives ρ = <data value="10.card.rho">2,270</data> FLOP a byte. Here w = 2 bytes, d = 64, and H = G =
-# <data value="10.card.heads">16</data>. So by bandwidth and FLOP/s alone, computing covers the forward from about
-# <data value="10.card.overlap">4,541</data> tokens a rank on. The axis counts the tokens of all
-# <data value="10.ranks">4</data> ranks, so the dotted line is at <data value="10.dotted">18,162</data>.
+# In the figure below, w = 2 bytes, d = 64, and H = G = <data value="10.card.heads">16</data>.
 #
-# Dots are *replayed*. For the ring we time, each alone, the computing of a forward step, that of a backward step, and a
-# message; for Ulysses, a forward's all-to-alls. Medians of nine rounds go into the same formulas. Bars show quartiles, unless
-# the dot covers them. The title compares medians alone; where bars touch, we name no winner.
+# - *Lines* are *predicted* from the machine card of notebook 00: latency, bandwidth and matmul rate, with ρ = <data value="10.card.rho">2,270</data> FLOP a byte.
+# - *The dotted line*: by bandwidth and FLOP/s alone, computing covers the forward from about <data value="10.card.overlap">4,541</data> tokens a rank on, or
+#   <data value="10.dotted">18,162</data> on all <data value="10.ranks">4</data> ranks, which the axis counts.
+# - *Dots* are *replayed*. For the ring we time, each alone, the computing of a forward step, that of a backward step, and a
+#   message; for Ulysses, a forward's all-to-alls. Medians of nine rounds go into the same formulas.
+# - *Bars* show quartiles, unless the dot covers them.
 #
 # <details><summary>What is timed, and how the quartiles are put together</summary>
 #
@@ -595,8 +599,7 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 # gradients and adds them to those of earlier steps and of other ranks. The replay takes the same time for every step, though in the
 # first two of a backward no gradients have arrived.
 #
-# Starting a message takes CPU time. The replay counts it as part of the message, so computing can cover it. Where a GPU waits for
-# launches, starting a message also delays computing, so a real ring can expose more than its dot says.
+# Starting a message takes CPU time. The replay counts it as part of the message, so computing can cover it.
 #
 # For Ulysses, a bar shows the quartiles of its all-to-alls. For the ring, a bar's lower end combines the lower quartile of
 # message times with the upper quartile of computing times, because longer computing covers more. Its upper end combines the
@@ -648,13 +651,13 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
              (100 * replayed[-1].covered, ">", 99.9))  # fmt: skip
 
 # %% [markdown]
-# Nothing covers the ring's last message, which takes <data value="10.at-last.ring">1.27 ms</data> at <data value="10.lengths.last">65,536</data> tokens. Of the others' time, computing
-# in the replay covers <data value="10.covered.first">100 %</data> at <data value="10.lengths.first">1,024</data> tokens and <data value="10.covered.last">100 %</data> at <data value="10.lengths.last">65,536</data>.
+# The ring's last message takes <data value="10.at-last.ring">1.27 ms</data> at <data value="10.lengths.last">65,536</data> tokens.
 #
 # At <data value="10.lengths.first">1,024</data> tokens, a forward step computes for <data value="10.parts.computing-of-a-forward-step.replayed">828 µs</data>, and its FLOPs
 # need <data value="10.parts.computing-of-a-forward-step.predicted">184 ns</data>. The rest is mainly the *start of calls*, the CPU's work before a
 # kernel or a message starts. A kernel's start covers messages, too. In the replay a forward step covers its message <data value="10.covers">at every length</data>; by the
-# dotted line, from <data value="10.dotted">18,162</data> tokens on.
+# dotted line, from <data value="10.dotted">18,162</data> tokens on. But where a GPU waits for launches, starting a message also delays computing. So left of this line, a real ring can
+# expose more than its dots say.
 #
 # No computing covers Ulysses' all-to-alls. At <data value="10.lengths.first">1,024</data> tokens the eight take <data value="10.at-first.ulysses">2.14 ms</data>. Packed into four, they
 # take <data value="10.at-first.ulysses-packed">1.27 ms</data>. At <data value="10.lengths.last">65,536</data> tokens, with 64 times the bytes, the eight take <data value="10.at-last.ulysses">2.25 ms</data> and
@@ -706,17 +709,22 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 # <data value="10.beside.shorter.most:.2f">2.74</data> times as much as the ring, and at <data value="10.lengths.last">65,536</data>
 # tokens <data value="10.beside.last.most:.2f">1.37</data> times.
 #
-# <data value="10.touch">The bars of the two touch at no length</data>. <data value="10.winners">In the replay the ring wins at every length. So the card names the wrong winner at 4,096 and 8,192 tokens</data>.
+# <data value="10.touch">The bars of the two touch at no length</data>: in the replay the ring *exposes* least. **That doesn't make it faster.** A ring also computes in p steps,
+# each with its own start of calls: at <data value="10.lengths.first">1,024</data> tokens <data value="10.ranks">4</data> of <data value="10.parts.computing-of-a-forward-step.replayed">828 µs</data> forward and <data value="10.ranks">4</data> of <data value="10.parts.computing-of-a-backward-step.replayed">813 µs</data> backward. Ulysses calls
+# one attention, which we haven't timed. Before you choose, compare computing and exposed time together.
 #
-# With enough kv heads Ulysses sends less, so it wins where bytes decide and computing is too short to cover a ring's
+# With enough kv heads Ulysses sends less, so it exposes less where bytes decide and computing is too short to cover a ring's
 # messages. By the same formulas, with 8 ranks over InfiniBand and its latency of 10 µs, the ring exposes less than unpacked
 # Ulysses from <data value="10.wins.32-kv-heads">17,178</data> tokens a rank on if G = H, and from
 # <data value="10.wins.8-kv-heads">2,848</data> on with 8 kv heads for 32 heads. The rule w·ρ·G/H gives 16,000 and 4,000.
 #
 # <details><summary>Why is the rule too low once, and too high once?</summary>
 #
-# The rule gives the length from which computing covers the forward's messages. With G = H the ring wins later than that,
-# because its backward needs a greater length. With few kv heads it wins earlier, before all its messages are covered, because
+# An H100 with 400 TFLOP/s in attention and a network of 50 GB/s, InfiniBand NDR, has ρ = 8,000. With 2 bytes a value and G = H,
+# the rule asks for 16,000 tokens a rank.
+#
+# The rule gives the length from which computing covers the forward's messages. With G = H the ring exposes less only later than that,
+# because its backward needs a greater length. With few kv heads it does so earlier, before all its messages are covered, because
 # Ulysses sends q and the output, too.
 # </details>
 #
@@ -790,7 +798,7 @@ lesson.claim("Activations shrink as 1/cp, within a tenth", (worst, "<", 0.1))
 # </details>
 #
 # **Takeaway.** Where bytes decide, take Ulysses well below w·ρ·G/H tokens a rank, and a ring well above. If times
-# hardly grow with the length, time both. With more ranks than heads, take a ring.
+# hardly grow with the length, time both, computing included. With more ranks than heads, take a ring.
 #
 # ## The silent failure
 #
@@ -858,8 +866,8 @@ lesson.field_guide.show("10")
 
 # %% [markdown]
 # Both losses fall, to <data value="10.fault.positions-of-shard_batch.last-loss:.2f">5.34</data> and
-# <data value="10.fault.positions-that-restart.last-loss:.2f">5.35</data>. They differ most in step
-# <data value="10.gap.step">29</data>, by <data value="10.gap.most:.2f">0.02</data>. One curve alone shows nothing, because
+# <data value="10.fault.positions-that-restart.last-loss:.2f">5.35</data>. They differ most in training step
+# <data value="10.gap.step">29</data>, by <data value="10.gap.most:.2f">0.02</data>. One curve alone shows nothing, perhaps because
 # the causal mask still tells the model which tokens come first.
 #
 # But the one process counts positions from 0 to 63. With the first checkpoint it computes the logits of training, up to

@@ -78,16 +78,11 @@ class LayerTimes:
         matmuls = (self.costs[-1] - self.loss) / self.block
         return max(abs(blocks / flops - 1) for blocks in (matmuls, self.head))
 
-    def chunks_in_words(self, stages: int) -> dict[str, float | str]:
-        """How many blocks each of `stages` "equal" stages would take, in "words" beside it the head, and the
-        "limit", the `best_speedup` of any cut.
+    def chunks_in_words(self, stages: int) -> dict[str, float]:
+        """How many blocks each of `stages` "equal" stages would take, and the "limit", the `best_speedup` of
+        any cut.
         """
-        equal = sum(self.smooth) / (stages * self.block)
-        words = "no more than that, so two stages a rank can be nearly equal"
-        if self.head > equal:
-            more = f"{self.head - equal:.2f} blocks more"
-            words = f"{more}, so with two stages a rank the head's stage still takes longest"
-        return {"equal": equal, "words": words, "limit": self.best_speedup()}
+        return {"equal": sum(self.smooth) / (stages * self.block), "limit": self.best_speedup()}
 
     def stage_costs(self, counts: Sequence[int]) -> Costs:
         """Of the stages of a cut, from `smooth` layers: F as measured, I and W half a backward each."""

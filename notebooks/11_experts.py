@@ -72,7 +72,7 @@ lesson.record("11.steps", steps)
 # %% [markdown]
 # ## A router
 #
-# The router is one small matrix with a row for each expert. It gives each expert a score, also called *logit*. A softmax makes
+# The router is one small matrix. It gives each expert a score, also called *logit*. A softmax makes
 # them probabilities. A token goes to the k likeliest experts. Their k probabilities, divided by their sum, are the weights of
 # their outputs:
 #
@@ -138,7 +138,7 @@ lesson.claim("Our mixture gives what transformers' block gives", (off, "<", 1e-5
 # results (k n, h)  ── inverse permutation, times weights, sum over k ──►  output (n, h)
 # ```
 #
-# In the figure, expert 2 is ten times as likely as any other.
+# If all ranks are equally likely, (p-1)/p of a rank's rows go to others. In the figure, expert 2 is ten times as likely as any other.
 
 # %%
 question = f"What share of its rows does a rank send away, of {N} ranks?"
@@ -156,6 +156,12 @@ lesson.reveal("11.away", counted, predicted=predicted, source="counted")
 # backward swaps send and receive sizes. Rows arrive sender by sender, and those of one sender are sorted by expert.
 # `numbers` lists this rank's experts once for every sender. Repeated by the counts in `arriving`, it gives each row's
 # expert.
+#
+# <details><summary>A small example</summary>
+#
+# Of two ranks, this one has experts 0 and 1, so `numbers` is 0 1 0 1. If 2 and 1 rows arrive from one rank, and 0 and 3 from the other, the rows' experts are
+# 0 0 1 1 1 1.
+# </details>
 
 
 # %%
@@ -208,7 +214,7 @@ lesson.claim("The formula counts every byte", counted == predicted)
 # In the table n = 16. The counts add 8 (p - 1)/p E bytes, once. Apart from these, the average doesn't contain E: more
 # experts cost memory, and hardly more bytes on the link.
 #
-# **Takeaway.** Sort by expert, all-to-all, compute, all-to-all, sort back. No row is dropped or padded.
+# **Takeaway.** Sort by expert, all-to-all, compute, all-to-all, sort back.
 #
 # ### Exercise 1: dispatch and combine
 #
@@ -253,7 +259,7 @@ lesson.check(exercises.dispatch_and_combine, layer)
 # ## Imbalance is a straggler
 #
 # Nothing makes routers fair. A rank with a popular expert gets more rows and computes longer, and in the combine all
-# others wait for it. How long? Ranks that share cores or a GPU would also slow each other down. So we *replay* the
+# others wait for it. Ranks that share cores or a GPU would also slow each other down. So we *replay* the
 # layer: we time each rank's computing alone (on a CPU, its CPU time), and let every rank wait until the slowest has finished. Experts are now
 # large. Expert 2, on rank 1, is again ten times as likely as any other.
 
@@ -287,7 +293,7 @@ lesson.claim("Computing grows as the busiest rank's rows do",
 # With the popular expert, the busiest rank has <data value="11.layer.popular.busiest-rank-s-rows-mean-counted:.2f">2.04</data> times the mean number of rows. With even routing it has
 # <data value="11.layer.even.busiest-rank-s-rows-mean-counted:.2f">1.03</data> times. So we predict the quotient, <data value="11.slower.predicted:.2f">1.98</data>.
 # Replayed, computing takes <data value="11.slower:.2f">1.94</data> times as long. The busiest *rank* counts: two popular experts do less harm
-# on two ranks than on one.
+# on two ranks.
 #
 # **Takeaway.** All ranks wait for the busiest one. If it has twice the mean number of rows, experts take about twice as long.
 #
@@ -388,21 +394,21 @@ lesson.show(columns=loads, key="11.loads", title=title)
 
 # %% [markdown]
 # In each block we divide the rows of the step's busiest expert by the mean. The figure shows the mean of the two blocks. In
-# each run some expert soon gets <data value="11.peak:.2f">3.52</data> times the mean load or more. Two of the runs balance. Here loads become more even
+# each run some expert soon gets <data value="11.peak:.2f">3.52</data> times the mean load or more. Two of the runs use balancing. Loads become more even
 # without balancing, too, so compare runs in the same steps. In the last ten, the busiest expert has
 # <data value="11.run.no-balancing.busiest-expert-mean-counted:.2f">2.78</data> times the mean without balancing, and
 # <data value="11.run.selection-bias.busiest-expert-mean-counted:.2f">1.35</data> times with the bias. Without balancing, a layer's experts
 # compute <data value="11.run.no-balancing.computing-of-a-layer-of-one-with-even-loads-replayed:.2f">1.63</data> times as long as with even loads.
 #
 # A mean can conceal a block: on new text, the busiest expert of block 1 has <data value="11.loads.block-1.busiest:.2f">1.46</data> times the
-# mean, that of block 2 <data value="11.loads.block-2.busiest:.2f">4.00</data> times.
+# mean, that of block 2 <data value="11.loads.block-2.busiest:.2f">4.00</data> times: nearly every token chose it.
 #
 # The three losses differ by at most <data value="11.gap:.3f">0.035</data>. Each model was trained once, so this doesn't say which way trains better. In
 # the longer trainings of Wang et al., a large factor of the balancing loss makes the model worse.
 #
 # ### Capacity
 #
-# The early models GShard and Switch gave each expert a tensor of constant size, its *capacity*: c times the mean load.
+# The early models GShard and Switch gave each expert a tensor of constant size, its *capacity*: c, the *capacity factor*, times the mean load.
 # Missing rows are padded, and surplus rows are dropped. A dropped row contributes nothing to its token. We give two
 # trained models a capacity afterwards, and measure their loss on new text.
 
@@ -437,7 +443,7 @@ lesson.claim("Both models need experts", (min(free[0], balanced[0]), ">", 0.02))
 # %% [markdown]
 # With a capacity of 1.25 times the mean, the unbalanced model drops <data value="11.dropped.free">24.1 %</data> of its rows, the balanced one <data value="11.dropped.bias">0.525 %</data>. If
 # all rows are dropped, the shared expert works alone, and the unbalanced model's loss rises by only <data value="11.rise.all:.3f">0.058</data>: after so few
-# steps the experts have learned little. At 1.25 times the mean this loss changes by <data value="11.rise.free:+.3f">-0.001</data>. Changes of a few thousandths mean
+# steps the experts have learned little. At 1.25 times the mean this loss changes by <data value="11.rise.free:+.3f">-0.001</data>, which means
 # nothing on so little text. So balance shows here in dropped rows and in time, not in this loss.
 #
 # At 3 times the mean, the unbalanced model still drops <data value="11.dropped.at-3">6.23 %</data> of its rows. No expert gets more than E/k = 4 times the
@@ -636,7 +642,7 @@ lesson.field_guide.show()
 # The losses end at <data value="11.fault.reduced-over-edp.last-loss-measured:.2f">5.11</data> and
 # <data value="11.fault.averaged-over-dp.last-loss-measured:.2f">5.16</data>. Each model was trained once, so this difference can't say what
 # the fault costs. The second curve alone looks healthy, because everything except the experts is trained correctly, and
-# young experts matter little: under *Capacity*, dropping all their rows raised the loss by only <data value="11.rise.all:.3f">0.058</data>.
+# experts matter little after few steps: under *Capacity*, dropping all their rows raised the loss by only <data value="11.rise.all:.3f">0.058</data>.
 #
 # The instrument is a backward of three tokens before the first step, with equal weights in both runs. There, <data value="11.unused">4</data> of the last block's eight experts have no
 # token, so their gradient must be zero. With the wrong axis,
@@ -768,11 +774,11 @@ lesson.claim("In pairs, the plugin trains as without a pipeline", (off, "<", 1e-
 
 # %% [markdown]
 # Run together, a forward and a backward need <data value="11.saved">58.5 %</data> of the time that they need one after the other. *Exposed*
-# messages, during which nothing computes, shrink from <data value="11.exposed.apart">119 ms</data> to <data value="11.exposed.paired">18.3 ms</data>. Overlap saves so
-# much because the layer's computing and its messages take about equally long.
+# messages, during which nothing computes, shrink from <data value="11.exposed.apart">119 ms</data> to <data value="11.exposed.paired">18.3 ms</data>. In this
+# layer, computing and messages take about equally long.
 #
 # Notebook 06 has a relative of DualPipe, `dualpipe-v`. In its order, <data value="11.pairs">70.3 %</data> of the forwards are followed at once by a backward of another microbatch.
-# We run such two together, as a pair. Other forwards run alone, while the pipeline fills. In pairs, a
+# We run such two together, as a pair. Other forwards run alone, with exposed messages, as pairs have. In pairs, a
 # simulated step takes <data value="11.step.in-pairs.simulated">5.96 s</data> instead of <data value="11.step.one-after-the-other.simulated">8.21 s</data>. Without messages it would take <data value="11.step.no-messages.simulated">4.06 s</data>.
 #
 # <details><summary>DualPipe and dualpipe-v</summary>

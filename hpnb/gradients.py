@@ -15,6 +15,7 @@ gradient is computed separately, and does not know which microbatch is the last.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -39,6 +40,7 @@ class GradientSink:
 
     Attributes:
         axis: the ranks whose gradients are summed.
+        replica_axis: the ranks that hold the same shard, over which its gradient is summed as well (HSDP).
         average: divide sums by the number of ranks.
         shards_parameters: parameters are sharded too, and gathered for each forward and backward (ZeRO 3).
         gather_axes: along which they are gathered.
@@ -46,6 +48,7 @@ class GradientSink:
     """
 
     axis: Axis
+    replica_axis: Axis | None = None
     average: bool
     shards_parameters = False
     gather_axes: tuple[Axis, ...] = ()
@@ -163,6 +166,20 @@ def differentiable_once(what: str, why: str) -> Callable[[Callable[..., Any]], A
         return checked
 
     return decorate
+
+
+def axes_of(sink: GradientSink | None) -> tuple[Axis, ...]:
+    """The axes over which `sink` sums gradients: together the ranks that have different samples. A sink that
+    is no GradientSink has one."""
+    if sink is None:
+        return ()
+    replica_axis: Axis | None = getattr(sink, "replica_axis", None)
+    return (sink.axis,) if replica_axis is None else (sink.axis, replica_axis)
+
+
+def divisor_of(sink: GradientSink | None) -> int:
+    """By what `sink` divides the sums."""
+    return math.prod(axis.size for axis in axes_of(sink)) if sink is not None and sink.average else 1
 
 
 def hook_gradients(

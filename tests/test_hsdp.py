@@ -215,3 +215,44 @@ def test_a_rank_without_replicas_is_refused_on_every_rank(pools: RankPools) -> N
     """It takes no part in messages along the replicas, and nobody waits for it."""
     messages = pools[4].run(shard_without_replicas)
     assert all(m.startswith("replicas=2 on rank 0 of axis dp.1, and replicas=1 on rank 1") for m in messages)
+
+
+# --- as the gradients of a pipeline -------------------------------------------------------------------
+
+
+def pipeline_step(names_data_axis: bool) -> tuple[float, float]:
+    """How far loss and gradients of a pipeline without a Booster are from one process's. 5 of 16 labels are
+    masked, unequally."""
+    dp, replicas, shards = replicas_and_shards()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 4)).double()
+    x, labels = torch.randn(16, 6, dtype=torch.float64), torch.randint(0, 4, (16,))
+    labels[[0, 4, 8, 1, 6]] = -100
+    serial = torch.nn.functional.cross_entropy(model(x), labels)
+    serial.backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    schedule = hpnb.pipeline_parallel.schedules.make("1f1b", stages=1, microbatches=2)
+    data_axis: dict[str, Any] = {"replicas": dp} if names_data_axis else {}
+
+    def loss(outputs: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(outputs, batch[1])
+
+    pipe = hpnb.Pipeline(model, Mesh(Layout(dp=4)).pp, schedule, loss, **data_axis)
+    fully_shard(pipe.module, shards, replicas=replicas)
+    with pytest.raises(ValueError, match=r"set pipe\.gradients to hpnb\.data_parallel\.sink\(pipe\.module\)"):
+        pipe.step((x[dp.rank :: 4], labels[dp.rank :: 4]))
+    pipe.gradients = hpnb.data_parallel.sink(pipe.module)
+    result = pipe.step((x[dp.rank :: 4], labels[dp.rank :: 4]))
+    gradients = placement.full_gradients(pipe.module, [shards])
+    with pytest.raises(ValueError, match=r"sharded along dp\.1, so ranks of dp"):
+        hpnb.data_parallel.compare_replicas(pipe.module, dp)
+    assert hpnb.data_parallel.compare_replicas(pipe.module, replicas) == {}
+    return abs(result.loss.item() - serial.item()), distance(gradients, wanted)
+
+
+@pytest.mark.parametrize("names_data_axis", [False, True], ids=["", "replicas=mesh.dp"])
+def test_a_pipeline_counts_targets_of_all_replicas(pools: RankPools, names_data_axis: bool) -> None:
+    for loss, gradients in pools[4].run(pipeline_step, names_data_axis):
+        assert loss < 1e-12
+        assert gradients < 1e-12

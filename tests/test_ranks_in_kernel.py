@@ -246,6 +246,8 @@ def test_figures_of_a_cell_are_pictures_of_its_first_rank(kernel: Kernel) -> Non
     free = "from matplotlib.figure import Figure\nfree = Figure()\nfree.subplots()\nfree"
     assert len(pictures(kernel.cell(f"%%ranks --out figures\n{free}"))) == 1
     assert kernel.text("[type(figure).__name__ for figure in figures]") == "['Figure', 'Figure']"
+    shows = "import hpnb\nfor _ in range(2):\n    hpnb.plot.show(free, alt='axes')\n1"
+    assert len(pictures(kernel.cell(f"%%ranks\n{shows}"))) == 2
 
 
 def test_a_stored_bar_keeps_its_last_state_only(kernel: Kernel) -> None:

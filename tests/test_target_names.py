@@ -9,7 +9,7 @@ from hpnb.pipeline_parallel.loss import BatchLoss
 def run_loss(entry, value, returns):
     inputs = [{"tokens": torch.ones(2, 3, dtype=torch.long), entry: one} for one in value]
     cpu = torch.device("cpu")
-    loss = BatchLoss(returns, inputs, cpu, reduction=None, causal=False, replicas=None, scale=1.0)
+    loss = BatchLoss(returns, inputs, cpu, reduction=None, causal=False, replicas=(), scale=1.0)
     for m in range(len(inputs)):
         loss(m, torch.ones(()))
     return loss.mean()

@@ -30,6 +30,9 @@ def compare_replicas(module: torch.nn.Module, axis: Axis) -> dict[str, float]:
     Args:
         module: parameters that are sharded along `axis` are skipped (`hpnb.placement`).
 
+    Raises:
+        ValueError: one is sharded along a part of `axis`, which `axis.split` made.
+
     Returns:
         {name: the largest ||a - b|| / ||b|| of any rank, where b is the tensor of the axis's rank 0}; a
         gradient is "name.grad", and inf if some ranks have it and others do not. Equal tensors are left out,
@@ -44,7 +47,13 @@ def compare_replicas(module: torch.nn.Module, axis: Axis) -> dict[str, float]:
     """
     tensors: dict[str, torch.Tensor | None] = {}
     for name, p in module.named_parameters():
-        if axis.name not in placement_of(p, name).axes:
+        axes = placement_of(p, name).axes
+        if parts := sorted(other for other in axes if other.startswith(f"{axis.name}.")):
+            raise ValueError(
+                f"{name} is sharded along {' and '.join(parts)}, so ranks of {axis.name} have different "
+                f"parts of it: compare along the axes that mesh.{axis.name}.split made, one after the other"
+            )
+        if axis.name not in axes:
             tensors |= {name: p, f"{name}.grad": p.grad}
     missing = torch.tensor([t is None for t in tensors.values()], dtype=torch.int32)
     parameters = [t for t in tensors.values() if t is not None]

@@ -88,6 +88,7 @@ class FSDPState(GradientSink):
         experts: tuple[Axis, FSDPPolicy] | None = None,
     ) -> None:
         self.axis, self.policy, self.average = axis, policy, policy.average
+        self.replica_axis = None if policy.replicas is None else policy.replicas.axis
         self.find_unused, self.reshard_after_forward = find_unused, reshard_after_forward and not find_unused
         self.why_not_captured = why_not_captured(policy.offload, find_unused)
         self.sync = True

@@ -83,9 +83,12 @@ class GradReady:
         """Refuse a step without a sink if hooks would have gradients reduced after each microbatch."""
         first = self.parameters[:1]  # all are claimed together
         if self.sink is None and first and (owner := hook_owner_of(first[0])) is not None:
+            shards = getattr(owner, "shards_parameters", False)
+            who = "fully_shard" if shards else f"a {type(owner).__name__}"
+            what = "hpnb.data_parallel.sink(pipe.module)" if shards else "it"
             raise ValueError(
-                f"a {type(owner).__name__} reduces these gradients after every backward, and there are "
-                f"{microbatches} in a step: set pipe.gradients to it"
+                f"{who} reduces these gradients after every backward, and there are {microbatches} in a "
+                f"step: set pipe.gradients to {what}"
             )
 
     def begin(self, reduce: bool, corrects: bool) -> None:

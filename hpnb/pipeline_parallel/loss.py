@@ -47,7 +47,7 @@ class BatchLoss:
         reduction: "mean" refuses a (sum, count); "sum_and_count" and None take both.
         observed: the reduction that the function used in the training step before.
         causal: see `count_targets`.
-        replicas: the data axis over which N is summed, if there is one.
+        replicas: the data axes over which N is summed.
         scale: the gradients are those of the loss times this.
         per_target: what a target is expected to count, 1 for a mean. A good guess keeps float16 gradients in
             range until the correction.
@@ -72,20 +72,21 @@ class BatchLoss:
         reduction: LossReduction | None,
         observed: LossReduction | None = None,
         causal: bool,
-        replicas: Axis | None,
+        replicas: Sequence[Axis],
         scale: float | torch.Tensor,
         per_target: float | torch.Tensor = 1.0,
         checks_shift: bool = False,
         checks_mean: bool = False,
     ) -> None:
         self._function, self._inputs, self._replicas, self._device = function, inputs, replicas, device
+        self._shards_sequences = any(axis.name == "dp_cp" for axis in replicas)
         self._reduction, self._per_target = reduction, per_target
         self._targets = self._count_targets(causal)  # (m,)
         self._lacks_targets = self._targets == 0  # (m,)
         self._copies: dict[int, Any] = {}  # of `inputs_of`
         self._observed_before = observed
         # Reading labels synchronises with a GPU, so it is done there only while the reduction is unknown.
-        several = len(inputs) > 1 or (replicas is not None and replicas.size > 1)  # one weight is always 1
+        several = len(inputs) > 1 or any(axis.size > 1 for axis in replicas)  # one weight is always 1
         checks_labels = several and (device.type != "cuda" or reduction is None)
         unnamed = (find_unnamed_targets(microbatch) for microbatch in inputs) if checks_labels else ()
         self._unnamed_targets = next((name for name in unnamed if name is not None), None)
@@ -146,7 +147,7 @@ class BatchLoss:
         self._values[microbatch] = value.detach()
         if count is not None:
             self._counts[microbatch] = self._as_count(count)
-            if self._checks_mean and self._replicas is not None and self._replicas.name == "dp_cp":
+            if self._checks_mean and self._shards_sequences:
                 warn_if_counts_sequences(count, self._inputs[microbatch])
             self._checks_mean = False
             return value, self._grad_of_sum.to(value.dtype)
@@ -213,7 +214,7 @@ class BatchLoss:
         if counted[0] == otherwise[0] or counted[0] * otherwise[1] == otherwise[0] * counted[1]:
             return
         inputs = self._inputs[microbatch]
-        shifted = self._replicas is not None and self._replicas.name == "dp_cp" and not self._causal
+        shifted = self._shards_sequences and not self._causal
         check_weight(self._function, outputs, inputs, value, self._causal, counted, otherwise, shifted)
         self._shift_counts, self.shift_checked = None, True
 
@@ -224,8 +225,9 @@ class BatchLoss:
         return torch.stack([self._counts[m] for m in range(len(self._inputs))])
 
     def _sum_over_replicas(self, value: torch.Tensor) -> torch.Tensor:
-        if self._replicas is not None and self._replicas.size > 1:
-            dist.all_reduce(value, group=self._replicas.group)
+        for axis in self._replicas:
+            if axis.size > 1:
+                dist.all_reduce(value, group=axis.group)
         return value
 
     def _count_targets(self, causal: bool) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch import nn
 
 from hpnb.background import Background
 from hpnb.data.batch_agreement import check_same_batch
-from hpnb.gradients import GradientSink
+from hpnb.gradients import GradientSink, axes_of, divisor_of
 from hpnb.mesh import Axis, Mesh, axis_of
 from hpnb.meta_device import Unfilled
 from hpnb.models.compare_parts import first_step_check
@@ -78,7 +78,7 @@ class Pipeline:
             a `ZeroOptimizer` of its parameters, the `sink` of it if it is fully sharded, or a function that
             makes one of the module. It may be set later, and no longer listens to backwards itself. Buffers
             are not sent: each replica has batch statistics of its own.
-        replicas: the data axis, over which targets are counted; by default that of `gradients`.
+        replicas: the data axis, over which targets are counted; by default those of `gradients`.
         cut: "uniform" over the blocks; balanced by "parameters", "flops" or measured "time"; or by hand, how
             many layers each stage gets.
         example: a batch, from which "flops" and "time" take a microbatch.
@@ -391,8 +391,8 @@ class Pipeline:
             reduction=self.loss_reduction if trains else None,
             observed=self.observed_reduction,
             causal=self.causal,
-            replicas=self.replicas or (sink.axis if sink is not None else None),
-            scale=scale * (sink.axis.size if sink is not None and sink.average else 1),  # the sink divides
+            replicas=axes_of(sink) if self.replicas is None else (self.replicas,),
+            scale=scale * divisor_of(sink),
             per_target=1.0 if self.loss_reduction == "mean" else self.per_target,
             checks_shift=self.checked_causal is not self.causal,
             checks_mean=trains and self.checks_mean,

@@ -20,12 +20,14 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from hpnb.plot.grammar import DPI, TITLE_ID
+from hpnb.ranks.cell_figures import keep_value
 
 COLORS = 64  # flat colours, and the shades at the edges of letters
 
 
 def show(fig: Figure, alt: str | None = None) -> None:
-    """Display `fig` in a notebook, with `alt` for who cannot see it; outside IPython do nothing.
+    """Display `fig` in a notebook, with `alt` for who cannot see it, or when a `%%ranks` cell ends, without
+    `alt`; outside of both do nothing.
 
     Args:
         alt: a sentence or two that say what it shows; by default its titles.
@@ -38,6 +40,7 @@ def show(fig: Figure, alt: str | None = None) -> None:
         raise ValueError("a figure needs alt text: say in a sentence or two what it shows, alt='...'")
     ipython = sys.modules.get("IPython")
     if ipython is None or ipython.get_ipython() is None:
+        keep_value(fig)  # where a %%ranks cell draws, the notebook shows it when the cell ends
         return
     ipython.display.display(bundle(fig, alt), raw=True)
 

@@ -76,8 +76,9 @@ class RanksMagics(Magics):  # type: ignore[misc]
         trained; the next cell names both. If one rank raises and the others finish the cell, all of them keep
         their variables.
 
-        Modules. A rank imports a module once. If the notebook reloads it (importlib.reload, %autoreload), the
-        ranks do too, before their next cell; if its file was only edited, a line says so.
+        Modules. A rank imports a module once. If the notebook reloads it by importlib.reload, the ranks do
+        too, before their next cell; if its file was only edited, a line says so, once. %autoreload changes
+        functions in the notebook alone.
 
         `await` and `!command` work, on every rank. Other magics belong into cells of their own: what %cd,
         %env and %pip change is there in the next %%ranks cell. Ranks have no keyboard: input() and

@@ -239,7 +239,8 @@ lesson.claim("The padded median is not slower than the odd size's slowest repeat
 
 # %% [markdown]
 # By the median, the odd size takes <data value="06.padding.gain:.2f">5.81</data> times as long here, a difference <data value="06.padding.spread">beyond the spread of the repeats</data>.
-# If our head gained as much, head and loss would take <data value="06.padding.head">2.54 blocks</data>. FLOPs say <data value="06.head.head-and-loss.predicted">2.37 blocks</data>.
+# If our head gained as much, its matmuls would take less than half of FLOPs' <data value="06.head.head-and-loss.predicted">2.37 blocks</data>. With the
+# loss, which FLOPs leave out, the head would take <data value="06.padding.head">2.54 blocks</data>. So FLOPs would be nearly right, because two errors cancel.
 # Our model stays unpadded, as GPT-2 was published, because this page needs a long head.
 #
 # <details><summary>On a laptop</summary>
@@ -383,11 +384,13 @@ lesson.show(figures.skyline(times.smooth, shown, times.kinds, times.loss))
 # </details>
 #
 # FLOPs <data value="06.error.word">underrate</data> the head, by <data value="06.error.head:.1f">4.6</data> blocks. The cut by FLOPs leaves <data value="06.beside.by-flops">10</data> blocks beside the
-# head, and the cut by time <data value="06.beside.by-time">7</data>. In the run, <data value="06.flops">the step cut by FLOPs takes 1.09 times as long, a difference within the spread of the repeats</data>. What does the error cost on other numbers of ranks?
+# head, and the cut by time <data value="06.beside.by-time">7</data>. In the run, <data value="06.flops">the step cut by FLOPs takes 1.09 times as long, a difference within the spread of the repeats</data>. If the padded
+# head took the estimated <data value="06.padding.head">2.54 blocks</data>, both cuts would be the same, on 2 to 8 ranks. What does our head's error cost on
+# these?
 #
 # ### Slide the last cut
 #
-# For 2 to 8 ranks, the table adds up the layers, as measured alone, of the slowest stages cut by FLOPs and by time. The figure slides
+# For 2 to 8 ranks, the table has the slowest stage of each cut, as the sum of its layers' times. The figure slides
 # our last cut: it has steps with other numbers of blocks beside the head, the rest spread evenly.
 
 # %%
@@ -404,16 +407,15 @@ lesson.claim("Too many blocks on the last stage slow each repeat", (last["by"], 
 
 # %% [markdown]
 # The slowest stage of the cut by FLOPs takes at most <data value="06.error.ratio:.2f">1.56</data> times as long as that of the cut by time. It is
-# at most <data value="06.error.excess:.1f">3.9</data> blocks longer. FLOPs' errors on head and embedding add up to <data value="06.error.ends:.1f">4.8</data> blocks, and a cut by FLOPs never
-# loses more than these. If the head alone were the slowest stage of both cuts, the error would cost nothing.
+# at most <data value="06.error.excess:.1f">3.9</data> blocks longer. Blocks are equal, so FLOPs misjudge only head and embedding, by
+# <data value="06.error.ends:.1f">4.8</data> blocks together. The cut by FLOPs never loses more.
 #
 # By the median, the best number of blocks beside the head is <data value="06.last.first">6</data>. The run doesn't decide between the best number
 # and others whose repeats overlap. <data value="06.last.by-time">The cut by time leaves 7, and its step takes 1.03 times as long, a difference within the spread of the repeats</data>.
 # With <data value="06.last.most">21</data> blocks, even the fastest repeat takes <data value="06.last.by:.2f">1.52</data> times as long as the slowest repeat with the best number.
 #
 # In the simulation, moving a block beside the head can shorten the step while the block's old stage is the slowest. Once the
-# head's stage is the slowest, each further block there delays every microbatch. In the run, the delay of one more block
-# can be smaller than the spread of the repeats.
+# head's stage is the slowest, each further block there delays every microbatch.
 #
 # <details><summary>In your tools: where to cut</summary>
 #
@@ -782,18 +784,18 @@ lesson.record("06.last-rank", {name: peaks[name][-1] for name in runs}, "B")
 # keeps besides weights and their gradients. A microbatch is *in flight* from its F to the end of its backward. Where a rank
 # has two stages, a microbatch counts half for each stage on which it is in flight.
 #
-# By the median, <data value="06.fastest.first">interleaved</data> is fastest, and <data value="06.fastest.others">the repeats of zb-v and zb-h1 and 1f1b overlap with its own</data>.
-# The ranking beneath the tables goes by medians, too. The run decides a pair's order only where no repeats overlap, here
-# in <data value="06.fastest.decided">0 of the 6</data> pairs.
+# By the median, <data value="06.fastest.first">interleaved</data> is fastest. But the run decides a pair's order only where no repeats overlap,
+# here in <data value="06.fastest.decided">0 of the 6</data> pairs.
 #
 # ZB-H1's step takes <data value="06.h1.run:.2f">0.93</data> times as long as 1F1B's by the median, a difference <data value="06.h1.spread">within the spread of the repeats</data>. Its
 # bubble is <data value="06.bubbles.zb-h1.of-the-median-step">28.7 %</data> against <data value="06.bubbles.1f1b.of-the-median-step">34.3 %</data>, a difference <data value="06.fastest.zb-h1">beyond the spread of the repeats</data>.
-# The margin is small: ZB-H1's repeats end at <data value="06.bubbles.zb-h1.highest">31.8 %</data>, and 1F1B's begin at <data value="06.bubbles.1f1b.lowest">31.9 %</data>.
+# ZB-H1's repeats end at <data value="06.bubbles.zb-h1.highest">31.8 %</data>, and 1F1B's begin at <data value="06.bubbles.1f1b.lowest">31.9 %</data>. But among
+# the cuts above, the same 1F1B step had a bubble of <data value="06.idle.run.by-time">30.5 %</data> and took <data value="06.cut.by-time.measured">420 ms</data>, less
+# than ZB-H1 here. So the run doesn't decide between the two.
 #
 # Simulated, ZB-H1's step takes <data value="06.h1.simulated:.2f">0.85</data> times as long as 1F1B's. The simulation lets W take as long as I.
 # But in this library W has only the weight gradients of matmuls. In the
 # run it takes <data value="06.style.zb-h1.w-i:.2f">0.38</data> times as long as I. The shorter W is, the less a split backward saves.
-# The second fold below names other differences.
 #
 # <details><summary>Can two stages a rank take equally long?</summary>
 # If 2p stages were equal, each would take <data value="06.chunks.equal:.2f">6.90</data> blocks. The head alone takes

@@ -185,8 +185,8 @@ def hybrid_step(model, stage, samples, mesh, shape):
 
 
 # %% [markdown]
-# The library has a class for each axis. `parallelize` shards the model, `Pipeline` keeps one stage and runs any schedule of
-# notebook 02, and `DataParallel` averages in buckets during the last microbatch's backward. `assemble` combines them. Our eight
+# In the library, `parallelize` shards the model, `Pipeline` keeps one stage and runs any schedule of
+# notebook 02, and `DataParallel` averages in buckets during the last microbatch's backward. `assemble` combines them. Eight
 # ranks train a small ViT: 2 blocks of h = 48, and images of 32 x 32 pixels, which are s = 17 tokens. A replica's batch is split into M = 2
 # microbatches.
 
@@ -303,10 +303,11 @@ lesson.claim("A hybrid step is exact in all three ways", exact.equal)
 #
 # For dp and pp, a ratio below 1 means that sending takes longer than the compute that it can overlap with. dp's ratio stays above 1
 # over InfiniBand, pp's even over Ethernet. Above 1, by formula, dp alone adds only its last bucket's all-reduce to the
-# compute of a step. pp alone adds only its bubble.
+# compute of a step. pp alone adds its bubble, and the first and last microbatch's sends.
 #
-# For tp, the ratio counts all compute, not only weight gradients, so 1 is no threshold. If nothing overlaps, a step takes
-# 1 + 1/ratio times its compute. On eight ranks, that is 2.35 times over NVLink and 13 times over InfiniBand.
+# For tp, the ratio counts all compute, not only weight gradients. Notebook 03 calls a link fast enough from 1 on. That does not mean
+# that tp overlaps: if nothing does, a step takes 1 + 1/ratio times its compute. On eight ranks, that is 2.35 times over
+# NVLink and 13 over InfiniBand.
 #
 # In a pipeline, a gradient is complete only in the backward of the last of m microbatches. So dp can overlap with
 # 1/m of the backward, and dp's ratio is divided by m: with m = 16, 1.8 becomes 0.11.
@@ -320,8 +321,8 @@ lesson.claim("A hybrid step is exact in all three ways", exact.equal)
 #
 # ### The same step on slower links
 #
-# N ranks train on the same batch three times: split along dp only, along pp only, and along tp only. Along pp they run 1F1B with
-# m = 8 microbatches. In theory, each rank does 1/N of the computing each time. So each prediction is the time of
+# N ranks train on the same batch three times: split along dp only, pp only (1F1B with m = 8
+# microbatches), and tp only. In theory, each rank does 1/N of the computing. So each prediction is the time of
 # 1/N of the batch on one rank, plus what ranks wait for along that axis. Communication that a rank has to wait for is called *exposed*.
 #
 # The next cell asks you to guess a ranking. Without a guess, a *rule of thumb* takes its place: here, fewest bytes first.
@@ -352,7 +353,7 @@ def predict_steps(link):  # the backward is 2 / 3 of a rank's compute
 
 
 # %% [markdown]
-# Then we *simulate* the steps on slower links, down to a hundredth of the bandwidth. Compute takes as long as recorded, communication as long as the link's latency and bandwidth say.
+# We *simulate* the steps on slower links, down to a hundredth of the bandwidth. Compute takes as long as recorded, communication as long as the link's latency and bandwidth say.
 
 # %%
 predicted, measured = predict_steps(card.link), steps.seconds
@@ -402,7 +403,7 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)  # for 08's table
 # The bubble is predicted as (N-1)/m of compute, <data value="04.rest.bubble">43.2 ms</data>.
 #
 # Along dp, the busiest rank computes <data value="04.busy.dp">118 ms</data> in a step of <data value="04.axes.dp.measured">119 ms</data>. To this, pp's
-# measured step adds mostly its bubble, and tp's mostly compute.
+# measured step adds mostly the rest, and tp's mostly compute.
 #
 # <details><summary>Why the curves differ</summary>
 #
@@ -411,8 +412,8 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)  # for 08's table
 # dp's last bucket is full when the backward ends. So its all-reduce is always exposed, and dp's curve rises a little. Once all of
 # dp's all-reduces take longer than the backward, the curve bends, and every byte counts.
 #
-# pp sends fewest bytes, partly during other microbatches. So its curve rises least on links much slower than the one at which dp's curve
-# bends. Before the bend, either of the two may rise less: pp's ranks wait on every link while the first microbatch
+# Past the bend in dp's curve, pp's rises least, because pp sends the fewest bytes, partly during other microbatches.
+# Before the bend, either of the two may rise less: pp's ranks wait on every link while the first microbatch
 # goes from stage to stage, and the last one's gradient comes back.
 # </details>
 #
@@ -436,7 +437,7 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)  # for 08's table
 # microbatch takes, forward and backward, on the other N-1 ranks together, here <data value="04.others">45.6 ms</data>. It idles that long if all stages are equal
 # or the last is the busiest. If an earlier stage is the busiest, it computes while later ranks finish, and idles less.
 #
-# **The curves** need not begin at their dots. Along dp they simulate the bytes beside the compute of one replica alone, which took <data value="04.predicted.share">115 ms</data>. On this link, simulated time divided by the dot's is <data value="04.near.dp:.2f">0.97</data> for dp, <data value="04.near.pp:.2f">0.97</data> for pp and <data value="04.near.tp:.2f">1.27</data> for tp.
+# **The curves** need not begin at their dots. dp's curve adds dp's messages to the step of one replica that sends nothing, which took <data value="04.predicted.share">115 ms</data>. On this link, simulated time divided by the dot's is <data value="04.near.dp:.2f">0.97</data> for dp, <data value="04.near.pp:.2f">0.97</data> for pp and <data value="04.near.tp:.2f">1.27</data> for tp.
 # The shortest step here is along <data value="04.near.fastest">dp</data>. On a tenth of the bandwidth, the shortest step simulated is along <data value="04.tenth">dp</data>. Do not ask the figure which of two
 # close curves is lower.
 #
@@ -460,7 +461,7 @@ vit_hybrid.add_to_ledger(name, card, steps, sent, predicted)  # for 08's table
 # `record.traffic` notes axis, bytes and ranks of every message. We count a collective's bytes as in a ring, from
 # each rank to the next of its group. A *traffic atlas* has a square for each sender and receiver, darker for more bytes.
 #
-# We treat eight ranks as two nodes of four and nest the axes in three orders. The outermost one lies between nodes. The
+# We treat eight ranks as two nodes of four and nest the axes in three orders. The outermost lies between nodes. The
 # rule of thumb is hpnb's default order.
 #
 # <details><summary>The bytes that we expect</summary>
@@ -673,7 +674,7 @@ vit_hybrid.add_to_field_guide()
 # %% [markdown]
 # The swapped model learns. The loss curves cross, so we average over 8 steps: its loss falls from <data value="04.run.swapped.loss-first-8-steps:.2f">1.12</data> to <data value="04.run.swapped.loss-last-8:.2f">0.94</data>. Its saved weights combine shards
 # that saw different images. They classify <data value="04.run.swapped.accuracy">57.1 %</data> of the validation images correctly. Always guessing the most common class gets <data value="04.guess">33.8 %</data>.
-# Nothing looks wrong until you know the correct run, whose loss reaches <data value="04.run.correct.loss-last-8:.2f">0.80</data>. Its accuracy, <data value="04.run.correct.accuracy">55.6 %</data>, is no higher:
+# Loss and accuracy look right until you know the correct run, whose loss reaches <data value="04.run.correct.loss-last-8:.2f">0.80</data>. Its accuracy, <data value="04.run.correct.accuracy">55.6 %</data>, is no higher:
 # on so few images, a few percent can be chance.
 #
 # <details><summary>Why does it learn at all?</summary>
@@ -681,7 +682,7 @@ vit_hybrid.add_to_field_guide()
 # A rank applies its half of every matrix to its own samples. The other half comes from the other replica's samples, and acts like noise.
 # </details>
 #
-# The table above is this page's row of the series' *field guide*.
+# The table above is this page's row of the *field guide*.
 #
 # Two instruments need no correct run. The first is the distance of copies, which should be 0. Along tp it is <data value="04.apart.tp">0</data>. Along dp it ends
 # at <data value="04.apart.dp:.2f">0.24</data> of their norm, because these ranks saw different samples and nobody averages their gradients.
@@ -886,7 +887,7 @@ lesson.ledger.show("04")
 # The layout changes twice, and the loss differs from that of one process by at most <data value="04.losses.off:.0e">1e-13</data> of its value. This
 # works because optimizer state, learning rate and the order of samples are in the checkpoint, too.
 #
-# The table above has this page's rows of the series' *ledger*.
+# The table above has this page's rows of the *ledger*.
 #
 # <details><summary>In your tools: checkpoints that change layouts</summary>
 #

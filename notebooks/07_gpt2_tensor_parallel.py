@@ -41,8 +41,8 @@
 # </details>
 #
 # **Letters.** t ranks share a model with *a* heads, hidden size h and vocabulary size V. A batch has b sequences of s
-# tokens. This page ran on a machine with <data value="07.hardware">4 x NVIDIA H100 80GB HBM3</data>. Some parts run on the CPU even where there are GPUs:
-# dropout's masks and training, recomputed FLOPs, and the three kinds of sequence parallelism.
+# tokens. This page ran on a machine with <data value="07.hardware">4 x NVIDIA H100 80GB HBM3</data>. Dropout's masks and training, recomputed FLOPs, and
+# the three kinds of sequence parallelism always run on the CPU.
 
 # %% tags=["setup"]
 import importlib.util
@@ -146,7 +146,7 @@ lesson.predict("07.attention", f"{SIZE.heads} heads, {N} ranks: how long does at
 # | 5 | 5, 5, 5, 5, 5 | 1.00 | 1.000 |
 # | 8 | 4, 3, 3, 3, 3, 3, 3, 3 | 1.28 | 1.111 |
 #
-# We time attention alone, with 6 and 7 heads in turn. On a GPU, b is 32 times the banner's, so that computing outlasts launching. Where ranks share CPU cores, these are CPU times.
+# We time attention alone, with 6 and 7 heads in turn. On a GPU, b is 32 times the banner's, so that computing outlasts launching.
 
 
 # %%
@@ -181,6 +181,8 @@ lesson.record("07.nearer", gpt2_tensor.nearer_in_words(fullest, ratio, seconds))
 # <data value="07.attention.predicted:.2f">1.12</data>. <data value="07.nearer">This run is nearer to the formula than to 1</data>.
 #
 # <details><summary>Where does the range come from?</summary>
+#
+# Where ranks share CPU cores, the table has CPU times.
 #
 # Its lower end takes the fastest repeat with most heads and the slowest with fewer; the upper end does the opposite.
 # 6 heads took <data value="07.time.6-heads.fastest">4.78 ms</data> to
@@ -261,7 +263,7 @@ lesson.check(exercises.split_heads, share)
 #
 # The loss needs no gathered logits. Cross entropy is $\log \sum_v e^{z_v} - z_\text{target}$, so three numbers per
 # token are enough: the largest logit, which keeps exp from overflowing, the sum of exponentials, and the target's
-# logit. The cell checks this for one token with 37 logits. Then it asks for the bytes that a step on the banner's b·s tokens sends.
+# logit. The cell checks this for one token with 37 logits. Then it asks for the bytes that a step on the banner's b·s tokens sends for embedding, LM head and loss.
 
 # %%
 logits, target = torch.randn(37, dtype=torch.float64), 20  # of one token
@@ -390,9 +392,8 @@ lesson.check(exercises.vocab_parallel_loss, loss)
 #
 # - *A seed each*: every rank calls `torch.manual_seed(7 + rank)`.
 # - *One seed*: every rank calls `torch.manual_seed(7)`.
-# - *Rank states*: there are two random states. The common state is the same on all ranks and draws masks of replicated
-#   activations. The rank state differs from rank to rank and draws masks of sharded ones. Megatron-Core stores both on each
-#   rank; this library computes a rank state from the common one before each such draw:
+# - *Rank states*: each rank has a common state, the same on all ranks, and for sharded activations a rank
+#   state, different on each. Megatron-Core stores both; this library stores the common one and derives the other:
 #
 # ```text
 # common state   s0 ──► s1 ─────────────────────► s2 ──► ...     replicated: all ranks draw from it
@@ -426,7 +427,7 @@ lesson.predict("07.one-seed", question, unit="%", rule_of_thumb=100)
 
 # %% [markdown]
 # The figure has the masks of first and last rank. Their XOR is empty if they are equal, and half full
-# if they are independent. Beneath stands "equal", or the share that differs. A frame marks a fault on any pair of ranks. "MLP: by the row" means that the MLP's output is replicated in the first three rows, and sharded by
+# if they are independent. A frame marks a fault on any pair of ranks. "MLP: by the row" means that the MLP's output is replicated in the first three rows, and sharded by
 # tokens in the last three.
 
 # %%
@@ -455,16 +456,12 @@ for sharded in (False, True):  # the library's GPT-2, and with sequence parallel
     lesson.claim(f"The masks of {name} follow the layout", follow)
 
 # %% [markdown]
-# *One seed* fails twice. Heads share a mask. And the MLP's masks of first and last rank agree in
-# <data value="07.one-seed">50.0 %</data> of their elements, but should be equal. The second failure comes from the uneven split: rank 0 has more heads,
-# so it has drawn more numbers before the MLP. *A seed each* is wrong wherever an activation is replicated.
+# *One seed* fails twice. Heads share a mask. And the MLP's masks of first and last rank agree in only
+# <data value="07.one-seed">50.0 %</data> of their elements. The second failure comes from the uneven split: with more heads, rank 0
+# has drawn more numbers before the MLP. *A seed each* is wrong wherever an activation is replicated.
 #
-# <details><summary>And with tokens sharded?</summary>
-#
-# *A seed each* fails at the embedding alone. *One seed* fails at the heads and at the
-# MLP, where ranks with equally many heads share a mask. The figure's two ranks have unequal numbers of heads, so their XOR
-# can't show that.
-# </details>
+# With tokens sharded, *a seed each* fails at the embedding alone. In the row of one seed, the MLP is framed although
+# the masks of ranks 0 and 3 differ, because ranks 1 to 3, with equally many heads, share a mask.
 #
 # <details><summary>Why these masks are drawn on the CPU</summary>
 #
@@ -588,9 +585,9 @@ lesson.field_guide.show("07")
 # <data value="07.faults.a-seed-each.gradient-check-highest:.3f">0.945</data> with a seed each and
 # <data value="07.faults.one-seed.gradient-check-highest:.3f">0.979</data> with one seed.
 #
-# The 30 tensors of the table's last column are the replicated weights and their gradients. With a
-# seed each, <data value="07.faults.a-seed-each.differ-of-30-tensors">20</data> of them differ after some run, so the saved model depends on which
-# rank saves it.
+# The 30 tensors of the table's last column are 15 replicated weights and their gradients. With a
+# seed each, <data value="07.faults.a-seed-each.differ-of-30-tensors">20</data> of them differ after some run. Only 15 are gradients, so
+# weights differ, too, and the saved model depends on which rank saves it.
 #
 # **Takeaway.** Compare replicated activations across ranks: they must be equal bit for bit. Compare masks, too, because replicated activations don't show that heads share a mask.
 #
@@ -970,4 +967,4 @@ lesson.claim("All are exact", (max(off for off, _ in compared.values()), "<", 1e
 # 2309.14509. Liu, Zaharia & Abbeel 2023, *Ring attention with blockwise transformers*, arXiv 2310.01889.
 # </details>
 #
-# **Next.** Notebook 08 combines splits by samples, by layers and by matrices.
+# **Next.** Notebook 08 splits GPT-2 by samples, layers and matrices at once.

@@ -20,9 +20,10 @@ may have saved them. Other state of a module, such as a Python number, is not re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,6 +50,22 @@ Snapshots = dict[str, Snapshot | None]  # of a module's buffers
 _NO_BUFFERS: Snapshots = {}
 
 
+class Repeatable(AbstractContextManager[None]):
+    """A context that may be entered again, by a new one that `make` returns: the backward of a backward, as
+    for a gradient penalty, recomputes once more."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(self._make())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._entered.pop().__exit__(*exception)
+
+
 class BufferSnapshots:
     """What forwards of `block` begin with. `contexts` is a `context_fn` of PyTorch's checkpoint."""
 
@@ -64,7 +81,7 @@ class BufferSnapshots:
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Around a forward that is about to run, and around its recomputation."""
         before = [(m, self._remember(m) if m._buffers else _NO_BUFFERS) for m in self.block.modules()]
-        return self._comparing_once(before), self._restored(before)
+        return self._comparing_once(before), Repeatable(partial(self._restored, before))
 
     def _remember(self, module: nn.Module) -> Snapshots:
         snapshots: Snapshots = {}

@@ -85,7 +85,7 @@ here = lesson.banner(N, model=name, data=english.describe(), sizes=sizes)
 # the predicted peak, and what is free. The peak is that of plain data parallelism, with five copies of the logits added as a reserve.
 # </details>
 #
-# Some cells ask you to guess a number first. Without a guess, a *rule of thumb* takes its place. Here it counts weights and gradients.
+# Some cells ask for a guess first. Without one, a *rule of thumb* takes its place. Here it counts weights and gradients.
 
 # %%
 lesson.predict("05.states", "How many bytes of parameters, gradients and optimizer "
@@ -258,8 +258,7 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 
 # %% [markdown]
 # The checkpointed block stores only its input, <data value="05.stored.by-hand.counted">32.8 kB</data>, instead of <data value="05.stored.no-checkpoint.counted">985 kB</data>.
-# Without a checkpoint, a block stores about 28 times its input. Where attention stores its probabilities, add heads × length /
-# hidden size, in this small block 2.
+# Without a checkpoint, a block stores about 28 times its input, and where attention stores its probabilities, heads × length / hidden size more, here 2.
 #
 # <details><summary>In your tools</summary>
 #
@@ -282,7 +281,7 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 # - transformers: `model.gradient_checkpointing_enable()`.
 #
 # *Offloading* saves bytes even on one GPU; this page runs it only where there are GPUs. Optimizer state stays in CPU memory, gradients go there, the CPU updates, and weights come back. With ZeRO-3, hpnb keeps weight shards there, too, and sends them up for each gather.
-# What should it take? For XL in bf16 on one GPU, gradients and weights are 4 bytes a parameter. Over PCIe, the
+# How long should offloading take? For XL in bf16 on one GPU, gradients and weights are 4 bytes a parameter. Over PCIe, the
 # link between CPU and GPU, they take 0.25 s at 25 GB/s. With the gradient cast to float32, AdamW reads 16 and writes 12 bytes a parameter, which takes 0.44 s at 100 GB/s of
 # CPU memory. Together that is 0.69 s,
 # as long as a GPU with 400 TFLOP/s computes on 29,000 tokens. On N ranks with ZeRO-1 or 2, transfer and update take 1/N of that if each rank has these rates for itself. Ranks of one node share them.
@@ -294,7 +293,7 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 # Assumed rates and shared cores are only possible reasons for the difference. This page does not test them.
 # </details>
 #
-# **Takeaway.** ZeRO splits the all-reduce into its two halves and updates in between.
+# **Takeaway.** ZeRO-1 and 2 split the all-reduce into its two halves and update in between. ZeRO-3 instead gathers weights twice a step.
 #
 # ## When is a step fullest?
 #
@@ -323,7 +322,7 @@ lesson.claim("All three by hand are right", (max(apart.values()), "<", 1e-6))
 # </details>
 #
 # `theory.step_memory` predicts the largest of the four. On a GPU we add the *workspaces* of cuBLAS, the matmul
-# library. On all pages, a prediction *holds* if the answer is 0.8 to 1.25 times the prediction, before rounding. An *identity* must hold
+# library. On all pages, a prediction *holds* if the answer is 0.8 to 1.25 times the prediction. An *identity* must hold
 # exactly.
 #
 # We predict and measure steps with <data value="05.tokens.page">4,096</data> tokens on each of <data value="05.tokens.ranks">4</data> ranks. For XL on two ranks, with 1,024 tokens each, we
@@ -370,8 +369,7 @@ words.record_worked(large[ZeroConfig(1)].fullest, memory[ZeroConfig(0)].fullest)
 lesson.claim("ZeRO-2 fits XL with room to spare", (xl[ZeroConfig(2)], "<", 0.8 * 24e9))
 
 # %% [markdown]
-# Recording slows the step: trust bytes, not clocks. Activations grow until the turn and are gone at the
-# end. With ZeRO-3, *temporary* contains the gathered weights.
+# Recording slows the step: trust bytes, not clocks. With ZeRO-3, *temporary* contains the gathered weights.
 #
 # Of the four ZeRO stages without recomputation, <data value="05.fitting">0</data> fit the budget. The rule of thumb leaves
 # out activations, predicted as <data value="05.worked.activations.this-page-zero-0">18.5 GB</data>. Of all <data value="05.fits.of">9</data> configurations, <data value="05.fits.all">4</data> fit, all with recomputation.
@@ -480,8 +478,8 @@ lesson.record("05.tokens", {"equal": floor / slope, "page": TOKENS, "ranks": N})
 words.record_shape(SIZE, DTYPE)
 
 # %% [markdown]
-# Launching takes equally long for any number of tokens. We take the lowest point, a median of five rounds: <data value="05.floor.launch">75.8 ms</data>. Single rounds can be
-# faster. Without messages, forward and backward of this page's <data value="05.tokens.page:,.0f">4,096</data> tokens
+# We assume that launching takes equally long for any number of tokens, though medians up to 2,048 scatter. We
+# take the lowest, a median of five rounds: <data value="05.floor.launch">75.8 ms</data>. Without messages, forward and backward of this page's <data value="05.tokens.page:,.0f">4,096</data> tokens
 # take <data value="05.floor.step">149 ms</data>. The computing line counts all of that, so it is an upper limit. So launching takes longer than computing at
 # least up to the crossing, <data value="05.tokens.equal:,.0f">2,090</data> tokens.
 #
@@ -524,14 +522,20 @@ lesson.record("05.alone", {"forward": alone[0]}, "s")
 
 # %% [markdown]
 # ZeRO-3 instead of ZeRO-0 saved <data value="05.price.zero-0-to-zero-3.saved">19.5 GB</data>, and its median step was <data value="05.changed.zero-3">21.1 ms shorter</data>. Their ranges <data value="05.ranges">overlap: either may be faster</data>.
-# ZeRO-1's median step was <data value="05.changed.zero-1">38.3 ms shorter</data> than ZeRO-0's, but predicted as <data value="05.changed.zero-1-predicted">10.7 ms shorter</data>. ZeRO-2's was
-# <data value="05.changed.zero-2">28.5 ms longer</data>. The last table says which ranges overlap.
+# ZeRO-1's was <data value="05.changed.zero-1">38.3 ms shorter</data> than ZeRO-0's, but predicted as <data value="05.changed.zero-1-predicted">10.7 ms shorter</data>. ZeRO-2's was
+# <data value="05.changed.zero-2">28.5 ms longer</data>.
 #
-# Recomputation added <data value="05.recompute.least">97.7 ms</data> to <data value="05.recompute.most">156 ms</data> to a median step, depending on the ZeRO stage. We predicted one forward, <data value="05.alone.forward">69.9 ms</data>.
+# Recomputation added <data value="05.recompute.least">97.7 ms</data> to <data value="05.recompute.most">156 ms</data> to a median step. We predicted one forward, <data value="05.alone.forward">69.9 ms</data>.
 #
 # The predicted time holds for <data value="05.off.hold">1</data> of <data value="05.off.of">9</data> steps. Steps take <data value="05.off.low:.2f">1.17</data> to <data value="05.off.high:.2f">3.15</data> times the prediction, the most with
 # <data value="05.off.highest">ZeRO-3 + recompute + offload</data>. <data value="05.excess">In the bars, most of the excess lies before the update.</data> Only ZeRO-1's lies mostly
 # after it.
+# By prediction, ZeRO-1 and 2 gather for <data value="05.after.predicted">7.31 ms</data> after the update. But what is
+# gathered while the CPU still launches counts as update. So the last check decides little: it compares
+# <data value="05.after.zero-2">1.53 ms</data> of ZeRO-2 with <data value="05.after.zero-3">0 s</data> of ZeRO-3. Compare sums: in ZeRO-1's and 2's bars, update and gather together take <data value="05.late.least:.1f">2.0</data> to <data value="05.late.most:.1f">2.9</data> times the prediction.
+#
+# <details><summary>What does the prediction leave out?</summary>
+#
 # Steps end with:
 #
 # | | ZeRO-0 | ZeRO-1 | ZeRO-2 | ZeRO-3 |
@@ -539,27 +543,20 @@ lesson.record("05.alone", {"forward": alone[0]}, "s")
 # | update | <data value="05.update.zero-0">27.8 ms</data> | <data value="05.update.zero-1">5.97 ms</data> | <data value="05.update.zero-2">31.0 ms</data> | <data value="05.update.zero-3">13.3 ms</data> |
 # | communication after it | <data value="05.after.zero-0">0 s</data> | <data value="05.after.zero-1">33.0 ms</data> | <data value="05.after.zero-2">1.53 ms</data> | <data value="05.after.zero-3">0 s</data> |
 #
-# We predicted a gather of <data value="05.after.predicted">7.31 ms</data>. ZeRO-1 and 2 gather this much. But what is
-# gathered while the CPU still launches counts as update. So compare sums: in their bars, update and gather together take <data value="05.late.least:.1f">2.0</data> to <data value="05.late.most:.1f">2.9</data> times the prediction.
-#
-# <details><summary>What does the prediction leave out?</summary>
-#
-# It leaves out copies to and from flat buckets, launching the hooks that shard and gather, and waiting for the slowest rank. Without
+# The prediction leaves out copies to and from flat buckets, launching the hooks that shard and gather, and waiting for the slowest rank. Without
 # messages, forward and backward take less than twice as long as launching alone, so more launches can lengthen them.
 #
 # With recomputation, <data value="05.after.zero-1-+-recompute">28.9 ms</data> follow the update in ZeRO-1 and <data value="05.after.zero-2-+-recompute">21.0 ms</data> in ZeRO-2.
 # ZeRO-1 and 2 update equal shards, so the longer of their updates may contain waiting, too. Recomputation launches a forward again, with its
 # hooks. Messages also take time from cores or a GPU that compute. For offloading, the prediction assumes rates.
 #
-# This page does not measure these causes one by one. The times in the table may contain waiting. The check above
-# compares seconds: <data value="05.after.zero-2:.3g">0.00153</data> s is ZeRO-2's communication after its update. Where ranks share a GPU, communication is not
+# This page does not measure these causes one by one. The times in the table may contain waiting. Where ranks share a GPU, communication is not
 # measured but predicted. The figure's bars leave out offloaded steps.
 # </details>
 #
 # The usual rule says "use the lowest ZeRO stage that fits", because ZeRO-3 sends 1.5 times as many bytes. But by our prediction, overlapped
 # communication costs no time, and every stage from 1 on leaves a rank 1/N of the update. So we simulate the exposed communication of
-# XL on 8 GPUs of 400 TFLOP/s, with 8 sequences each. There ZeRO-1 equals ZeRO-2. Which of ZeRO-0, 2 and 3 exposes least on a fast link, and
-# from which bandwidth on does ZeRO-3 expose less than ZeRO-2?
+# XL on 8 GPUs of 400 TFLOP/s, with 8 sequences each. There ZeRO-1 equals ZeRO-2. Which of ZeRO-0, 2 and 3 exposes least on a fast link? From which bandwidth on does ZeRO-3 beat ZeRO-2?
 
 # %%
 lesson.predict("05.exposed", "Which exposes less on a link of 1 TB/s?", kind="ranking",
@@ -577,8 +574,8 @@ lesson.claim("ZeRO-3 exposes less than ZeRO-2 on fast links only", less == sorte
 
 # %% [markdown]
 # No stage exposes less than ZeRO-0. Up to about <data value="05.link.apart">21.5 GB/s</data>, ZeRO-2 exposes as much as ZeRO-0. ZeRO-2 and 3 cross at <data value="05.link.crossing">27.4 GB/s</data>.
-# From <data value="05.link.fast">38.6 GB/s</data> on, a gather is shorter than a block's forward, and ZeRO-3 overlaps nearly all gathers. There, as on InfiniBand NDR with 50 GB/s, it
-# saves more memory than ZeRO-2 *and* exposes less. On slow links, such as Ethernet with 12.5 GB/s, ZeRO-3 pays for its extra bytes.
+# From <data value="05.link.fast">38.6 GB/s</data> on, a gather is shorter than a block's forward, and ZeRO-3 overlaps nearly all gathers. There, as on InfiniBand NDR (50 GB/s), it
+# saves more memory than ZeRO-2 *and* exposes less. On slow links, like Ethernet at 12.5 GB/s, ZeRO-3 pays for its extra bytes.
 #
 # <details><summary>Must ZeRO-2 gather after the update?</summary>
 #
@@ -606,16 +603,17 @@ lesson.claim("ZeRO-3 exposes less than ZeRO-2 on fast links only", less == sorte
 # rounds the new weights, which the estimate leaves out. A longer update lets sharding save more.
 # </details>
 #
-# **Takeaway.** Of the stages that fit, take the one with the least exposed communication plus update. For XL simulated on 8 GPUs,
-# ZeRO-3 beats ZeRO-2 from <data value="05.link.crossing">27.4 GB/s</data> on.
-# On NDR a saved GB costs least by sharding, and most by offloading.
+# **Takeaway.** Time the stages that fit. By simulation, the least exposed communication plus update wins: for XL on 8 GPUs,
+# ZeRO-3 beats ZeRO-2 from <data value="05.link.crossing">27.4 GB/s</data> on. Our runs neither confirm nor refute this: steps took
+# <data value="05.off.low:.2f">1.17</data> to <data value="05.off.high:.2f">3.15</data> times their prediction, and the ranges of ZeRO-0 to 3 overlap. A saved GB cost least
+# by sharding, and most by offloading, here and on NDR.
 #
 # ### Exercise 2: which blocks to recompute
 #
 # *Core, 20 minutes.* Each of `layers` has `.activations` and `.input` in bytes, and
 # `.seconds` of forward. Return the indices of the blocks to recompute, so that
 # `exercises.peak_activations(layers, chosen, head) <= budget` in the fewest seconds. The peak is at the turn,
-# when the logits take `head` bytes, or later, when a recomputed block has all its activations during its own backward.
+# when the logits take `head` bytes, or later, when a recomputed block has all its activations during its backward.
 #
 # <details><summary>Hint</summary>
 #
@@ -822,8 +820,7 @@ lesson.explorers.sharded_step()
 # %% [markdown]
 # ## The batch wall
 #
-# With enough ranks, states no longer limit the model. But each rank needs enough tokens to overlap its communication. So
-# more ranks mean a larger batch. Is that worth it?
+# With enough ranks, states no longer limit the model. But each rank needs enough tokens to overlap its communication. So more ranks mean a larger batch. From some size on, the *batch wall*, that hardly pays.
 #
 # A gradient over B samples, here sequences, is the true gradient G plus noise:
 # $E|g_B|^2 = |G|^2 + \mathrm{tr}(\Sigma)/B$, where Σ is the covariance of single samples' gradients. Signal and noise are
@@ -832,15 +829,14 @@ lesson.explorers.sharded_step()
 # $$ B_{noise} = \mathrm{tr}(\Sigma) / |G|^2. $$
 #
 # In theory, reaching a given loss takes $s_{min} (1 + B_{noise}/B)$ steps, where $s_{min}$ is the number of steps with an
-# unlimited batch. By this *law*, each doubling saves less: it halves the steps far below the noise scale, and saves
+# unlimited batch. By this *step law*, each doubling saves less: it halves the steps far below the noise scale, and saves
 # almost nothing far above.
 #
-# Squared norms at two batch sizes give both unknowns: at a small one b, here 1, and a large one B, here 8 or 128. In data
-# parallelism, these are the norms before and after the all-reduce.
+# Squared norms at two batch sizes give both unknowns: at b, here 1, and at B, here 8 or 128.
 #
 # $$ |G|^2 = \frac{B|g_B|^2 - b|g_b|^2}{B - b} \qquad \mathrm{tr}(\Sigma) = \frac{|g_b|^2 - |g_B|^2}{1/b - 1/B} $$
 #
-# Both formulas subtract noisy norms, so we repeat. We train a small GPT-2 to a test loss of 6, and then 5. At each we take
+# Both formulas subtract noisy norms, so we repeat. We train one small GPT-2 to a test loss of 6, another to 5. At each we take
 # four sets of 128 samples. From each set we estimate the scale twice: from 16 batches of 8, and from one of 128. The table has
 # their medians. We also count the steps to a loss of 5 with batches of 4 to 64.
 
@@ -902,13 +898,13 @@ lesson.claim("The scale grows as the loss falls", larges[0] > first[-1])
 # From 4 to 8 samples the steps fell by a factor of <data value="05.doubling:.2f">1.60</data>, not 2. The law, fitted from 8 samples on,
 # predicted <data value="05.doubling.predicted:.2f">1.79</data>.
 #
-# Doublings divided the steps by <data value="05.doublings.least:.2f">1.27</data> to <data value="05.doublings.most:.2f">1.63</data>. By the law, the last one divides them by <data value="05.doublings.law-last:.2f">1.32</data>. <data value="05.doublings.wall">The last doubling saved least, as the law says.</data> But the
+# Doublings divided the steps by <data value="05.doublings.least:.2f">1.27</data> to <data value="05.doublings.most:.2f">1.63</data>. By the law, the last divides them by <data value="05.doublings.law-last:.2f">1.32</data>. <data value="05.doublings.wall">The last doubling saved least, as the law says.</data> But the
 # doubling from 16 to 32 saved most, not the first.
-# We look at the test loss every five steps, and <data value="05.repeats.words">average 2 runs</data> for each batch size. So small
-# differences can be chance.
+# We look at the test loss every five steps, and <data value="05.repeats.words">average 2 runs</data> for each batch size, so small differences can be chance.
 #
 # At a loss of 5, batches of 8 gave noise scales from <data value="05.scale.loss-5-batches-of-8.lowest:.0f">48</data> to <data value="05.scale.loss-5-batches-of-8.highest:.0f">101</data> samples. The same samples in one batch of
-# 128 gave <data value="05.scale.loss-5-batches-of-128.lowest:.0f">50</data> to <data value="05.scale.loss-5-batches-of-128.highest:.0f">66</data>.
+# 128 gave <data value="05.scale.loss-5-batches-of-128.lowest:.0f">50</data> to <data value="05.scale.loss-5-batches-of-128.highest:.0f">66</data>. At a loss of 6 the larger batch did not narrow the interval:
+# <data value="05.scale.loss-6-batches-of-8.lowest:.2f">7.63</data> to <data value="05.scale.loss-6-batches-of-8.highest:.2f">7.99</data>, then <data value="05.scale.loss-6-batches-of-128.lowest:.2f">7.45</data> to <data value="05.scale.loss-6-batches-of-128.highest:.2f">8.08</data>.
 #
 # From a loss of 6 to 5, the median noise scale grew from <data value="05.scale.loss-6-batches-of-128.measured:.0f">8</data> to <data value="05.scale.loss-5-batches-of-128.measured:.0f">60</data> samples. The law has one noise scale for all
 # of training. Fitted to the steps, it is <data value="05.fitted:.0f">30</data> samples, between the two: the dotted line.
@@ -967,12 +963,12 @@ lesson.check(exercises.noise_scale, scale_from_norms)
 #
 # - A parameter costs 16 bytes, half of them allocated in the first update. Test two steps.
 # - ZeRO shards states, recomputation shrinks activations. Predict the fullest moment, then choose.
-# - Of the ZeRO stages that fit, take the one with the least exposed communication plus update.
+# - Time the ZeRO stages that fit. By simulation, ZeRO-3 beats ZeRO-2 on fast links; our runs do not decide it.
 # - How far? Here from <data value="05.depth.zero-0.measured">23 blocks</data> to <data value="05.depth.zero-3-+-recompute.measured">150 blocks</data> on <data value="05.tokens.ranks">4</data> ranks; by simulation 32.5 billion parameters take 84 % of 80 GB on 64 GPUs. Then the
-#   batch limits data parallelism: with GPT-3's, to about 400 ranks.
+#   batch limits data parallelism: to about 400 ranks if GPT-3's batch is critical.
 #
 # **When not to use this.** Use tensor parallelism when one block, or one sequence's
-# activations, do not fit: notebook 07. Use other axes when the batch is at its wall: notebooks 06 and 08.
+# activations, do not fit: notebook 07. Use other axes when the batch is at the wall: notebooks 06 and 08.
 #
 # <details><summary>Where to look, and papers</summary>
 #

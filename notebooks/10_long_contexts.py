@@ -25,8 +25,7 @@
 # **You will be able to** compute a softmax in pieces; write a ring attention; balance causal work; predict what a
 # ring and Ulysses send, and which slows a step down less; find positions that are wrong on every rank.
 #
-# **You should know** attention with a causal mask, notebook 00 for the machine card and all-to-all, 04 for the plugin, and
-# the last section of 07, which runs Ulysses and a ring once.
+# **You should know** attention with a causal mask, notebook 00 for the machine card and all-to-all, 04 for the plugin, and the last section of 07.
 #
 # **Time.** 30 minutes to read, 1 to run, 60 for the exercises.
 #
@@ -504,8 +503,8 @@ lesson.claim("The formula counts every byte", counted == predicted)
 # </details>
 #
 # Grouped queries help the ring: with 1 kv head instead of 8 it sends <data value="10.sent.ring-1-kv-head.counted">36.9 kB</data> instead of
-# <data value="10.sent.ring-8-kv-heads.counted">295 kB</data>. With 4 kv heads Ulysses sends less, too, but it needs one for every rank. So our code copies a
-# single kv head for each rank, and sends as much as with one kv head a rank.
+# <data value="10.sent.ring-8-kv-heads.counted">295 kB</data>. With 4 kv heads, Ulysses sends less, too. But every
+# rank needs a kv head, so our code copies a single one for each rank, and sends as much as with 4.
 #
 # In a model, notebook 04's `HybridParallelPlugin` shards each sequence, gives tokens their positions, and sums gradients over
 # cp. We train a small GPT-2 for two steps: both ways, and in one process.
@@ -565,7 +564,7 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 #
 # ## Which wins when?
 #
-# Bytes don't decide alone. A ring sends while it computes. Ulysses sends before and after attention. So we
+# Bytes don't decide alone, because a ring sends while it computes. So we
 # compare *exposed* time: what messages add to computing time. A step of a ring exposes its message only where that takes
 # longer than the step's computing.
 #
@@ -588,7 +587,7 @@ lesson.claim("The plugin trains exactly, in both modes", exact.equal)
 # - *Lines* are *predicted* from the machine card of notebook 00: latency, bandwidth and matmul rate, with ρ = <data value="10.card.rho">2,270</data> FLOP a byte.
 # - *The dotted line*: by bandwidth and FLOP/s alone, computing covers the forward from about <data value="10.card.overlap">4,541</data> tokens a rank on, or
 #   <data value="10.dotted">18,162</data> on all <data value="10.ranks">4</data> ranks, which the axis counts.
-# - *Dots* are *replayed*. For the ring we time, each alone, the computing of a forward step, that of a backward step, and a
+# - *Dots* are *replayed*, with timed messages. For the ring we time, each alone, the computing of a forward step, that of a backward step, and a
 #   message; for Ulysses, a forward's all-to-alls. Medians of nine rounds go into the same formulas.
 # - *Bars* show quartiles, unless the dot covers them.
 #
@@ -651,17 +650,19 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
              (100 * replayed[-1].covered, ">", 99.9))  # fmt: skip
 
 # %% [markdown]
-# The ring's last message takes <data value="10.at-last.ring">1.27 ms</data> at <data value="10.lengths.last">65,536</data> tokens.
+# In the replay, the ring's last message takes <data value="10.at-last.ring">1.27 ms</data> at <data value="10.lengths.last">65,536</data> tokens: twice a timed
+# forward message, because gradients have 4 bytes a value.
 #
 # At <data value="10.lengths.first">1,024</data> tokens, a forward step computes for <data value="10.parts.computing-of-a-forward-step.replayed">828 µs</data>, and its FLOPs
 # need <data value="10.parts.computing-of-a-forward-step.predicted">184 ns</data>. The rest is mainly the *start of calls*, the CPU's work before a
-# kernel or a message starts. A kernel's start covers messages, too. In the replay a forward step covers its message <data value="10.covers">at every length</data>; by the
-# dotted line, from <data value="10.dotted">18,162</data> tokens on. But where a GPU waits for launches, starting a message also delays computing. So left of this line, a real ring can
+# kernel or a message starts: with 1,024 times the FLOPs, at <data value="10.farthest">32,768</data> tokens, it takes about as long. While a kernel is being started, a
+# message can travel, so this covers messages, too. In the replay a forward step covers its message <data value="10.covers">at every length</data>; by the
+# dotted line, from <data value="10.dotted">18,162</data> tokens on. But where a GPU waits for launches, starting a message also delays computing, so a real ring can
 # expose more than its dots say.
 #
 # No computing covers Ulysses' all-to-alls. At <data value="10.lengths.first">1,024</data> tokens the eight take <data value="10.at-first.ulysses">2.14 ms</data>. Packed into four, they
 # take <data value="10.at-first.ulysses-packed">1.27 ms</data>. At <data value="10.lengths.last">65,536</data> tokens, with 64 times the bytes, the eight take <data value="10.at-last.ulysses">2.25 ms</data> and
-# the four <data value="10.at-last.ulysses-packed">1.74 ms</data>. Where more bytes hardly take longer, the start of calls decides.
+# the four <data value="10.at-last.ulysses-packed">1.74 ms</data>. Where more bytes hardly take longer, as in the eight, the start of calls decides.
 #
 # <details><summary>Why lines and dots differ</summary>
 #
@@ -670,12 +671,18 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 #
 # **All three.** Notebook 00 fitted the card's latency and bandwidth to all-reduces. A send or an all-to-all can be faster or
 # slower. The times measured here include the start of a call, and those of an all-to-all include copies that put its pieces
-# in order. At <data value="10.lengths.first">1,024</data> tokens a ring's message takes
+# in order. The card has neither, except a message's latency. At <data value="10.lengths.first">1,024</data> tokens a ring's message takes
 # <data value="10.over.first.message-of-a-ring">11.2</data> times as long as the card says, and an all-to-all
 # <data value="10.over.first.all-to-all">4.24</data> times. At <data value="10.lengths.last">65,536</data> tokens the message
 # takes <data value="10.over.last.message-of-a-ring">2.77</data> times as long, and the all-to-all
 # <data value="10.over.last.all-to-all">2.01</data> times. Ulysses' lines only rise with the length, so where its dots fall
 # from one length to the next, that is probably noise.
+#
+# **The ring's line** climbs while hardly any message is covered, and falls as computing, which grows faster, covers more of
+# them. In the end only the last message is left, and it grows with the length. **Its dots** are flatter. At
+# <data value="10.lengths.first">1,024</data> tokens the start of calls covers all messages but the last. Longer messages raise the dots. A
+# backward step, whose time is still mainly the start of calls, then probably doesn't cover keys, values and gradients together.
+# At <data value="10.farthest">32,768</data> and <data value="10.lengths.last">65,536</data> tokens it does, and only the last message is left again.
 #
 # **The ring** differs by a factor of up to <data value="10.off.ring">3.62</data>, at <data value="10.farthest">32,768</data>
 # tokens. There a message takes <data value="10.over.worst.message-of-a-ring">3.32</data> times as long as the card says. A
@@ -704,19 +711,20 @@ lesson.claim("At the longest sequence, computing covers all messages but the las
 # ### Where does Ulysses win?
 #
 # By this machine's card,
-# <data value="10.card-wins">packed Ulysses exposes less than the ring at 4,096 and 8,192 tokens, and unpacked Ulysses at no length</data>. The card leaves out an all-to-all's copies and, but for latency, the start of
-# calls. In the replay, packed Ulysses exposes <data value="10.beside.shorter.least:.2f">1.58</data> to
-# <data value="10.beside.shorter.most:.2f">2.74</data> times as much as the ring, and at <data value="10.lengths.last">65,536</data>
-# tokens <data value="10.beside.last.most:.2f">1.37</data> times.
+# <data value="10.card-wins">packed Ulysses exposes less than the ring at 4,096 and 8,192 tokens, and unpacked Ulysses at no length</data>.
+# In the replay, packed Ulysses exposes <data value="10.beside.shorter.least:.2f">1.58</data> to
+# <data value="10.beside.shorter.most:.2f">2.74</data> times as much as the ring at the shorter
+# lengths, and <data value="10.beside.last.most:.2f">1.37</data> times at <data value="10.lengths.last">65,536</data> tokens.
 #
 # <data value="10.touch">The bars of the two touch at no length</data>: in the replay the ring *exposes* least. **That doesn't make it faster.** A ring also computes in p steps,
 # each with its own start of calls: at <data value="10.lengths.first">1,024</data> tokens <data value="10.ranks">4</data> of <data value="10.parts.computing-of-a-forward-step.replayed">828 µs</data> forward and <data value="10.ranks">4</data> of <data value="10.parts.computing-of-a-backward-step.replayed">813 µs</data> backward. Ulysses calls
-# one attention, which we haven't timed. Before you choose, compare computing and exposed time together.
+# one attention, which we haven't timed.
 #
 # With enough kv heads Ulysses sends less, so it exposes less where bytes decide and computing is too short to cover a ring's
 # messages. By the same formulas, with 8 ranks over InfiniBand and its latency of 10 µs, the ring exposes less than unpacked
 # Ulysses from <data value="10.wins.32-kv-heads">17,178</data> tokens a rank on if G = H, and from
-# <data value="10.wins.8-kv-heads">2,848</data> on with 8 kv heads for 32 heads. The rule w·ρ·G/H gives 16,000 and 4,000.
+# <data value="10.wins.8-kv-heads">2,848</data> on with 8 kv heads for 32 heads. With ρ = 8,000, the rule
+# w·ρ·G/H gives 16,000 and 4,000.
 #
 # <details><summary>Why is the rule too low once, and too high once?</summary>
 #
@@ -797,16 +805,17 @@ lesson.claim("Activations shrink as 1/cp, within a tenth", (worst, "<", 0.1))
 # limit the size of scores. These products write the scores of one pair of chunks to memory, H (s/2p)² numbers.
 # </details>
 #
-# **Takeaway.** Where bytes decide, take Ulysses well below w·ρ·G/H tokens a rank, and a ring well above. If times
-# hardly grow with the length, time both, computing included. With more ranks than heads, take a ring.
+# **Takeaway.** Where bytes decide and Ulysses sends fewer of them, take it well below w·ρ·G/H tokens a rank; otherwise, and well
+# above, take a ring. If times hardly grow with the length, time both, computing included. With more ranks than heads, take a ring.
 #
 # ## The silent failure
 #
 # GPT-2 looks up each token's position in a table, `wpe`. Without positions, the `transformers` library counts from 0, on
 # every rank.
 #
-# We train a GPT-2 twice on <data value="10.ranks">4</data> ranks. `shard_batch` returns a rank's tokens, for a ring in a zigzag, positions and
-# shifted labels. In the second run we delete the positions. Masks stay right, because the ring knows where tokens stand. Then
+# We train a GPT-2 twice on <data value="10.ranks">4</data> ranks. `shard_batch` returns a rank's tokens, which
+# are a zigzag for a ring, with positions and shifted labels. In the second run we delete the positions. Masks
+# stay right, because the ring knows where tokens stand. Then
 # one process loads each run's weights, its *checkpoint*, and we compare logits of rank 0's tokens, the first and last 8.
 
 
@@ -866,7 +875,7 @@ lesson.field_guide.show("10")
 
 # %% [markdown]
 # Both losses fall, to <data value="10.fault.positions-of-shard_batch.last-loss:.2f">5.34</data> and
-# <data value="10.fault.positions-that-restart.last-loss:.2f">5.35</data>. They differ most in training step
+# <data value="10.fault.positions-that-restart.last-loss:.2f">5.35</data>. They differ most in step
 # <data value="10.gap.step">29</data>, by <data value="10.gap.most:.2f">0.02</data>. One curve alone shows nothing, perhaps because
 # the causal mask still tells the model which tokens come first.
 #
@@ -915,5 +924,4 @@ lesson.field_guide.show("10")
 # attention*, 2311.09431. Jacobs et al. 2023, *DeepSpeed Ulysses*, 2309.14509.
 # </details>
 #
-# **Next.** In [notebook 11](11_experts.ipynb) a token visits a few *experts* only, and the all-to-all of this page carries it
-# there.
+# **Next.** In [notebook 11](11_experts.ipynb) an all-to-all carries tokens to *experts*.

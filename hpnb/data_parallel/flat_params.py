@@ -117,6 +117,7 @@ class FlatParam:
         self._scale = 1.0 / (axis.size * copies) if averages_here else 1.0
         self._flat_grad, self._grad_views = torch.empty(0), list[torch.Tensor]()
         self._reducing: tuple[Pending, torch.Tensor] | None = None  # and what becomes this rank's (P/N,)
+        self._new_gradients: list[nn.Parameter] = []  # whose .grad the last reduction has made
         self.has_gradients = self._is_reduced = False
         self._hooked: set[nn.Parameter] = set()
         self._forwarded_hooks = ForwardedHooks()
@@ -250,6 +251,11 @@ class FlatParam:
             n for n, p, unsharded in triples if p.requires_grad and p.grad is None and unsharded.grad is None
         ]
 
+    def drop_new_gradients(self) -> None:
+        """Forget the last reduced gradients, except where they were added to earlier ones."""
+        for p in self._new_gradients:
+            p.grad = None
+
     def drop_gradients(self) -> None:
         """Forget gradients that have not been reduced."""
         if self._reducing is not None:
@@ -301,6 +307,7 @@ class FlatParam:
             converted = torch.empty_like(self._shard, pin_memory=pinned)
             shard = converted.copy_(shard, non_blocking=pinned)
         accumulated, added, hooked = [], [], []
+        self._new_gradients.clear()
         grads = self._layout.views_in_shard(shard, self.axes[0].rank)
         for i, (p, grad) in enumerate(zip(self.sharded_params, grads, strict=True)):
             if not p.requires_grad or (used is not None and not used[i]):
@@ -309,6 +316,7 @@ class FlatParam:
                 hooked.append(p)
             if p.grad is None:
                 p.grad = grad
+                self._new_gradients.append(p)
             else:
                 accumulated.append(p.grad)
                 added.append(grad)

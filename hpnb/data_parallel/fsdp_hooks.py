@@ -17,16 +17,15 @@ and what starts or ends a forward or a backward leaves the other's units as they
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from hpnb.background import Background
 from hpnb.data_parallel.copied_hooks import HookOfOriginal, do_nothing, refuse_forward
@@ -39,7 +38,7 @@ from hpnb.data_parallel.fsdp_checks import (
 )
 from hpnb.data_parallel.fsdp_prefetch import PrefetchOrder
 from hpnb.data_parallel.fsdp_reductions import Reductions, find_used
-from hpnb.data_parallel.fsdp_units import FSDPUnit, assign_parameters
+from hpnb.data_parallel.fsdp_units import FSDPUnit, assign_parameters, tensors_in
 from hpnb.data_parallel.split_reducer import is_expert
 from hpnb.gradients import GradientSink, after_backward, in_backward, set_hook_owner
 from hpnb.mesh import Axis
@@ -289,11 +288,13 @@ class FSDPState(GradientSink):
             if flat.has_gradients or used is not None:
                 self._reductions.start(flat, used)
         self._reductions.finish(used)
+        self._reductions.forget()
 
     def _refuse_unused(self) -> None:
         """Raise if a parameter got no gradient, as ZeRO 1 and 2 do. One of an earlier backward counts."""
         self._reductions.finish()
-        names = [name for flat in self.flat_params for name in flat.names_without_gradient()]
+        ended = self._reductions.ended
+        names = [n for f in self.flat_params if f not in ended for n in f.names_without_gradient()]
         if names:
             for flat in self.flat_params:
                 flat.drop_gradients()
@@ -331,10 +332,11 @@ class FSDPState(GradientSink):
         return self._unsharded_of.get(parameter, (parameter, None))[0]
 
     def ready(self, parameter: nn.Parameter) -> None:
-        """Note the gradient. `finish` sends it: a unit's gradients are sent together, and only at the end of
-        the step is it known that no other parameter of the unit will get one."""
+        """The gradient is final. A FlatParam is reduced when all of its are; `finish` reduces the rest."""
         unsharded, flat = self._unsharded_of[parameter]
         flat.has_gradients |= unsharded.grad is not None
+        if unsharded.grad is not None and self._reductions.count_ready(flat) and not self.find_unused:
+            self._reductions.start(flat)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -344,7 +346,7 @@ class FSDPState(GradientSink):
 
     def drop(self) -> None:
         """The step failed: forget its gradients."""
-        self._reductions.drop()
+        self._reductions.drop(undo=not self.sync)
         for flat in self.flat_params:
             flat.drop_gradients()
         self.reset()
@@ -383,18 +385,3 @@ class FSDPState(GradientSink):
         """With shards on the CPU: copies from and to them have arrived, so an optimizer may step."""
         if self.policy.offload and self.policy.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a module takes or returns."""
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            for field in fields(leaf):
-                yield from tensors_in(getattr(leaf, field.name))
-        elif isinstance(leaf, Mapping):
-            yield from tensors_in(list(leaf.values()))

@@ -6,10 +6,13 @@
     .grad of shards                                   2    1    0
 
 So besides the gradients that autograd makes in the running block, one flat gradient in flight is in memory.
+A pipeline says itself when a gradient is final (`count_ready`), since every microbatch adds to it. Then a
+FlatParam is reduced when all its gradients are final: in the last backward of its stage.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -22,11 +25,22 @@ Used = Mapping[FlatParam, Sequence[bool]]  # for each parameter, whether any ran
 
 
 class Reductions:
-    """The reductions that are in flight. Every rank starts the same ones in the same order."""
+    """The reductions that are in flight. Every rank starts the same ones in the same order.
+
+    Attributes:
+        ended: FlatParams whose reduction has ended in this backward, or in this step of a pipeline.
+    """
 
     def __init__(self) -> None:
         self._scattering: list[FlatParam] = []
         self._summing: list[FlatParam] = []  # over the ranks that hold the same shard
+        self._num_ready = Counter[FlatParam]()
+        self.ended: list[FlatParam] = []
+
+    def count_ready(self, flat: FlatParam) -> bool:
+        """One more gradient of `flat` is final. Whether all are."""
+        self._num_ready[flat] += 1
+        return self._num_ready[flat] == flat.num_trained
 
     def start(self, flat: FlatParam, used: Used | None = None) -> None:
         """End the reduction before this one, and start to reduce-scatter the gradients of `flat`."""
@@ -46,16 +60,29 @@ class Reductions:
                 complete.append(flat)
         for flat in complete:
             flat.finish_reduction(None if used is None else used[flat])
+            self.ended.append(flat)
 
     def finish(self, used: Used | None = None) -> None:
         """End all of them: shards have their gradients."""
         while self._scattering or self._summing:
             self._advance(used)
 
-    def drop(self) -> None:
-        """Forget them. `FlatParam.drop_gradients` waits for their messages."""
+    def forget(self) -> None:
+        """Another backward, or another step of a pipeline, begins."""
+        self._num_ready.clear()
+        self.ended.clear()
+
+    def drop(self, undo: bool) -> None:
+        """Forget them. `FlatParam.drop_gradients` waits for their messages.
+
+        Args:
+            undo: forget gradients of shards, too, that this step has made.
+        """
+        for flat in self.ended if undo else ():
+            flat.drop_new_gradients()
         self._scattering.clear()
         self._summing.clear()
+        self.forget()
 
 
 def find_used(flat_params: Sequence[FlatParam], device: torch.device) -> dict[FlatParam, list[bool]]:

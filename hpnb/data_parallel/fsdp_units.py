@@ -16,11 +16,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils._pytree import tree_leaves
 
 from hpnb.data_parallel.flat_params import FlatParam
 from hpnb.data_parallel.split_reducer import is_expert
@@ -204,3 +207,18 @@ def assign_parameters(
         assert owner is not None
         assigned[owner][name] = p
     return {name: parameters for name, parameters in assigned.items() if parameters or not name}
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what a module takes or returns."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in fields(leaf):
+                yield from tensors_in(getattr(leaf, field.name))
+        elif isinstance(leaf, Mapping):
+            yield from tensors_in(list(leaf.values()))

@@ -189,6 +189,15 @@ lesson.claim("The hybrid step is exact up to rounding", exact.equal)
 # *replay* the step: each action takes its recorded time, and each message takes as long as a link
 # of our choice would need, here <data value="08.link">NVLink 4 at 298 GB/s</data>.
 #
+# <details><summary>How can a rank be alone, if a collective needs its partner on the same GPU?</summary>
+#
+# On a GPU that ranks share, a rank's turn is interrupted at each collective and wherever it waits for another rank. Meanwhile its partner may take a turn. Waiting and handing
+# over don't count as computing. A collective copies in turns of its own, which don't count either: the replay charges the link's time instead.
+#
+# Interruptions still cost computing time. When a turn goes on, the GPU has nothing to do until the rank launches its next kernel, and that time counts.
+# We did not time how much it is.
+# </details>
+#
 # <details><summary>Why this link?</summary>
 #
 # On a CPU we choose Ethernet, as between eight machines of one core. If ranks share GPUs, we take NVLink.
@@ -209,7 +218,7 @@ lesson.claim("The hybrid step is exact up to rounding", exact.equal)
 # the fixed time of kernels, u the time per sample. There are m
 # microbatches, L blocks, and p, t, c, d ranks along pp, tp, cp and dp. A step is the sum of six parts. Communication is *exposed* while its rank computes nothing.
 #
-# | part | seconds |
+# | part | seconds, mean over the ranks |
 # |---|---|
 # | computing | m (L (a + u b/(c t)) + ends)/p, where the ends are embedding, head and loss |
 # | exposed tp | (4 L + 2) m/p all-reduces: four for each block, one for embedded tokens, one for the gradient of the head's input |
@@ -350,11 +359,11 @@ lesson.claim("zb-h1 idles a smaller share than 1F1B", idle["zb-h1"] < idle["1f1b
 # %% [markdown]
 # **Can we rank layouts from one rank alone?** <data value="08.ties.alone">Not here</data>. Of <data value="08.pairs.all">66</data> pairs of layouts, <data value="08.pairs.right">34</data> are in the
 # predicted order; chance gives half. The prediction's first choice, <data value="08.fastest.predicted">dp 4 x tp 2</data>, takes
-# <data value="08.cost.prediction">116 %</data> longer than the fastest. The rule of thumb, replicas alone, loses <data value="08.cost.replicas">0 %</data>.
+# <data value="08.cost.prediction">116 %</data> longer than the fastest. The rule of thumb, replicas alone, takes <data value="08.cost.replicas">0 %</data> longer.
 #
 # We call two layouts *tied* if their steps differ by no more than repeats of one layout do, <data value="08.ties.spread">13.4 %</data>.
 # Here <data value="08.ties.first">no layout is tied with the first</data>. Of the
-# <data value="08.ties.decided">58</data> pairs that are not tied, <data value="08.ties.order">30</data> are predicted in the right order.
+# <data value="08.ties.decided">58</data> pairs that are not tied, <data value="08.ties.order">30</data> are in the predicted order.
 #
 # With tp, steps take <data value="08.short.with-tp.least:.2f">1.81</data> to <data value="08.short.with-tp.most:.2f">3.06</data> times as long as predicted, with a ring <data value="08.short.with-cp.most:.2f">2.48</data> times; with neither,
 # <data value="08.short.neither.least:.2f">0.85</data> to <data value="08.short.neither.most:.2f">1.80</data> times, the most with ZeRO 3. tp, cp and ZeRO 3 call collectives in every block. The
@@ -364,11 +373,11 @@ lesson.claim("zb-h1 idles a smaller share than 1F1B", idle["zb-h1"] < idle["1f1b
 # most by *<data value="08.by.part">computing</data>*, which takes <data value="08.by.share">74.6 %</data> of its step.
 #
 # Of the <data value="08.winner.computing.predicted">56.0 ms</data> of computing that we predicted for `dp 8`, about 40 ms are the fixed time of kernels, and the ends: tp shrinks none of it. FLOPs
-# need <data value="08.cube.rule-of-thumb">7.85 ms</data>. So the race mostly compares numbers of kernels.
+# need 3.2 or <data value="08.cube.rule-of-thumb">7.85 ms</data>, by two timings of one matmul. So the *prediction* mostly compares numbers of kernels.
 #
 # ### Where the prediction misses
 #
-# The first table shows each part less its prediction. The second splits the *excess*, that of
+# The first table shows each part minus its prediction. The second splits the *excess*, that of
 # computing. Under tp there are three suspects. A collective costs its rank CPU time to
 # launch, pack and copy. Each rank computes norms and residual additions for all tokens. And a matmul with a t-th of the columns may take more
 # than a t-th of the time. We now time the last two. The race timed collectives on CPUs only;
@@ -473,8 +482,7 @@ lesson.claim("With calls, computing on 2 x 2 x 2 is nearer",
              (abs(after[cube] - 1), "<=", abs(factor[cube] - 1)))
 
 # %% [markdown]
-# Fitted on `dp 4 x tp 2` minus `dp 8`, a call costs <data value="08.call">1.01 ms</data>. That is the price where ranks share GPUs.
-# With NCCL and a GPU for each rank, a small all-to-all takes <data value="10.parts.all-to-all.replayed">268 µs</data> in notebook 10. So don't carry this order of
+# A call costs <data value="08.call">1.01 ms</data>. Here ranks share GPUs; we did not test how much that adds. For scale: in notebook 10, with NCCL and a GPU for each rank, a small all-to-all takes <data value="10.parts.all-to-all.replayed">268 µs</data>, its message included. So don't carry this order of
 # layouts to eight GPUs.
 #
 # **The other four layouts with tp test this fit.** `tp 8` makes as many
@@ -484,7 +492,7 @@ lesson.claim("With calls, computing on 2 x 2 x 2 is nearer",
 # took <data value="08.cube-ratio.before:.2f">2.31</data> times its prediction, with calls <data value="08.cube-ratio.after:.2f">0.97</data> times.
 #
 # With calls, <data value="08.pairs.with-calls">49</data> of <data value="08.pairs.all">66</data> pairs are in order. The first choice is now
-# <data value="08.links.1-x-bandwidth.fastest-predicted">dp 8</data>, and loses <data value="08.links.1-x-bandwidth.prediction-costs">0 %</data> instead of <data value="08.cost.prediction">116 %</data>. But the fit
+# <data value="08.links.1-x-bandwidth.fastest-predicted">dp 8</data>, <data value="08.links.1-x-bandwidth.prediction-costs">0 %</data> instead of <data value="08.cost.prediction">116 %</data> slower than the fastest. But the fit
 # itself put `dp 4 x tp 2` behind `dp 8`, so this choice is no test.
 #
 # ### Another interconnect
@@ -509,10 +517,9 @@ lesson.claim("pp 8 sends least", min(runs, key=lambda n: runs[n].bytes) == "pp 8
 #
 # ### The fastest that fits
 #
-# A layout is on the *frontier* if no other is both faster and smaller. Layouts left of the dashed line fit. The table's last column
-# has each dot's memory.
+# A layout is on the *frontier* if no other is both faster and smaller. Layouts left of the dashed line fit.
 #
-# **Challenge.** The explorer after the figure predicts GPT-2 XL. On 32 ranks or more of 16 GB, fit it and reach a *FLOP utilisation* of 45 %.
+# **Challenge.** The explorer after the figure predicts GPT-2 XL. On 32 ranks or more of 16 GB, find a layout that fits and reaches a *FLOP utilisation* of 45 %.
 #
 # <details><summary>What the explorer assumes</summary>
 #
@@ -528,7 +535,7 @@ lesson.claim("pp 8 sends least", min(runs, key=lambda n: runs[n].bytes) == "pp 8
 #
 # dp 4 x pp 2 x tp 4 in 4 microbatches with ZeRO-1: 46.5 %, in 14.7 GB. A replica fills a node, so only dp crosses
 # Ethernet, with about an eighth of the model from each rank. The bubble takes 19 %, exposed tp 18 %, exposed dp 12 %, and 4 %
-# is what kernels cost whatever their size. With replicas alone, exposed dp takes 84 %, and they need 45 GB. dp 4 x pp 4
+# is what kernels cost whatever their size. With replicas alone, exposed dp takes 84 %, and they need 45.5 GB. dp 4 x pp 4
 # x tp 2 in 16 microbatches does it, too.
 # </details>
 
@@ -563,11 +570,11 @@ lesson.explorers.layout_choice()
 # Bytes are off by <data value="08.error.bytes">0.858 %</data> at most, because norms and biases are whole on every rank of tp. The worst peak, that of
 # <data value="08.worst">dp 8, ZeRO 3, recomputation full</data>, is off by <data value="08.error.memory">12.4 %</data>. The layouts that fit are <data value="08.fit.words">the predicted ones with dp 2 x pp 4, recomputation full</data>.
 #
-# The fastest that fits, <data value="08.choice">pp 8</data>, takes <data value="08.fit.memory">114 %</data> longer than the fastest of all. The
-# prediction without calls <data value="08.fit.choice">chose dp 2 x tp 4, ZeRO 1, sequence parallel, which takes 46.5 % longer</data>.
+# The fastest that fits is <data value="08.choice">pp 8</data>. The prediction without calls <data value="08.fit.choice">chose dp 2 x tp 4, ZeRO 1, sequence parallel, which takes 46.5 % longer</data>.
+# <data value="08.choice">pp 8</data> takes <data value="08.fit.memory">114 %</data> longer than the fastest of all.
 #
 # **Takeaway.** Bytes and peaks follow from arithmetic. Times don't follow from one rank alone: with tp, computing took over twice its prediction, and
-# recomputation made it <data value="08.again">103 %</data> longer, where we assumed at most a third. If replicas don't fit,
+# recomputation made it <data value="08.again">103 %</data> longer. If replicas don't fit,
 # ZeRO shards states and recomputation saves activations. Stages send least, which pays on slow links.
 #
 # ### Exercise 1: explain the worst prediction
@@ -743,10 +750,14 @@ lesson.field_guide.add(  # symptoms, and what finds their cause
 # %% [markdown]
 # Both losses fall. The second run is wrong because pp and tp doubled its learning rate, but not its batch.
 # Do not judge by scores. The accuracies differ by <data value="08.apart:.3f">0.026</data>, and each is uncertain by <data value="08.noise:.3f">0.022</data>.
-# Both beat answering yes always, <data value="08.always.accuracy:.3f">0.684</data>. By F1, always yes has <data value="08.always.f1:.3f">0.812</data>, and the two runs <data value="08.tuned.of-dp.f1:.3f">0.811</data> and <data value="08.tuned.of-world-size.f1:.3f">0.834</data>.
 #
-# You see this fault without a second run: record learning rate and batch size, and compute the table's *quotient*.
-# It must be 1. It is <data value="08.tuned.of-dp.quotient:.2f">1.00</data> in the first run and <data value="08.tuned.of-world-size.quotient:.2f">2.00</data>, √(p t), in the second.
+# <details><summary>Are they better than answering yes always?</summary>
+#
+# Both beat it by accuracy, <data value="08.always.accuracy:.3f">0.684</data>. By F1, always yes has <data value="08.always.f1:.3f">0.812</data>, and the two runs <data value="08.tuned.of-dp.f1:.3f">0.811</data> and <data value="08.tuned.of-world-size.f1:.3f">0.834</data>.
+# </details>
+#
+# You see this fault without a second run: record learning rate and batch size, and compute the table's *quotient*,
+# which must be 1. It is <data value="08.tuned.of-dp.quotient:.2f">1.00</data> in the first run and <data value="08.tuned.of-world-size.quotient:.2f">2.00</data>, √(p t), in the second.
 #
 # <details><summary>In your tools: learning rates</summary>
 #
@@ -759,7 +770,7 @@ lesson.field_guide.add(  # symptoms, and what finds their cause
 # ## Kill and resume
 #
 # We run "√ of dp" again and save every 10 steps. After step 14 rank 5 is killed with SIGKILL. The others wait in
-# a collective until the launcher ends them. Then eight other processes resume, and end the first
+# a collective until the launcher ends them. Then eight other processes resume, and finish the first
 # epoch.
 
 # %%
@@ -914,7 +925,7 @@ lesson.check(exercises.diagnose, diagnose)
 # %% [markdown]
 # ## A GPT-2 on 2 x 2 x 2, predicted
 #
-# Does the race's cost of a call predict another step? For <data value="08.cube.loss.model">the same GPT-2</data> and real text we measure one
+# Does the prediction with calls hold when we measure again? For <data value="08.cube.loss.model">the same GPT-2</data> and real text we measure one
 # rank again. The rule of thumb divides the step's FLOPs by what eight ranks reach in a large matmul.
 
 # %%
@@ -945,11 +956,11 @@ lesson.claim("The prediction is nearer than the rule of thumb",
              abs(ran.seconds / sum(called.values()) - 1) < abs(ran.seconds / naive - 1))
 
 # %% [markdown]
-# We predicted <data value="08.cube.predicted">327 ms</data> a step; it takes <data value="08.cube">285 ms</data>. FLOPs alone said <data value="08.cube.rule-of-thumb">7.85 ms</data>.
+# We predicted <data value="08.cube.predicted">327 ms</data> a step; it takes <data value="08.cube">285 ms</data>, 0.87 of that: about as far off
+# as repeats of one layout differ, <data value="08.ties.spread">13.4 %</data>. FLOPs alone said 3.2 or <data value="08.cube.rule-of-thumb">7.85 ms</data>.
 #
 # **The race timed this layout, too**, with random tokens: <data value="08.raced.computing">222 ms</data> of computing and
-# <data value="08.raced.bubble">64.6 ms</data> of bubble. Here they take <data value="08.cube-parts.computing.replayed">209 ms</data> and <data value="08.cube-parts.bubble.replayed">64.9 ms</data>; the changes are
-# within the <data value="08.ties.spread">13.4 %</data> of a tie. So don't trust a smaller lead.
+# <data value="08.raced.bubble">64.6 ms</data> of bubble. Here they take <data value="08.cube-parts.computing.replayed">209 ms</data> and <data value="08.cube-parts.bubble.replayed">64.9 ms</data>.
 #
 # <details><summary>Part by part</summary>
 #
@@ -963,8 +974,7 @@ lesson.claim("The prediction is nearer than the rule of thumb",
 # the same code timed the same matmul on the same GPU, and we did not trace why it was 2.4 times slower the second time. At the first rate, the rule would say 3.2 ms.
 #
 # Computing takes <data value="08.cube-parts.computing.replayed">209 ms</data>, including the rank's own time in (4 L + 2) m/p calls. The time of their messages on the link is exposed tp. The bubble takes <data value="08.cube-parts.bubble.replayed">64.9 ms</data>: with p = 2 and m = 4,
-# equal stages idle for a fifth of the time. The figure draws one pipeline, each action as the median of its ranks. If stage 1 ends one microbatch as it begins the next, its curve below may have
-# a vertical line there. Exposed tp, <data value="08.cube-parts.exposed-tp.replayed">6.37 ms</data>,
+# equal stages idle for a fifth of the time. The figure draws one pipeline, each action as the median of its ranks. Exposed tp, <data value="08.cube-parts.exposed-tp.replayed">6.37 ms</data>,
 # is inside its boxes. Exposed dp takes <data value="08.cube-parts.exposed-dp.replayed">327 µs</data>, for a quarter of the gradient, and the optimizer
 # <data value="08.cube-parts.optimizer.replayed">4.30 ms</data>. They follow the pipeline and are not drawn.
 #
@@ -973,7 +983,7 @@ lesson.claim("The prediction is nearer than the rule of thumb",
 #
 # ### Your regret
 #
-# The regret of a number is the factor by which it misses, less 1. That of a ranking is how much slower its first choice is
+# The regret of a number is the factor by which it misses, minus 1. That of a ranking is how much slower its first choice is
 # than the best.
 
 # %%
@@ -991,12 +1001,13 @@ lesson.claim("Predictions hold more often than rules of thumb",
 #
 # ## What to remember
 #
-# - From one rank alone, <data value="08.pairs.right">34</data> of <data value="08.pairs.all">66</data> pairs were in order, and the first choice lost <data value="08.cost.prediction">116 %</data>. With the
+# - From one rank alone, <data value="08.pairs.right">34</data> of <data value="08.pairs.all">66</data> pairs were in order, and the first choice took <data value="08.cost.prediction">116 %</data> longer than the fastest. With the
 #   cost of a call, fitted on two of the twelve, it was <data value="08.pairs.with-calls">49</data> pairs.
 # - To choose a layout, first make one replica fit into memory. Then add replicas and microbatches up to your batch. Then
 #   compare speeds: computing with its calls, the bubble, exposed communication.
 #
-# **The series on one page,** without 10, long contexts, and 11, experts. A rank computes ρ FLOPs while it sends a byte, and a gradient has g bytes.
+# **The series on one page,** without 10, long contexts, and 11, experts. A rank computes ρ FLOPs while it sends a byte, and the
+# gradient of one weight has g bytes, 2 in 16 bits.
 #
 # | | question | law | from its run | when not |
 # |---|---|---|---|---|
@@ -1008,8 +1019,8 @@ lesson.claim("Predictions hold more often than rules of thumb",
 # | 05 ZeRO | How far does dp alone go? | 16 bytes a parameter, over d | <data value="05.largest">150 blocks</data> instead of <data value="05.depth.zero-0.measured">23 blocks</data> | the model fits |
 # | 06 cuts | Where do you cut unequal layers? | Σ t + (m-1) max t | the cut by time is <data value="06.faster.gain:.2f">1.19</data> times as fast as the uniform cut, comparing medians; <data value="06.faster.sure">all of its repeats are faster than all of the uniform cut's</data> | one layer is a stage by itself |
 # | 07 heads | What refuses to divide? | three numbers a token instead of all logits | <data value="07.loss.reduced">18 B</data> a token instead of <data value="07.loss.gathered">151 kB</data> | more ranks than heads |
-# | 08 layouts | Which one, beforehand? | six parts, and tp's calls | <data value="08.pairs.right">34</data> of <data value="08.pairs.all">66</data> pairs in order; with calls, fitted in the race, <data value="08.pairs.with-calls">49</data> | a short run |
-# | 09 planning | A thousand GPUs from one machine? | datasheets, one fitted rate | worst of ten runs <data value="09.worst">9.87 %</data> off | another era of kernels |
+# | 08 layouts | Which layout, before you run it? | six parts, and tp's calls | <data value="08.pairs.right">34</data> of <data value="08.pairs.all">66</data> pairs in order; with calls, fitted in the race, <data value="08.pairs.with-calls">49</data> | a short run |
+# | 09 planning | A thousand GPUs from one machine? | datasheets, one fitted rate | worst of ten runs <data value="09.worst">9.87 %</data> off | software that overlaps or shards differently |
 #
 # **When not to use this.** If a run is short, samples differ in length, or others share the network, time
 # two or three layouts that fit.

@@ -27,13 +27,13 @@
 # which rank makes all others wait; balance experts by a loss or by a bias; say which ranks reduce which
 # gradient, and find out when the wrong ones do.
 #
-# **You should know** data parallelism from notebook 01, waiting and moving from the last sections of notebook 00, and the
-# all-to-all from notebook 10. Exercise 3 and the last section need pipelines, from 02 and 06.
+# **You should know** data parallelism from notebook 01, and the all-to-all, waiting and moving from notebook 00.
+# Exercise 3 and the last section need pipelines, from 02 and 06.
 #
 # **Time.** 30 minutes to read, 1 to run, 65 for the exercises.
 #
-# **Two questions to recall.** From 00: which rank has the shortest collective? From 10: what share of its tensor does a
-# rank send in an all-to-all over p ranks?
+# **Two questions to recall.** From 00: which rank has the shortest collective, and what share of its
+# tensor does a rank send in an all-to-all over p ranks?
 #
 # <details><summary>Answers</summary>
 # The straggler, because it arrives last and waits for nobody. (p - 1)/p of it: one piece stays.
@@ -138,7 +138,8 @@ lesson.claim("Our mixture gives what transformers' block gives", (off, "<", 1e-5
 # results (k n, h)  ── inverse permutation, times weights, sum over k ──►  output (n, h)
 # ```
 #
-# If all ranks are equally likely, (p-1)/p of a rank's rows go to others. In the figure, expert 2 is ten times as likely as any other.
+# On average over ranks that route alike, (p-1)/p of the rows go to others. In the
+# figure, expert 2 is ten times as likely as any other.
 
 # %%
 question = f"What share of its rows does a rank send away, of {N} ranks?"
@@ -154,12 +155,14 @@ lesson.reveal("11.away", counted, predicted=predicted, source="counted")
 # %% [markdown]
 # Here is dispatch and combine by hand, for k = 1. `comm.exchange_rows` is the uneven all-to-all. Its
 # backward swaps send and receive sizes. Rows arrive sender by sender, and those of one sender are sorted by expert.
-# `numbers` lists this rank's experts once for every sender. Repeated by the counts in `arriving`, it gives each row's
+# `numbers` lists this rank's experts, from 0 on, once for every sender.
+# Repeated by the counts in `arriving`, it gives each row's
 # expert.
 #
 # <details><summary>A small example</summary>
 #
-# Of two ranks, this one has experts 0 and 1, so `numbers` is 0 1 0 1. If 2 and 1 rows arrive from one rank, and 0 and 3 from the other, the rows' experts are
+# Of two ranks, this one has two experts, which it numbers 0 and 1 even if they are experts 2 and 3 of all. So
+# `numbers` is 0 1 0 1. If 2 and 1 rows arrive from one rank, and 0 and 3 from the other, the rows' experts are
 # 0 0 1 1 1 1.
 # </details>
 
@@ -310,7 +313,8 @@ lesson.claim("Computing grows as the busiest rank's rows do",
 #
 # **A capacity.** Drop an expert's surplus rows.
 #
-# The balancing loss multiplies two means, f and P, so it must be computed from all tokens' f and P, not averaged over ranks.
+# The balancing loss multiplies two means, f and P. So the loss of all tokens isn't the mean of the ranks' losses. That
+# mean also asks each rank's few tokens to be balanced, which is stricter.
 
 
 # %%
@@ -329,8 +333,8 @@ off = abs(right - shared[0])
 lesson.claim("The library's loss is that of all tokens", (off, "<", 1e-5))
 
 # %% [markdown]
-# The balancing loss of all tokens is <data value="11.balance.all-tokens.loss:.2f">2.16</data>. The mean of the ranks' losses is <data value="11.balance.mean-of-ranks.loss:.2f">2.46</data>, because a rank's few tokens are rarely
-# spread evenly, even when all tokens are.
+# The balancing loss of all tokens is <data value="11.balance.all-tokens.loss:.2f">2.16</data>. The mean of the ranks' losses is <data value="11.balance.mean-of-ranks.loss:.2f">2.46</data>, because a
+# rank's few tokens are rarely spread evenly.
 #
 # Now we train a small DeepSeek-V3 three times for <data value="11.steps">60</data> steps. Each block also has a *shared expert*, which works on every
 # token. In so few steps we balance harder than usual: the loss has a factor of 0.3, the bias a rate of 0.01.
@@ -394,8 +398,8 @@ lesson.show(columns=loads, key="11.loads", title=title)
 
 # %% [markdown]
 # In each block we divide the rows of the step's busiest expert by the mean. The figure shows the mean of the two blocks. In
-# each run some expert soon gets <data value="11.peak:.2f">3.52</data> times the mean load or more. Two of the runs use balancing. Loads become more even
-# without balancing, too, so compare runs in the same steps. In the last ten, the busiest expert has
+# each run some expert soon gets <data value="11.peak:.2f">3.52</data> times the mean load or more. Loads become more even without balancing, too, so compare
+# runs in the same steps. In the last ten, the busiest expert has
 # <data value="11.run.no-balancing.busiest-expert-mean-counted:.2f">2.78</data> times the mean without balancing, and
 # <data value="11.run.selection-bias.busiest-expert-mean-counted:.2f">1.35</data> times with the bias. Without balancing, a layer's experts
 # compute <data value="11.run.no-balancing.computing-of-a-layer-of-one-with-even-loads-replayed:.2f">1.63</data> times as long as with even loads.
@@ -408,7 +412,8 @@ lesson.show(columns=loads, key="11.loads", title=title)
 #
 # ### Capacity
 #
-# The early models GShard and Switch gave each expert a tensor of constant size, its *capacity*: c, the *capacity factor*, times the mean load.
+# The early models GShard and Switch gave each expert a tensor of constant size, its *capacity*: the mean load times c,
+# the *capacity factor*.
 # Missing rows are padded, and surplus rows are dropped. A dropped row contributes nothing to its token. We give two
 # trained models a capacity afterwards, and measure their loss on new text.
 
@@ -444,7 +449,7 @@ lesson.claim("Both models need experts", (min(free[0], balanced[0]), ">", 0.02))
 # With a capacity of 1.25 times the mean, the unbalanced model drops <data value="11.dropped.free">24.1 %</data> of its rows, the balanced one <data value="11.dropped.bias">0.525 %</data>. If
 # all rows are dropped, the shared expert works alone, and the unbalanced model's loss rises by only <data value="11.rise.all:.3f">0.058</data>: after so few
 # steps the experts have learned little. At 1.25 times the mean this loss changes by <data value="11.rise.free:+.3f">-0.001</data>, which means
-# nothing on so little text. So balance shows here in dropped rows and in time, not in this loss.
+# nothing on so little text.
 #
 # At 3 times the mean, the unbalanced model still drops <data value="11.dropped.at-3">6.23 %</data> of its rows. No expert gets more than E/k = 4 times the
 # mean, because a token's experts differ.
@@ -564,7 +569,8 @@ lesson.record("11.besides", counted["dp"] - predicted["dp"], "B")
 #
 # hpnb: `HybridParallelPlugin(ep_size=4, selection_bias_rate=0.001)`. Megatron-Core: `--num-experts 8
 # --expert-model-parallel-size 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall`; to balance,
-# `--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01` or `--moe-router-enable-expert-bias`; to drop,
+# `--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01`, which balances each microbatch, or `global_aux_loss`, which
+# balances the batch of all ranks, or `--moe-router-enable-expert-bias`; to drop,
 # `--moe-expert-capacity-factor 1.25`; for two microbatches at once, `--overlap-moe-expert-parallel-comm`. torchtitan: `expert_parallel_degree` in the section `parallelism` of its
 # configuration. DeepSpeed: `deepspeed.moe.layer.MoE(hidden_size, expert, num_experts=8, ep_size=4, k=2,
 # capacity_factor=1.25)`, with `drop_tokens=False` for dropless. transformers: each model's plan `base_model_ep_plan`,
@@ -646,7 +652,8 @@ lesson.field_guide.show()
 #
 # The instrument is a backward of three tokens before the first step, with equal weights in both runs. There, <data value="11.unused">4</data> of the last block's eight experts have no
 # token, so their gradient must be zero. With the wrong axis,
-# <data value="11.fault.averaged-over-dp.unused-experts-with-a-gradient-counted">2</data> of these have a gradient. All experts' gradients
+# <data value="11.fault.averaged-over-dp.unused-experts-with-a-gradient-counted">2</data> of these have a gradient; 3 and 7 stay at zero because they
+# are mixed with each other. All experts' gradients
 # together are off from those of one process by <data value="11.fault.averaged-over-dp.experts-gradients-off-by-measured:.2f">1.00</data> of their norm.
 #
 # **Takeaway.** Reduce an expert's gradient over the ranks that hold it, and divide by dp. Check once that unused experts
@@ -702,9 +709,13 @@ lesson.check(exercises.who_reduces, reduces)
 # We predict it for layers of DeepSeek-V3's shape: tokens of 7,168 values, and for each token one shared expert and 8 of
 # 256 experts, 2,048 wide.
 #
-# <details><summary>Machine and batch of this prediction</summary>
+# <details><summary>Machine, batch and pipeline of this prediction</summary>
 #
-# H100s at 400 TFLOP/s, ep = 64, InfiniBand NDR with 50 GB/s, and 4,096 tokens a microbatch.
+# H100s at 400 TFLOP/s, ep = 64, and 4,096 tokens a microbatch, with 2 bytes a value. InfiniBand NDR has 50 GB/s and a latency
+# of 10 µs, which an all-to-all pays for each of 63 messages.
+#
+# The third cell below simulates a pipeline with `exposed_time`: each of 4 ranks holds 2 chunks of three layers, and `s` is the
+# seconds of one all-to-all.
 # </details>
 #
 # In the figure after the next two cells, digits are microbatches. Each passes three layers. The forward of microbatch 0 ran earlier.
@@ -778,8 +789,8 @@ lesson.claim("In pairs, the plugin trains as without a pipeline", (off, "<", 1e-
 # layer, computing and messages take about equally long.
 #
 # Notebook 06 has a relative of DualPipe, `dualpipe-v`. In its order, <data value="11.pairs">70.3 %</data> of the forwards are followed at once by a backward of another microbatch.
-# We run such two together, as a pair. Other forwards run alone, with exposed messages, as pairs have. In pairs, a
-# simulated step takes <data value="11.step.in-pairs.simulated">5.96 s</data> instead of <data value="11.step.one-after-the-other.simulated">8.21 s</data>. Without messages it would take <data value="11.step.no-messages.simulated">4.06 s</data>.
+# We run such two together, as a pair. Other forwards run alone, and all their messages are exposed. In pairs, some still are. A
+# simulated step then takes <data value="11.step.in-pairs.simulated">5.96 s</data> instead of <data value="11.step.one-after-the-other.simulated">8.21 s</data>. Without messages it would take <data value="11.step.no-messages.simulated">4.06 s</data>.
 #
 # <details><summary>DualPipe and dualpipe-v</summary>
 #

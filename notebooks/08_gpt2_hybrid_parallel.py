@@ -381,7 +381,7 @@ lesson.claim("zb-h1 idles a smaller share than 1F1B", idle["zb-h1"] < idle["1f1b
 # computing. Under tp there are three suspects. A collective costs its rank CPU time to
 # launch, pack and copy. Each rank computes norms and residual additions for all tokens. And a matmul with a t-th of the columns may take more
 # than a t-th of the time. We now time the last two. The race timed collectives on CPUs only;
-# on GPUs their column says 0 s, and the *rest* of the excess includes them.
+# on GPUs their column says 0 s, and the *rest* of the excess includes their cost.
 
 # %%
 misses = {part: {n: round(parts[n][part] - predicted[n][part], 9) for n in order}
@@ -426,7 +426,7 @@ lesson.claim("On average computing misses by larger factors under tp",
 # on `dp 2 x cp 2 x tp 2`, with Ulysses, it is <data value="08.cp.ulysses">3.01 ms</data>.
 #
 # The rest is <data value="08.why.dp-4-x-tp-2.rest">60.6 ms</data> on `dp 4 x tp 2`, <data value="08.why.dp-2-x-pp-2-x-tp-2.rest">120 ms</data> on `dp 2 x pp 2 x tp 2`, <data value="08.why.dp-2-x-tp-4-zero-1-sequence-parallel.rest">106 ms</data> with sequence parallelism, and <data value="08.why.dp-8.rest">-4.70 ms</data> on `dp 8`,
-# which has no tp. It includes the collectives.
+# which has no tp. It includes what collectives cost: here, kernels that start late after an interruption, and what prepares the messages.
 #
 # A rank times a norm alone, and the same matmul with all columns and with a t-th. On `dp 8` both matmuls are the same one, so
 # its column should be 0. It is <data value="08.why.dp-8.thin-matmuls">14.7 µs</data>, nearer to 0 than with tp, so thin matmuls probably cost something. Norms are further off: on

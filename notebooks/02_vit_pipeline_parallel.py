@@ -266,8 +266,9 @@ trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")
 
 # %% [markdown]
 # The formula assumes equal stages and predicts a bubble of <data value="02.bubble.predicted">27.3 %</data>. The step in the figure has
-# <data value="02.bubble">35.9 %</data>. Its stages are not equally fast: stage 0 also has the embedding, the last stage the head, and any rank can
-# wait for launches or be disturbed. GPipe's forwards go at the pace of the slowest forward. Its backwards go at that of the
+# <data value="02.bubble">35.9 %</data>. Its stages are not equally fast. Rank 0's forwards take about twice as long as the others'. The embedding explains
+# little of that: in the first figure, rank 0's forward is only about a quarter longer. Rank 0 never waits for input, so it probably
+# runs at the pace at which Python launches kernels (fold). GPipe's forwards go at the pace of the slowest forward. Its backwards go at that of the
 # slowest backward, which can be on another stage. By medians, the slowest forward plus the slowest backward take
 # <data value="02.slowest:.2f">1.18</data> times as long as forward plus backward of the average stage.
 #
@@ -278,8 +279,7 @@ trace = recorded.to_chrome_trace(lesson.home() / "02_gpipe_trace.json")
 #
 # Python can launch kernels more slowly than a GPU runs them. A rank that never waits then works at Python's pace. A rank that
 # waits for its input launches its kernels meanwhile, and when the input comes, they run without gaps. So on GPUs equal
-# blocks can be quick in one action and slow in another. Rank 0's forward in the first figure, for example, has no such wait
-# before it, and is launched while it runs. The last section tests this with CUDA graphs. On a CPU, ranks that share cores and memory disturb each other.
+# blocks can be quick in one action and slow in another. Rank 0 has no such wait before its forwards, so they are launched while they run. The last section tests this with CUDA graphs. On a CPU, ranks that share cores and memory disturb each other.
 # </details>
 #
 # <details><summary>Why the rule of thumb may come nearer</summary>
@@ -418,7 +418,8 @@ lesson.claim("1F1B costs at most a fifth more time than GPipe", (ratio, "<", 1.2
 #
 # We timed GPipe again, beside 1F1B. Its step takes <data value="02.ran.gpipe.makespan">192 ms</data>. 1F1B's takes <data value="02.ran.1f1b.makespan">174 ms</data>, <data value="02.by-run:.3f">0.905</data> times as long, and
 # the bubbles are <data value="02.ran.gpipe.bubble">35.2 %</data> and <data value="02.ran.1f1b.bubble">28.7 %</data>. With equal stages both steps would be equally long, because filling and draining
-# take as long. Simulated with GPipe's unequal median times, 1F1B's step takes <data value="02.by-medians:.3f">0.942</data> times as long. *Work* in the last table is the mean time that a rank spends in actions.
+# take as long. Simulated with GPipe's unequal median times, 1F1B's step takes <data value="02.by-medians:.3f">0.942</data> times as long. The rest
+# may be noise: each step is the median of three. *Work* in the last table is the mean time that a rank spends in actions.
 #
 # <details><summary>What does the simulation leave out?</summary>
 #
@@ -501,8 +502,8 @@ lesson.field_guide.show("02")
 # - *ZB-V* also places two chunks on each rank, in the V shape above, and keeps up to p.
 #
 # With equal stages, filling and draining leave each rank idle for p - 1 forwards and backwards under 1F1B:
-# $(p-1)(F+I+W)$. Under ZB-H1 the stage before waits only for I, and p - 1 of the postponed W fill gaps: $(p-1)(F+I-W)$. ZB-H2's
-# additional forwards fill more. Only the last rank's wait for its first forward cannot be filled: $(p-1)F$. The last two
+# $(p-1)(F+I+W)$. Under ZB-H1 the stage before waits only for I, which leaves $(p-1)(F+I)$. Then p - 1 of the postponed W fill
+# gaps, which leaves $(p-1)(F+I-W)$. ZB-H2's additional forwards fill more. Only the last rank's wait for its first forward cannot be filled: $(p-1)F$. The last two
 # are equal if I = W.
 #
 # The figure shows p = 2 and m = 4, with F = I = W = 1. Paler actions belong to a rank's second chunk.
@@ -664,9 +665,8 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 
 # %% [markdown]
 # We call two schedules different only if the difference of their steps exceeds both spreads. So
-# <data value="02.race.faster">no schedule is shown to be faster than another: all pairs are undecided</data>. As to bubbles,
+# <data value="02.race.faster">no schedule is shown to be faster than another: all pairs are undecided</data>. We also compare the bubbles:
 # <data value="02.race.idle">all steps of zb-h2 are below all of 1f1b's; those of interleaved, zb-h1 and zb-v overlap with 1f1b's, so the run does not decide</data>.
-# The output prints only ZB-H2's and 1F1B's ranges.
 #
 # The prediction puts <data value="02.race.first.predicted">zb-v</data> first; by medians, the run puts <data value="02.race.first.run">zb-h2</data> first. ZB-V has the longest median, <data value="02.race.zb-v.measured">205 ms</data>, and the largest bubble,
 # <data value="02.race.zb-v.bubble">33.2 %</data>, but its spread of <data value="02.race.zb-v.spread">83.5 ms</data> leaves this undecided. The four schedules other than 1F1B take <data value="02.race.ratio.least:.2f">1.20</data>
@@ -758,12 +758,12 @@ lesson.show(columns=alone, key="02.split", title="Split backwards on one rank al
 # The cell simulates that paper's 6.2B model, 8 stages and 24 microbatches, from its published times. The explorer, a figure
 # with knobs, simulates other pipelines. It opens on ZB-H2.
 #
-# **Challenge.** Get the bubble of a pipeline of 4 ranks under 11 %.
+# **Challenge.** Get the bubble of a pipeline of 4 ranks under 11 %, with at most 12 microbatches, 80 messages and 6
+# microbatches in flight.
 #
 # <details><summary>With what</summary>
 #
-# Take F = I = W, a transfer of at least 0.1 forwards, and at most 12 microbatches, 80 messages and 6 microbatches in
-# flight. The bubble is the share of ranks × makespan. The explorer's last panel shows an answer.
+# Take F = I = W and a transfer of at least 0.1 forwards. The bubble is the share of ranks × makespan. The explorer's last panel shows an answer.
 # </details>
 
 # %%

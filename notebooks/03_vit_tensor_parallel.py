@@ -275,9 +275,12 @@ lesson.check(exercises.column_row, mlp)
 # faster interconnect does. Without overlap a rank computes r/(1+r) of the time. We call an interconnect fast enough from r = 1 on, where
 # that is half.
 #
-# From here on, the library's `parallelize(model, mesh.tp, mode="1d")` replaces the linear layers by sharded ones, as above.
-# We call that *1D*. `machine_card` measures this machine's latency α, bandwidth and matmul rate, its *card*, where B
-# is the bandwidth. ρ is the rate over the bandwidth. Replace the `None`s by your guesses; until then a *rule of thumb* stands there. The cell then trains a sharded and a serial ViT for three steps, in float64.
+# From here on, the library's `parallelize(model, mesh.tp, mode="1d")` replaces the linear layers by sharded ones.
+# We call that *1D*.
+#
+# `machine_card` measures this machine's latency α, bandwidth and matmul rate, its *card*, where B is the bandwidth.
+#
+# The cell also trains a sharded and a one-process ViT for three steps, in float64.
 
 # %%
 card = lesson.machine_card(N)
@@ -373,7 +376,8 @@ predictions.record_host(few, recorded, 8)  # is computing set by the tokens?
 lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 
 # %% [markdown]
-# The bytes are exact: <data value="03.block-bytes">2.48 GB</data> leave each rank. On <data value="03.hardware">4 x NVIDIA H100 80GB HBM3</data> the block took <data value="03.block.makespan">19.2 ms</data>;
+# Counted as a ring, <data value="03.block-bytes">2.48 GB</data> leave each rank, as predicted: four all-reduces of b·s·h numbers. NCCL's bytes were not
+# measured. On <data value="03.hardware">4 x NVIDIA H100 80GB HBM3</data> the block took <data value="03.block.makespan">19.2 ms</data>;
 # <data value="03.exposed.share">26.9 %</data> of that is exposed communication. Computing covered <data value="03.overlapped">43.5 %</data> of the communication, all of it in the
 # backward.
 #
@@ -389,7 +393,7 @@ lesson.claim("Some communication stays exposed", (exposed, ">", 0))
 # The thin slices of forward after the last all-reduce are a bias and the residual. The last slices of input gradient are attention's norm.
 # </details>
 #
-# The formula is for numbers of 2 bytes. With v bytes r is 2/v times as large, and here v is <data value="03.value-bytes">2</data>. With attention's
+# The formula is for numbers of 2 bytes. Here they have <data value="03.value-bytes">2</data>; with v bytes, r is 2/v times as large. With attention's
 # scores the formula predicts r = <data value="03.ratio.predicted">0.698</data>. The run has <data value="03.ratio">1.51</data>.
 #
 # So by the formula this interconnect is not fast enough for this h. The run's r is above 1 only because computing took
@@ -565,7 +569,7 @@ verdict
 # | attention, MLP | (m, 3h/t), (m, 4h/t) | the same |
 # | ↓ forward / backward | all-reduce / none | reduce-scatter / all-gather |
 #
-# Megatron-LM calls this *sequence parallelism*. The library shards all m tokens of the batch. We count with an image fewer,
+# Megatron-LM calls this *sequence parallelism*. The library shards all m tokens of the batch. We count with one image fewer,
 # <data value="03.padded.tokens">201,531</data> tokens. That is no multiple of the number of ranks, <data value="03.padded.ranks">4</data>, so the library pads.
 
 # %%
@@ -867,7 +871,7 @@ vit_tensor.add_to_ledger(four, seconds, predicted, card4, wide.dtype)  # for 08'
 #
 # The next cell maps which mode is predicted to spend the least time communicating, on 64 ranks and InfiniBand NDR, with 10 µs
 # of latency and no launch costs. 2.5D has 4 x 4 x 4 ranks. The
-# last line opens an *explorer*, a simulated block with knobs.
+# last line opens an *explorer*.
 
 # %%
 links = theory.LINKS["InfiniBand NDR"], theory.Link(0, 50e9)  # one without latency
@@ -883,30 +887,31 @@ lesson.explorers.tensor_modes()
 
 # %% [markdown]
 # 1D sends no weights and more activations than 3D, so it wins where tokens are few and h is large. Their bytes are equal
-# at 0.28 h tokens in the batch, by the table in the previous section's fold. For h = 16,384 that is 72 on the axis. 2.5D sends
+# at 0.28 h tokens in the batch, by the table in the previous section's fold. For h = 16,384 that is 72 on the axis;
+# latency moves it to about 57. 2.5D sends
 # more weights than 3D and fewer activations, so it wins with many tokens. 2D never wins: 3D sends fewer activations and
 # weights, with a tenth of the latencies.
 #
-# <details><summary>Why latency favours 3D</summary>
+# <details><summary>What moves the borders</summary>
 #
 # Latency shrinks the areas of 1D and 2.5D: without it they would take <data value="03.map.1d.without-latency">2.68 %</data> and <data value="03.map.2.5d.without-latency">66.6 %</data>. The table counts a block's
 # latencies. 1D has <data value="03.map.1d.latencies-a-block">504</data>, because its rings have 64 ranks; 3D has <data value="03.map.3d.latencies-a-block">144</data>, the fewest.
 #
 # Where h is small, messages are short and latency counts most. There 3D wins up to many more tokens, so the border of 2.5D
 # bends to the right at the bottom.
+#
+# By the table's bytes, 2.5D would win from 7.3 h tokens on, which is 1,877 on the axis for h = 16,384. The border is at about
+# 4,300 there. A broadcast over q ranks lasts as long as sending all of its block, q/(q - 1) times as long as its mean bytes
+# say. For 2.5D this factor is 4/3. It moves the border to 4,189, and latency does the rest.
 # </details>
 #
-# **Challenge.**
+# **Challenge.** On 16 ranks or more with InfiniBand NDR, reach compute / sending of at least 0.4 with at most 2 GB a rank.
 #
-# <details><summary>Find a setting</summary>
+# <details><summary>The limits</summary>
 #
-# Nothing overlaps in the explorer, and a GPU does 400 TFLOP/s. Use 16 ranks or more on InfiniBand NDR, which has 50 GB/s, a hidden size of at most
-# 8,192, and sequences of at most 8,192, the explorer's longest. Reach both:
-#
-# - compute / sending at least 0.4;
-# - activations and states (weights, gradients and optimizer state, 16 bytes a parameter) of the block at most 2 GB a rank.
-#
-# Why does no batch help 1D?
+# Use a hidden size of at most 8,192, and sequences of at most 8,192, the explorer's longest. The 2 GB are for the block's
+# activations and states: weights, gradients and optimizer state, 16 bytes a parameter. Nothing overlaps in the explorer, a GPU
+# does 400 TFLOP/s, and the link has 50 GB/s. Why does no batch help 1D?
 # </details>
 #
 # <details><summary>Answer</summary>

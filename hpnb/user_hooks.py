@@ -1,4 +1,4 @@
-"""Hooks that users have registered, told apart from hpnb's."""
+"""Hooks that users have registered, in contrast to hpnb's."""
 
 from __future__ import annotations
 

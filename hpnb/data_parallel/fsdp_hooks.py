@@ -62,7 +62,7 @@ class FSDPState(GradientSink):
 
         _in_forward, _in_backward    the root's forward runs; a backward runs, and `_end_backward` is queued
         _running_forward             units whose forward has begun and not ended
-        sync                         reduce in the backward; off in no_sync, and if a pipeline calls `finish`
+        sync                         reduce in the backward; off in no_sync, and if a pipeline calls `ready`
         _failed_inside               an exception ended the forward of a unit, and goes on to the root's
         unit.unsharded_registered    the modules have the full parameters
         unit.pending_backwards       for units with frozen parameters: see `_hook_input_gradients`
@@ -323,7 +323,7 @@ class FSDPState(GradientSink):
         return capturing_gathers(self.flat_params, self.reset)
 
     def hand_over(self) -> GradientSink:
-        """From now on reduce nothing at the end of a backward, but only when `finish` is called."""
+        """From now on the end of a backward reduces nothing: `ready` and `finish` do."""
         self.sync = False
         return self
 

@@ -234,7 +234,7 @@ lesson.check(exercises.halves, all_reduce)
 #
 # Why does an all-reduce send $2(n-1)/n \, S$ from each rank? The obvious algorithm sends every tensor to rank 0, which
 # adds them up and sends the sum back. Then $(n-1) \, S$ bytes leave rank 0 while the links between the others are
-# idle. A ring keeps all links busy. Split the tensor into n chunks, and let each rank send only to the next rank:
+# idle. A ring keeps all links busy. Split the tensor into n *chunks*, as large as shards, and let each rank send only to the next rank:
 #
 # ```text
 #   ┌─▶ rank 0 ──▶ rank 1 ──▶ rank 2 ──▶ rank 3 ─┐     each step sends one chunk of S/n bytes
@@ -485,7 +485,7 @@ lesson.predict("00.many-calls", question, guess=None, rule_of_thumb=1)
 # On <data value="00.card.hardware">4 x NVIDIA H100 80GB HBM3</data> the fit gives a latency of <data value="00.card.latency">20.6 µs</data>, a bandwidth of <data value="00.card.bandwidth">322 GB/s</data> and a
 # knee at <data value="00.card.knee">26.6 MB</data>. No dot is more than a factor of <data value="00.fit.most:.2f">1.22</data> from the curve.
 #
-# Here ρ, the measured matmul rate over the bandwidth, is <data value="00.card.rho:,.0f">2,270</data> FLOP a byte. By published rates an H100 or H200 has <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data> over NVLink and
+# Here the measured ρ is <data value="00.card.rho:,.0f">2,270</data> FLOP a byte. By published rates an H100 or H200 has <data value="00.rho.nvlink-4.at-published-rates">2,200 FLOP/B</data> over NVLink and
 # <data value="00.rho.ethernet-10-gb.at-published-rates">791,000 FLOP/B</data> over 10 Gb Ethernet.
 #
 # With 16,384 tokens on each rank, $2\rho / (3T)$ at published rates is <data value="00.share.nvlink-4:.2f">0.09</data> over NVLink, so computing takes far
@@ -529,12 +529,13 @@ lesson.reveal("00.many-calls", took_100 / took, predicted=expected_100 / expecte
 lesson.claim("100 calls take longer than one of the same bytes", (took_100, ">", took))
 
 # %% [markdown]
-# One call took <data value="00.calls.1-call-of-8-mb.measured">212 µs</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">5.67 ms</data>: <data value="00.many-calls:.1f">26.7</data> times as long for the same bytes. By the formula every call
-# pays a latency of $2(n-1)\,\alpha$, here <data value="00.off.latency">124 µs</data>. That is why notebook 01 collects gradients in *buckets*,
+# One call took <data value="00.calls.1-call-of-8-mb.measured">212 µs</data>, and a hundred took <data value="00.calls.100-calls-of-80-kb.measured">5.67 ms</data>: <data value="00.many-calls:.1f">26.7</data> times as long for the same bytes. Every call costs something whatever
+# its size: a latency, by the formula $2(n-1)\,\alpha$ or <data value="00.off.latency">124 µs</data>, and the time to start it. That is why notebook 01 collects gradients in *buckets*,
 # each of many tensors in one call.
 #
-# The formula says <data value="00.many-calls.predicted:.1f">77.1</data> times as long. It describes single calls, which the fit timed, and not a
-# series of calls, which overlap.
+# The formula says <data value="00.many-calls.predicted:.1f">77.1</data> times as long. It describes single calls.
+# Calls in a series overlap, as follows. The single call also took longer than its
+# prediction, <data value="00.calls.1-call-of-8-mb.predicted">161 µs</data>; a fold lists possible causes.
 #
 # On average each of the hundred took <data value="00.off.call">56.7 µs</data>, bytes included. That is <data value="00.off.than">shorter than</data> the <data value="00.off.latency">124 µs</data>
 # of latency that the formula charges each call. On a GPU the fit times one call from start to end: the process starts it, then its bytes move. When many calls follow, the process starts the
@@ -754,7 +755,7 @@ lesson.claim("with a late rank most of the bar is waiting", (waiting, ">", movin
 # - DeepSpeed: `deepspeed.comm.log_summary(show_straggler=True)` separates waiting from moving.
 # </details>
 #
-# **Takeaway.** Split every collective when its last rank arrives. Before, ranks wait for the slowest. Afterwards bytes
+# **Takeaway.** Split every collective's bar at the moment its last rank arrives. Before, ranks wait for the slowest. Afterwards bytes
 # move, and whatever else the call costs counts as move too.
 #
 # ### Exercise 4: name the straggler

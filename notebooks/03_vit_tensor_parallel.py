@@ -127,7 +127,7 @@ class SumOverRanks(torch.autograd.Function):  # g
 
 # %% [markdown]
 # `without_sum` shows what a missing sum does. `axis` is a group of ranks
-# with this rank's place in it. `comm.split` takes this rank's chunk of a tensor, and `comm.gather` joins the chunks. The library's
+# with this rank's place in it. `comm.split` takes this rank's part of a tensor, and `comm.gather` joins the parts. The library's
 # f and g, which the exercises use, are `comm.replicate(x, axis)` and `comm.all_reduce(x, axis)`.
 
 

@@ -35,7 +35,7 @@
 # <details><summary>Answers</summary>
 #
 # A reduce-scatter and an all-gather. Each sends $(t-1)/t$ of the S bytes, so an all-reduce sends $2(t-1)/t \cdot S$ from each rank.
-# Nobody waits for the weight gradients: only the optimizer needs them.
+# Nothing waits for the weight gradients: only the optimizer needs them.
 # </details>
 
 # %% tags=["setup"]

@@ -10,8 +10,8 @@ graph needs what an eager forward or backward needs: the root, and `prefetch` + 
 flight has a slot of memory, and thus a root. Graphs keep their memory between steps.
 
 Between two actions nothing stays gathered. Where eager actions keep the block that the next one begins with,
-a graph gathers it again. Gradients are summed outside of the graphs: they are full until the step ends, as in
-every pipeline, and the tensors of full gradients stay, because graphs add to them.
+a graph gathers it again. Gradients are summed outside of the graphs, after the last replay of their stage.
+The tensors of full gradients stay in memory, because graphs add to them.
 """
 
 from __future__ import annotations

@@ -332,7 +332,7 @@ class FSDPState(GradientSink):
         return self._unsharded_of.get(parameter, (parameter, None))[0]
 
     def ready(self, parameter: nn.Parameter) -> None:
-        """The gradient is final. A FlatParam is reduced when all of its are; `finish` reduces the rest."""
+        """Reduce a FlatParam once its last gradient is final; `finish` reduces those that lack one."""
         unsharded, flat = self._unsharded_of[parameter]
         flat.has_gradients |= unsharded.grad is not None
         if unsharded.grad is not None and self._reductions.count_ready(flat) and not self.find_unused:

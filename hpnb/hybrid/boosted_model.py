@@ -261,13 +261,9 @@ class Boosted(nn.Module):
         computing = self.plugin.policy.computing(self.module, self._device)
         with computing, self._hooks_off(), loss_weighted(), criterion_of_stages(self.plugin.pp_size):
             self.last_step = pipe.step(
-                batch,
-                forward_only=not trains,
-                scale=scale,
-                reduce=self._syncs,
-                return_outputs=keep,
+                batch, forward_only=not trains, scale=scale, reduce=self._syncs, return_outputs=keep,
                 record=record,
-            )
+            )  # fmt: skip
         return self.last_step
 
     def forget(self) -> None:

@@ -118,7 +118,7 @@ def routed_bytes(software: Software, chosen: int) -> tuple[float, float]:
 
 
 def is_eager(task: PlanTask, layout: ParallelLayout) -> bool:
-    """Whether a block's small operations are kernels of their own. A layer norm is one kernel anyway.
+    """Whether each small operation of a block is a separate kernel. A layer norm is one kernel anyway.
 
     hpnb compiles no block that sends messages, or whose backward a schedule splits.
     """
